@@ -16,7 +16,7 @@ _NAME = r"(?:key|token(?!iz)|secret|password)"  # a tokenizer is no token
 _SECRET = re.compile(_NAME, re.IGNORECASE)
 _SECRET_INSIDE = re.compile(_NAME + r"""[\w.-]*(?:["']\s*:|\s*:(?=\s|$))""", re.IGNORECASE)  # a name in YAML
 _SETTING = re.compile(r"([\w.]+)([=:])(.*)", re.DOTALL)
-_HARMLESS = {"prompt_key", "answer_key", "image_key"}  # columns of the data set
+_HARMLESS = {"prompt_key", "answer_key", "image_key", "special_tokens"}  # columns of the data set, a setting
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]+@")
 
 

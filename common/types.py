@@ -45,6 +45,7 @@ class Prompt:
     text: str  # the rendered chat template, for people
     token_ids: NDArray[np.int32]  # [P] what the trainer gets; one image token for each merged patch of its images
     images: tuple[EncodedImage, ...] = ()  # in the order of their places in token_ids
+    begun: str = ""  # what of the model's turn it holds, as "<think>\n": rewards read it before a completion
 
 
 @dataclass(frozen=True)

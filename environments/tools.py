@@ -25,7 +25,14 @@ from common.outcomes import await_all, shorten
 from environments import Message, Turn
 
 Function = Callable[..., Any]
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+# A thought, which may speak of calls and makes none, or a call. One that is not closed begins with its JSON; another
+# mark is somebody's mention of it.
+_HERMES = re.compile(
+    r"(?P<thought><think>.*?(?:</think>|\Z))|<tool_call>(?P<call>(?:(?!<tool_call>).)*?)</tool_call>"
+    r"|<tool_call>(?P<cut>\s*\{(?:(?!<tool_call>).)*)\Z",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -43,15 +50,16 @@ class Call:
 
 def parse_hermes(text: str) -> tuple[str, list[Call]]:
     """(what stands around the calls, the calls).  'a <tool_call>{"name": "f"}</tool_call>' -> ("a", [Call("f", {})])"""
-    return _HERMES.sub("", text).strip(), [_read(found.group(1), "arguments") for found in _HERMES.finditer(text)]
+    bodies = [found["call"] or found["cut"] or "" for found in _HERMES.finditer(text) if found["thought"] is None]
+    return _HERMES.sub(lambda found: found["thought"] or "", text).strip(), [_read(b, "arguments") for b in bodies]
 
 
 def parse_llama3(text: str) -> tuple[str, list[Call]]:
-    """The whole turn is one call, or there is none: Llama writes nothing around it."""
-    body = text.strip().removeprefix("<|python_tag|>").strip()
+    """The whole turn behind its thoughts is one call, or there is none: Llama writes nothing around it."""
+    body = _THOUGHT.sub("", text).strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return text.strip(), []
-    return "", [_read(body, "parameters")]
+    return "".join(_THOUGHT.findall(text)), [_read(body, "parameters")]
 
 
 PARSERS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {"hermes": parse_hermes, "llama3_json": parse_llama3}

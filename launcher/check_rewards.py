@@ -12,7 +12,7 @@ from common import exits
 from common.errors import UserError
 from rewards.gold_answers import GoldRow, check_gold
 from sampler.dataset import load_data, whole_row
-from sampler.prompts import shown_to_rewards
+from sampler.messages import shown_to_rewards
 
 FAILED = 1
 

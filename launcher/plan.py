@@ -31,6 +31,7 @@ from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
 
 CANNOT = 1
+_ROWS = 1000  # of which prompts are made
 _GPUS = re.compile(r"(\d+)x(\d+)")
 
 
@@ -72,24 +73,39 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         troubles = result.problems
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
         _print("estimates", [*result.lines, *where])
-    _print("first prompt", _prompt_lines(config, problems[0]))
+    _print("first prompt", _prompt_lines(config, problems))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE
 
 
-def _prompt_lines(config: Config, problem: Problem) -> Iterator[tuple[str, str]]:
-    """A row's prompt as the model sees it."""
+def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
+    """A row's prompt as the model sees it, and what ends its answer. Raises UserError as the run would."""
     from model.tokenizer import load_tokenizer
-    from sampler.pictures import encode_problem
-    from sampler.prompts import make_prompt
+    from sampler.multi_turn import opened
+    from sampler.prompts import make_prompts
+    from sampler.reading import ends_of, said_reader
 
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
     vision = vision_of(config)
-    images = encode_problem(problem, vision.form, config.data) if vision else ()
-    prompt = make_prompt(problem, tokenizer, config, vision, images)
-    yield "prompt", f"row {problem.index}, {len(prompt.token_ids)} tokens of at most {config.data.max_prompt_length}"
+    tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # pictures take their time
+    limit = config.data.max_prompt_length
+    with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
+        prompts, num_left_out = make_prompts(
+            tried, tokenizer, config, vision, multi_turn.pool.tools if multi_turn else None
+        )
+    said_reader(config, tokenizer)
+    prompt = prompts[0]
+    yield "prompt", f"row {prompt.problem.index}, {len(prompt.token_ids)} tokens of at most {limit}"
     yield from (("", f"| {strip_escapes(line)}") for line in prompt.text.split("\n"))
+    if num_left_out:
+        yield "left out", f"{num_left_out} of {len(tried)} prompts tried, with more than {limit} tokens"
+    if prompt.begun:
+        yield "begun", f"the model's turn begins with {prompt.begun!r}, which rewards read before what it writes"
+    if not config.sampler.ignore_eos:
+        ends = ends_of(config, tokenizer)
+        names = [*map(str, tokenizer.convert_ids_to_tokens(list(ends.ids))), *map(repr, ends.texts)]
+        yield "ends", f"a completion ends at {' or '.join(names)}"
     if vision is None:
         return
     for image in prompt.images:

@@ -30,7 +30,7 @@ from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.certain_errors import certain, would_repeat
 from sampler.completions import Completion, SamplingParams, completions_of
-from sampler.engine_arguments import engine_arguments, has_right_prefix_cache, set_environment, stop_token_ids
+from sampler.engine_arguments import ends, engine_arguments, has_right_prefix_cache, set_environment
 from sampler.in_flight import InFlight
 from sampler.weight_loader import WeightLoader
 
@@ -94,7 +94,7 @@ class Engine:
             self._record_routing()
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
-        self._stop_token_ids = [] if self._ignore_eos else stop_token_ids(config)
+        self._ends = ends(config)
         self._keys: dict[str, Any] = {}
         self._early: list[tuple[Any, list[Completion]]] = []  # finished beside a canary; the next step returns them
         self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
@@ -140,11 +140,14 @@ class Engine:
             max_tokens=params.max_tokens,
             min_tokens=0,
             ignore_eos=self._ignore_eos,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=list(self._ends.ids),
+            stop=list(self._ends.texts),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,  # a text that ends may hold one
             seed=params.seed,
             logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(self._ends.texts),
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
         self._add(key, prompt_ids, parameters, images)

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its environment, its arguments, and the tokens that end a completion."""
+"""What vLLM is started with: its environment, its arguments, and what ends a completion."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ import os
 from typing import Any
 
 from common.config import Config
-from common.errors import UserError
 from model import lora
 from model.tokenizer import load_tokenizer
 from sampler import in_flight
+from sampler.reading import Ends, ends_of
 from sampler.vllm_images import image_arguments
 
 _MAX_CPU_CACHE = 16 << 30  # bytes
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
-def stop_token_ids(config: Config) -> list[int]:
-    """Tokens that end a completion: those of the model's generation_config.json, or else the tokenizer's one."""
-    from transformers import GenerationConfig
-
-    try:
-        given = GenerationConfig.from_pretrained(
-            config.model.path, revision=config.model.revision or "main"
-        ).eos_token_id
-    except OSError:
-        given = None
-    if given is None:
-        given = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code).eos_token_id
-    if given is None:
-        raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
-    return [given] if isinstance(given, int) else list(given)
+def ends(config: Config) -> Ends:
+    """Of a completion; none with sampler.ignore_eos."""
+    if config.sampler.ignore_eos:
+        return Ends((), ())
+    return ends_of(config, load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code))
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
@@ -78,7 +68,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "revision": config.model.revision,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not any(isinstance(stop, str) for stop in config.sampler.stop),  # a text is looked for
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),

@@ -19,7 +19,6 @@ from common.types import Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import whole_row
-from sampler.engine import Engine
 from sampler.episode import Episode, Played
 from sampler.task import Decode, GroupKey
 from sampler.turns import TurnTemplate
@@ -27,6 +26,7 @@ from sampler.turns import TurnTemplate
 if TYPE_CHECKING:
     from environments.pool import EnvironmentPool
     from rewards.pool import RewardPool
+    from sampler.engine import Engine
 
 _PATIENCE_S = 0.05  # for an answer, while nothing decodes
 MIN_ROLLOUTS = 2  # of a group, or it has no deviation and trains nothing
@@ -165,9 +165,9 @@ class Episodes:
     def _sampled(self, key: Any, i: int, completion: Completion) -> None:
         """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
         ended = completion.finish_reason == "stop"
-        ids = completion.token_ids[:-1] if ended else completion.token_ids
-        [text] = self._decode([ids.tolist()])
         group = self._groups[key]
+        [text] = self._decode([completion.token_ids.tolist()])
+        text = (self._template.begun if group.running[i].num_turns else group.prompt.begun) + text
         group.running[i] = group.running[i].sampled(completion, text)
         if ended:
             self._pool.step((key, i), text)
@@ -254,9 +254,10 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, Played)]
     if not played:
-        pool.submit(key, prompt.for_rewards, decode(ids), ids, columns, policy_version)
+        texts = [prompt.begun + text for text in decode(ids)]
+        pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version)
         return
-    texts = [list(c.messages) for c in played]
+    messages = [list(c.messages) for c in played]
     theirs: dict[str, list[Any]] = {"environment_rewards": [c.environment_reward for c in played]}
     theirs["environments"] = [c.environment_state for c in played]
-    pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, **theirs)
+    pool.submit(key, prompt.for_rewards, messages, ids, columns, policy_version, **theirs)

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from common.config import Config
 from common.types import Problem, Prompt
 from environments import Message
-from sampler.engine import Engine
 from sampler.episodes import Episodes
-from sampler.prompts import as_messages, read_template, render
+from sampler.messages import as_messages
+from sampler.prompts import begun_in, read_template, render
 from sampler.task import Decode
 from sampler.turns import TurnTemplate
 
 if TYPE_CHECKING:
     from environments.pool import EnvironmentPool
+    from sampler.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class MultiTurn:
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):
             raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
-        return replace(prompt, text=text, token_ids=ids)
+        return replace(prompt, text=text, token_ids=ids, begun=begun_in(text, messages))
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:

@@ -1,27 +1,32 @@
-"""Problems become Prompts: system text, worked examples and problem through the chat template, then token ids.
+"""Problems become Prompts: chat messages through the chat template, then token ids. Everybody who shows a prompt or
+asks a model makes it here: the run, `plan`, `check` and `eval`.
 
 Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
-the special tokens, so none are added. Chat messages may be in the OpenAI form, role and content, or in ShareGPT's, from
-and value. An image stands where the row's text says <image>, or else all stand before it. Left out: tools.
+the special tokens, so none are added; but for the first one that the model was trained on, where a template of the
+user's leaves it out.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import StrictUndefined, Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
-from common.config import Config, Data, PromptTemplate
+from common.config import Config, PromptTemplate
 from common.errors import UserError
+from common.exits import say
 from common.types import EncodedImage, Problem, Prompt
+from common.watchdog import report_progress
 from environments import Message
 from model.folder import NO_CHAT_TEMPLATE
+from sampler.messages import arguments_of, as_messages, for_rewards, leaves_gold_off, read, tools_of, with_image_places
 from sampler.pictures import encode_all
 
 if TYPE_CHECKING:
@@ -29,10 +34,11 @@ if TYPE_CHECKING:
 
     from model.images import Vision
 
-IMAGE = "<image>"  # in the text of a row with images
-
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-_TURN: tuple[Literal["user", "assistant"], ...] = ("user", "assistant")
+_SAYS_EVERY_S = 10.0
+# A tag at the very end that opens a thought or an answer: <think>, [THINK], <seed:think>, <|START_THINKING|>
+_OPENED = re.compile(
+    r"[<\[]\|?(?!end)(?:\w+:)?\w*?(?:think|thought|reason|reflect|scratchpad|answer)\w*\|?[>\]]\s*\Z", re.IGNORECASE
+)
 
 
 def make_prompts(
@@ -48,10 +54,13 @@ def make_prompts(
     UserError when none is left.
     """
     images = encode_all(problems, vision.form, config.data) if vision else itertools.repeat(())
-    prompts = [
-        make_prompt(problem, tokenizer, config, vision, its, tools)
-        for problem, its in zip(problems, images, strict=False)
-    ]
+    prompts, last_said = list[Prompt](), time.monotonic()
+    for problem, its in zip(problems, images, strict=False):
+        prompts.append(make_prompt(problem, tokenizer, config, vision, its, tools))
+        if time.monotonic() - last_said > _SAYS_EVERY_S:
+            last_said = time.monotonic()
+            report_progress("making prompts")
+            say(f"prompts: {len(prompts):,} of {len(problems):,} are made")
     limit = config.data.max_prompt_length
     short = [p for p in prompts if len(p.token_ids) <= limit]
     if not short:
@@ -59,6 +68,13 @@ def make_prompts(
         raise UserError(
             f"no prompt left: all {len(prompts)} are longer than data.max_prompt_length {limit} tokens. "
             f"The longest has {longest}; set data.max_prompt_length: {longest}"
+        )
+    if said := _about_first_token(tokenizer, config.prompt, short[0].text):
+        say(said)
+    if answered := [problem.index for problem in problems if leaves_gold_off(problem, config.data)]:
+        say(
+            f"{len(answered)} of {len(problems)} rows end in an assistant's message that holds the gold answer (row "
+            f"{answered[0]}): it is left off, and the model answers"
         )
     return short, len(prompts) - len(short)
 
@@ -71,19 +87,29 @@ def make_prompt(
     images: tuple[EncodedImage, ...] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
-    """The prompt of one problem and its encoded images.
+    """The prompt of one problem and its encoded images, with the tools and template arguments of its own columns.
 
-    Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, and for
-    one with more or fewer images than places for them.
+    Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, for one
+    with more or fewer images than places for them, and for columns that a run of several turns cannot follow.
     """
     prompt = config.prompt
-    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
-        raise UserError(NO_CHAT_TEMPLATE)
+    require_template(tokenizer, prompt)
+    own_tools, own_arguments = tools_of(problem), arguments_of(problem)
+    if config.rollout.is_multi_turn:
+        for name, given in (("tools", own_tools), ("chat_template_kwargs", own_arguments)):
+            if given:
+                raise UserError(
+                    f"row {problem.index} has its own {name}, and a rollout of several turns shows those of the config "
+                    f"in every turn; take the column away: data.rename={{{name}: unused_{name}}}"
+                )
     messages = as_messages(problem, config.data, prompt)
-    for_rewards = _for_rewards(problem, config, messages)
+    reward_prompt = for_rewards(problem, config, messages)
     if vision:
         messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
-    text = render(tokenizer, messages, prompt=prompt, tools=tools)
+    try:
+        text = render(tokenizer, messages, prompt=prompt, tools=own_tools or tools, arguments=own_arguments)
+    except UserError as error:
+        raise UserError(f"row {problem.index}: {error}") from error
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if vision:
         try:
@@ -93,75 +119,32 @@ def make_prompt(
                 f"row {problem.index}: the rendered prompt has {error}; its text or the chat template holds the token "
                 f"{tokenizer.convert_ids_to_tokens(vision.image)!r} itself. Write <image> where an image stands"
             ) from None
-    return Prompt(problem, for_rewards, text, token_ids, images)
+    return Prompt(problem, reward_prompt, text, token_ids, images, begun_in(text, messages))
 
 
 def _with_places(
     messages: list[Message], problem: Problem, tokenizer: Any, prompt: PromptTemplate, vision: Vision, num_images: int
 ) -> list[Message]:
-    """The messages with the model's image tokens for each <image> of the row, or before its first user message.
-
-    They are written here and not by the chat template, so that templates for text serve, too.
-    """
-    tokens = tokenizer.convert_ids_to_tokens([vision.start, vision.image, vision.end])
-    # worked examples and a given system message are no part of the row
+    tokens = "".join(tokenizer.convert_ids_to_tokens([vision.start, vision.image, vision.end]))
     begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0) + 2 * len(prompt.examples)
-    given, row = messages[:begin], messages[begin:]
-    marks = sum(message["content"].count(IMAGE) for message in row)
-    if marks == 0 and num_images:
-        first = next((i for i, message in enumerate(row) if message["role"] == "user"), 0)
-        row = [{**m, "content": IMAGE * num_images * (i == first) + m["content"]} for i, m in enumerate(row)]
-    elif marks != num_images:
-        raise UserError(
-            f"row {problem.index}: {marks} × {IMAGE} in the text, and {num_images} images in data.image_key; write "
-            f"{IMAGE} once for each image, or nowhere: then images stand before the text"
-        )
-    return [*given, *({**message, "content": message["content"].replace(IMAGE, "".join(tokens))} for message in row)]
+    return with_image_places(messages, problem, num_images, begin, tokens)
 
 
-def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Message]:
-    """What the chat template gets. Raises UserError for a row that is neither text nor chat messages."""
-    raw = problem.columns[data.prompt_key]
-    messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
-    if prompt.format_prompt is not None:
-        messages = _formatted(messages, problem, prompt.format_prompt)
-    own_system = messages[:1] if messages[0]["role"] == "system" else []
-    given_system = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
-    turns = [{"role": role, "content": example[role]} for example in prompt.examples for role in _TURN]
-    return [*(own_system or given_system), *turns, *messages[len(own_system) :]]
+def begun_in(text: str, messages: Sequence[Message] = ()) -> str:
+    r"""What of the model's own turn stands in a rendered prompt: rewards and tools read it before the completion.
+
+    begun_in("…<|im_start|>assistant\n<think>\n") == "<think>\n"; of a row that ends in the assistant's words, these.
+    """
+    if messages and messages[-1].get("role") == "assistant":
+        return text[text.rindex(messages[-1]["content"].strip()) :]
+    opened = _OPENED.search(text[-100:])
+    return opened.group() if opened else ""
 
 
-def shown_to_rewards(problem: Problem, config: Config) -> str | list[Message]:
-    """What reward functions get as `prompts`."""
-    return _for_rewards(problem, config, as_messages(problem, config.data, config.prompt))
-
-
-def _for_rewards(problem: Problem, config: Config, messages: list[Message]) -> str | list[Message]:
-    """The row's string as it is; of a message list, and for rollouts of several turns, all messages."""
-    raw = problem.columns[config.data.prompt_key]
-    return raw if isinstance(raw, str) and not config.rollout.is_multi_turn else messages
-
-
-def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:
-    """The messages with the last of the user written by the Jinja file, from its own content and the row's columns."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-    if last is None:
-        raise UserError(f"row {problem.index}: prompt.format_prompt {path} needs a user message, and there is none")
-    columns = {name: value for name, value in problem.columns.items() if name.isidentifier()}
-    try:
-        content = _format_prompt(path).render(columns | {"content": messages[last]["content"]})
-    except TemplateError as error:
-        names = ", ".join(["content", *columns])
-        raise UserError(
-            f"prompt.format_prompt {path} fails on row {problem.index}: {error}; it may use {names}"
-        ) from error
-    return [*messages[:last], {"role": "user", "content": content}, *messages[last + 1 :]]
-
-
-@functools.lru_cache(maxsize=4)
-def _format_prompt(path: Path) -> Template:
-    # Sandboxed as chat templates are: both kinds of file are passed around with data and models.
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(_read("prompt.format_prompt", path))
+def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
+    """Raises UserError for a tokenizer without a chat template, where the config has none either."""
+    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
+        raise UserError(NO_CHAT_TEMPLATE)
 
 
 def render(
@@ -170,76 +153,72 @@ def render(
     *,
     prompt: PromptTemplate,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own."""
+    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own.
+
+    arguments: more for the template than prompt.chat_template_kwargs. Raises UserError, also for arguments and tools
+    that the template does not read.
+    """
     goes_on = messages[-1].get("role") == "assistant"
+    arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
+    template = read_template(prompt.chat_template)
+    source = prompt.chat_template or "the tokenizer's own; prompt.chat_template names another"
+    _require_read(tokenizer, template, tuple(arguments), bool(tools))
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
-            chat_template=read_template(prompt.chat_template),
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
-            **prompt.chat_template_kwargs,
+            **arguments,
         )
-    except TemplateError as error:
-        source = prompt.chat_template or "the tokenizer's own; prompt.chat_template names another"
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"chat template ({source}) fails on a prompt: {error}") from error
+    first = first_token(tokenizer)
+    return text if template is None or text.startswith(first) else first + text
 
 
-def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
-    """A row's chat messages. Raises UserError unless each has a role and a content that are text.
-
-    The last one is left off when it is where the model answers: an assistant's without content, or ShareGPT's `gpt`.
-
-        [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}] -> [{"role": "user", "content": "2+2?"}]
-    """
-    is_list = isinstance(raw, list | tuple) and len(raw) > 0
-    messages = [_message(message) for message in raw] if is_list else [(None, None)]
-    if len(messages) > 1 and messages[-1][0] == "assistant":
-        is_sharegpt = "from" in raw[-1] and "role" not in raw[-1]
-        messages = messages[:-1] if is_sharegpt or messages[-1][1] is None else messages
-    checked: list[Message] = []
-    for place, (role, content) in enumerate(messages):
-        content = _joined(content) if data.image_key is not None else content
-        if not (isinstance(role, str) and isinstance(content, str)):
+@functools.lru_cache(maxsize=16)
+def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
+    """Raises UserError for what a template would be told in vain."""
+    ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
+    if taken := ours & set(arguments):
+        raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")
+    text = template if template is not None else tokenizer.get_chat_template(None, [{}] if has_tools else None)
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
             raise UserError(
-                f"row {problem.index}: data.prompt_key {data.prompt_key!r} holds "
-                f"{str(raw[place] if is_list else raw)[:80]!r}, expected text or a list of "
-                '{"role": …, "content": …} or {"from": …, "value": …} with text content'
+                f"the chat template reads no {name!r}: remove it from prompt.chat_template_kwargs, or take the rows' "
+                "away: data.rename={chat_template_kwargs: unused}"
             )
-        checked.append({"role": role, "content": content})
-    return checked
+    if has_tools and not re.search(r"\btools\b", text):
+        raise UserError(
+            "the chat template has no place for tools, and the model would not see them; name one that has: "
+            "prompt.chat_template=configs/templates/hermes_tools.jinja, or take the rows' away: "
+            "data.rename={tools: unused_tools}"
+        )
 
 
-def _joined(content: Any) -> Any:
-    """[{"type": "image"}, {"type": "text", "text": "How many?"}] -> "<image>How many?"; anything else as it is."""
-    is_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
-    if not is_parts:
-        return content
-    texts: list[Any] = [IMAGE if part.get("type") == "image" else part.get("text") for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+@functools.lru_cache(maxsize=4)
+def first_token(tokenizer: Any) -> str:
+    """The token that the tokenizer puts before each text by itself, as the model was trained; "" where it puts none."""
+    ids, first = tokenizer("a")["input_ids"], tokenizer.bos_token_id
+    return str(tokenizer.bos_token) if first is not None and ids[:1] == [first] else ""
 
 
-def _message(message: Any) -> tuple[Any, Any]:
-    """(role, content) in either form; None for what is missing."""
-    if not isinstance(message, Mapping):
-        return None, None
-    if message.get("role") is not None:
-        return message["role"], message.get("content")
-    sender = message.get("from")
-    return _ROLES.get(sender, sender) if isinstance(sender, str) else None, message.get("value")
+def _about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
+    """Where the tokenizer and the chat template disagree about the first token, what prompts have."""
+    first, own = first_token(tokenizer), read_template(prompt.chat_template)
+    if not text.startswith(first):
+        return f"prompts do not begin with {first}, as the tokenizer's texts do: its own chat template leaves it out"
+    if first and own is not None and first not in own and "bos_token" not in own:
+        return f"prompts begin with {first}, as the tokenizer's texts do; {prompt.chat_template} leaves it out"
+    return None
 
 
 @functools.lru_cache(maxsize=4)
 def read_template(path: Path | None) -> str | None:
-    return None if path is None else _read("prompt.chat_template", path)
-
-
-def _read(option: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{option} {path}: {reason}. Templates that come with Tandem: configs/templates/") from None
+    return None if path is None else read("prompt.chat_template", path)

@@ -25,8 +25,10 @@ from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.link import Link
+from sampler.messages import shown_to_rewards
 from sampler.multi_turn import MultiTurn, opened
-from sampler.prompts import make_prompts, shown_to_rewards
+from sampler.prompts import make_prompts
+from sampler.reading import said_reader
 from sampler.task import Task
 
 _ROWS_TRIED = 4
@@ -69,7 +71,7 @@ def _run(config: Config, sampler_id: str) -> None:
         tools = multi_turn.pool.tools if multi_turn else None
         train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)
         held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)
-        task = Task(train_prompts, held_out_prompts, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
+        task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer))
         hello = wire.Hello(
             pid=os.getpid(),
             dataset_fingerprint=fingerprint(train_prompts),

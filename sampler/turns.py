@@ -10,6 +10,7 @@ turns alone. `TurnTemplate.of` proves it on the one in use, and refuses one that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from environments import Message
+from sampler.prompts import begun_in
 
 Render = Callable[[Sequence[Message]], str]  # with the generation prompt behind it
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
@@ -34,6 +36,11 @@ class TurnTemplate:
 
     render: Render
     tokenize: Tokenize
+
+    @functools.cached_property
+    def begun(self) -> str:
+        """What of the model's turn stands behind an observation, as in Prompt."""
+        return begun_in(self.difference([{"role": "user", "content": "?"}]))
 
     @classmethod
     def of(cls, render: Render, tokenize: Tokenize, prompt: Sequence[Message], roles: Sequence[str]) -> TurnTemplate:

@@ -30,6 +30,8 @@ class SamplerSettings(Section):
     """Above 0 needs top_k."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens, end-of-sequence included."""
+    stop: list[int | str] = []
+    """More ends of a completion: token ids and texts, such as ["</answer>"], which stay in it."""
     ignore_eos: bool = False
     """Never stop early: for measurements."""
     in_flight_updates: bool = False
@@ -51,6 +53,10 @@ class SamplerSettings(Section):
 
     def _contradictions(self) -> Iterator[str]:
         """The trainer needs the kept tokens, or every ratio would be too small by the probability that was cut away."""
+        if self.stop and self.ignore_eos:
+            yield f"stop {self.stop} does nothing with ignore_eos; set sampler.ignore_eos=false, or remove it"
+        if "" in self.stop:
+            yield 'stop holds an empty text, which is everywhere; write such as sampler.stop=["</answer>"]'
         if (self.top_k or 0) > MAX_TOP_K:
             yield (
                 f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
@@ -144,6 +150,8 @@ class Rewards(Section):
     """Processes that score groups side by side; null = a core each, more where functions wait."""
     max_memory_gib: float = Field(8.0, gt=0)
     """Beyond it a MemoryError; Linux only."""
+    special_tokens: Literal["auto", "keep", "drop"] = "auto"
+    """In the texts that rewards and tools read. auto: those alone that they look for, and tags in pairs."""
 
     @property
     def weights(self) -> list[float]:

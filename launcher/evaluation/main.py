@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import re
@@ -71,6 +70,7 @@ def run(config: Config, target: Target) -> None:
     from sampler.dataset import load_data
     from sampler.episodes import SingleTurns
     from sampler.multi_turn import opened
+    from sampler.reading import said_reader
     from sampler.start import prompts_of
 
     problems = load_data("data.eval", config.data.eval or "", config.data)
@@ -91,7 +91,7 @@ def run(config: Config, target: Target) -> None:
         engine = Engine(config, devices.count())
         if target.rank:
             _load_adapters(engine, Path(target.model))
-        decode: Decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
+        decode = said_reader(config, tokenizer)
         turns = multi_turn.episodes(engine, decode) if multi_turn else SingleTurns(engine)
         samples, failures = sample(config, prompts, pool, decode, turns)
     if not samples:

@@ -86,7 +86,7 @@ def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, con
 
 
 def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, config, policy, version):
-    stop = engine._stop_token_ids[0]
+    stop = engine._ends.ids[0]
     with torch.no_grad():  # the embedding is tied: a long row makes its token likely, whatever comes before
         policy.model.get_input_embeddings().weight[stop] *= 40
     reload(engine, version(2), config)

@@ -96,12 +96,13 @@ class Played2:
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
-        template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32))
-        parts: list[Any] = [self.engine, self.pool, template, lambda ids: [" ".join(map(str, i)) for i in ids]]
+        template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ")
+        decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
+        parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)
         self.config, self.out = config, dict[Any, Sampled]()
         asked = [{"role": "user", "content": "?"}]
-        prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32))
+        prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), begun="first ")
         self.episodes.start(KEY, prompt, PARAMS)
 
     def _asked_with(self, prompt: Prompt, messages: Any) -> Prompt:
@@ -140,7 +141,9 @@ def test_the_first_turns_have_the_seeds_of_a_run_of_single_turns_and_start_toget
 def test_the_next_turn_follows_exactly_the_ids_that_were_sampled_and_observed(play: Played2) -> None:
     play.begin()
     play.sampled(1, turn(30, 31, END))
-    assert play.pool.owed == {(KEY, 1): ("step", "30 31")}, "text without the end of the turn"
+    assert play.pool.owed == {(KEY, 1): ("step", "first 30 31")}, (
+        "without the end of the turn, with what the prompt began"
+    )
     play.reply(1, seen())
     ids, room, seed = play.asked(1)
     assert ids == [10, 11, 30, 31, END, 50, 51, 52]
@@ -164,6 +167,7 @@ def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(pl
     assert (first.turns, first.tool_calls, first.tool_errors, first.environment_s) == (2, 1, 0, 0.75)
     assert (first.environment_reward, first.environment_state, first.finish_reason) == (0.25, {"left": 3}, "stop")
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "assistant"]
+    assert [m["content"] for m in first.messages] == ["first 30", "408", "later 40 41"]
     assert second.tool_errors == 1
     assert play.episodes.num_running == 0
 

@@ -119,3 +119,21 @@ def test_what_cannot_be_and_what_will_be_slow_is_said_with_its_exit_code(
     found = plan.main([str(task / "run.yaml"), *arguments])
     said = "".join(capsys.readouterr())
     assert (found, words in said) == (code, True), said
+
+
+def test_the_plan_shows_tools_counts_what_is_too_long_and_says_where_answers_end(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        str(task / "run.yaml"),
+        "prompt.chat_template=configs/templates/hermes_tools.jinja",
+        "rewards.reward_funcs=[answer]",
+    ]
+    tools = [*given, "rollout.tools=[examples/calculator_tool.py:calculator]"]
+    assert plan.main(tools) == 2, "as the run: no prompt is left"
+    assert "all 40 are longer than data.max_prompt_length 64 tokens" in "".join(capsys.readouterr())
+    assert plan.main([*tools, "data.max_prompt_length=800"]) == 0
+    said = "".join(capsys.readouterr())
+    assert '"name": "calculator"' in said and "a completion ends at <|im_end|>" in said
+    assert plan.main([*given, "data.max_prompt_length=18"]) == 0
+    assert "30 of 40 prompts tried, with more than 18 tokens" in "".join(capsys.readouterr())

@@ -8,7 +8,7 @@ import pytest
 from common.config import Config
 from model.folder import load_config
 from model.tokenizer import load_tokenizer
-from sampler.engine_arguments import stop_token_ids
+from sampler.engine_arguments import ends
 from tests.support.tiny import tiny_model
 
 CONFIGURATION = """
@@ -46,7 +46,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_the_end_of_a_completion_is_found_with_the_models_own_tokenizer(config: Config) -> None:
     expected = load_tokenizer(config.model.path, trust_remote_code=True).eos_token_id
-    assert expected is not None and stop_token_ids(config) == [expected]
+    assert expected is not None and ends(config).own == (expected,)
 
 
 def test_the_models_own_configuration_is_read(config: Config) -> None:

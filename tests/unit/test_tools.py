@@ -93,6 +93,23 @@ def call(name, **arguments):
         (parse_hermes, f"See.\n{call('f', a=1)}{call('g')} Wait.", "See.\n Wait.", [("f", {"a": 1}), ("g", {})]),
         (parse_hermes, "It is 24.", "It is 24.", []),
         (parse_hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
+        (parse_hermes, f"<think>{call('f')}</think>No.", f"<think>{call('f')}</think>No.", []),
+        (
+            parse_hermes,
+            f"<think>As <tool_call> says</think>{call('f')}",
+            "<think>As <tool_call> says</think>",
+            [("f", {})],
+        ),
+        (parse_hermes, f"<think>Perhaps {call('f')}", f"<think>Perhaps {call('f')}", []),  # cut off in its thought
+        (parse_hermes, f"With <tool_call>, so: {call('f')}", "With <tool_call>, so:", [("f", {})]),
+        (parse_hermes, "I would write <tool_call>.", "I would write <tool_call>.", []),
+        (parse_hermes, call("f", a="<think>"), "", [("f", {"a": "<think>"})]),
+        (
+            parse_llama3,
+            '<think>{"a": 1}</think>{"name": "f", "parameters": {}}',
+            '<think>{"a": 1}</think>',
+            [("f", {})],
+        ),
         (parse_llama3, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
         (parse_llama3, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
         (parse_llama3, "It is {24}.", "It is {24}.", []),

@@ -1,0 +1,166 @@
+"""Where a completion ends, and how its tokens become the text that rewards, tools and people read.
+
+A completion ends at the model's own ends (generation_config.json, the tokenizer's, and what the chat template writes
+behind a turn, which may be neither of a base model with a template for chats) and at sampler.stop. The own ends are no
+text. Of the other special tokens those stay that somebody looks for: a tag such as <answer> may be one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import functions
+from common.config import Config
+from common.errors import UserError
+from common.exits import say
+from rewards.find import BUILT_IN
+from sampler.prompts import render
+
+_MARK = "⟦turn⟧"
+_TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
+_LOOKS_LIKE_AN_END = re.compile(r"<\S+?>")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a completion. own: the model's ends, which are no text; ids: these and sampler.stop's."""
+
+    own: tuple[int, ...]
+    ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Token ids -> texts, without the dropped tokens."""
+
+    tokenizer: Any
+    dropped: frozenset[int]
+    kept: tuple[str, ...] = ()  # special tokens that stay, for people
+
+    def __call__(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        left = [[i for i in one if i not in self.dropped] for one in ids]
+        return list(self.tokenizer.batch_decode(left, skip_special_tokens=False))
+
+
+def ends_of(config: Config, tokenizer: Any) -> Ends:
+    """Raises UserError for a model that names no end at all, and a token in sampler.stop that it does not have."""
+    from transformers import GenerationConfig
+
+    try:
+        given = GenerationConfig.from_pretrained(
+            config.model.path, revision=config.model.revision or "main"
+        ).eos_token_id
+    except OSError:
+        given = None
+    named = given if isinstance(given, list | tuple) else [given]
+    behind = _behind_a_turn(config, tokenizer)
+    own = [*named, tokenizer.eos_token_id, _added(tokenizer, behind)]
+    own = list(dict.fromkeys(int(i) for i in own if i is not None))
+    if not own and not config.sampler.stop:
+        raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
+    more, texts = list[int](), list[str]()
+    for stop in config.sampler.stop:
+        if isinstance(stop, int) and not 0 <= stop < len(tokenizer):
+            raise UserError(f"sampler.stop: {stop} is no token, the tokenizer has {len(tokenizer)}; remove it")
+        token = stop if isinstance(stop, int) else tokenizer.added_tokens_encoder.get(stop)
+        more += [] if token is None else [token]
+        texts += [stop] if token is None and isinstance(stop, str) else []
+    return Ends(tuple(own), tuple(dict.fromkeys([*own, *more])), tuple(texts))
+
+
+def unwritten_end(config: Config, tokenizer: Any) -> str | None:
+    """A sentence for a chat template whose end of a turn the tokenizer cannot write as one token."""
+    behind = _behind_a_turn(config, tokenizer).lstrip()
+    mark = _LOOKS_LIKE_AN_END.match(behind)
+    if mark is None or _added(tokenizer, behind) is not None or mark.group() in config.sampler.stop:
+        return None
+    return (
+        f"the chat template ends a turn with {mark.group()}, which is no token of this tokenizer: the model cannot end "
+        f"there. Take a template of the model's own, or set sampler.stop=['{mark.group()}']"
+    )
+
+
+def reader(config: Config, tokenizer: Any) -> Reader:
+    """As rewards.special_tokens says."""
+    own = set(ends_of(config, tokenizer).own)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
+    if config.rewards.special_tokens == "keep":
+        return Reader(tokenizer, frozenset(own))
+    by_id = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special - own}
+    kept = dict[int, str]()
+    if config.rewards.special_tokens == "auto":
+        named = {tokenizer.convert_tokens_to_ids(t) for t in _names_of_roles(tokenizer)}
+        kept = _looked_for({i: token for i, token in by_id.items() if i not in named}, config)
+    return Reader(tokenizer, frozenset((special - set(kept)) | own), tuple(kept.values()))
+
+
+def said_reader(config: Config, tokenizer: Any) -> Reader:
+    """With a line each about what others would do otherwise."""
+    made = reader(config, tokenizer)
+    if made.kept:
+        say(f"texts keep the special tokens {', '.join(made.kept)} (rewards.special_tokens)")
+    if said := unwritten_end(config, tokenizer):
+        say(said)
+    return made
+
+
+def _names_of_roles(tokenizer: Any) -> Iterator[str]:
+    """Those that pad, begin and end texts."""
+    for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
+        if token := getattr(tokenizer, f"{name}_token", None):
+            yield str(token)
+
+
+def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
+    """Tags whose other half is a token, too, and whatever stands in the file of a reward, a tool or an environment."""
+    halves = {t: m for t in tokens.values() if (m := _TAG.fullmatch(t))}
+    others = {t: f"{m[1]}{'' if '/' in t[:2] else '/'}{m[2]}{m[3]}" for t, m in halves.items()}
+    sources = list(_sources(config))
+    return {
+        i: token
+        for i, token in sorted(tokens.items())
+        if others.get(token) in others or any(token in source for source in sources)
+    }
+
+
+def _sources(config: Config) -> Iterator[str]:
+    """The files of the user's functions, read and not imported: their own process does that."""
+    specs: Iterable[str] = [BUILT_IN.get(name, name) for name in config.rewards.reward_funcs]
+    for spec in [*specs, *config.rollout.tools, *filter(None, [config.rollout.environment])]:
+        place, _ = functions.parse(spec, spec)
+        try:
+            path = place if isinstance(place, Path) else _file_of(place)
+            yield path.read_text(encoding="utf-8", errors="replace") if path else ""
+        except OSError:
+            continue  # the process that imports it says so
+
+
+def _file_of(module: str) -> Path | None:
+    first, *rest = module.split(".")
+    found = importlib.util.find_spec(first)
+    if found is None or not found.submodule_search_locations:
+        return Path(found.origin) if found and found.origin else None
+    inside = Path(next(iter(found.submodule_search_locations)), *rest)
+    return next((p for p in (inside.with_suffix(".py"), inside / "__init__.py") if p.is_file()), None)
+
+
+def _behind_a_turn(config: Config, tokenizer: Any) -> str:
+    """What the chat template writes behind the assistant's words; "" where it cannot be seen."""
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, {"role": "user", "content": "?"}]
+    try:
+        _, mark, behind = render(tokenizer, said, prompt=config.prompt).rpartition(_MARK)
+    except (UserError, ValueError):
+        return ""  # no template, or one with other ideas of a conversation
+    return behind if mark else ""
+
+
+def _added(tokenizer: Any, text: str) -> int | None:
+    """The token that a text begins with, if it is one of those that are no pieces of words."""
+    ids = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1]
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
