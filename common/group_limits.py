@@ -13,6 +13,15 @@ from common.errors import WireError
 from common.types import Group, Rollout, oldest_version
 
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
+FAILURES_ALLOWED = 0.01  # of groups, of held-out problems, and of rows; more end the run
+_ALWAYS_ALLOWED = 3.0  # however few there are
+
+
+def too_many(failures: int, total: int, what: str) -> str:
+    """Of so many that were asked for: a sentence if the run may not go on without them, "" if they are few."""
+    if failures <= max(_ALWAYS_ALLOWED, FAILURES_ALLOWED * total):
+        return ""
+    return f"{failures} {what}, more than {FAILURES_ALLOWED:g} of them all"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -74,8 +75,26 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: _Body
 
 
+class _About(msgspec.Struct):
+    """What a result must have for its failure to be counted, whatever else of it cannot be read."""
+
+    policy_version: int
+    group_id: int = -1
+    problem_index: int = -1
+    eval_id: str = ""
+    chunk: int = -1
+
+
+class _Readable(msgspec.Struct):
+    run_id: str
+    incarnation: str
+    sampler_id: str
+    body: _About
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=float)  # of numpy's numbers
 _decoder = msgspec.msgpack.Decoder(_Header)
+_reader = msgspec.msgpack.Decoder(_Readable)
 
 
 @dataclass(frozen=True)
@@ -98,8 +117,20 @@ class Received:
 def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     """Three frames. Inverse of `decode`."""
     body, arrays = write_group(message) if isinstance(message, Group) else (message, b"")
-    header = _encoder.encode(_Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body))
+    whole = _Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body)
+    try:
+        header = _encoder.encode(whole)
+    except UnicodeEncodeError:  # half a surrogate, in a text that a row or a user's function made
+        header = _encoder.encode(_encodable(msgspec.to_builtins(whole, enc_hook=float)))
     return [header, arrays, _digest(header, arrays)]
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(inner) for name, inner in value.items()}
+    return [_encodable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
@@ -117,6 +148,21 @@ def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise WireError("malformed", str(error)) from None
     return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
+
+
+def failure_of(frames: Sequence[Frame], reason: str) -> tuple[Envelope, Tombstone | EvalResult] | None:
+    """In the place of a group or an evaluation that `decode` refuses; None if it was damaged, or is something else."""
+    try:
+        header, arrays, digest = frames
+        found = _reader.decode(header)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+    about, envelope = found.body, Envelope(found.run_id, found.incarnation, found.sampler_id)
+    if _digest(header, arrays) != digest:
+        return None
+    if about.eval_id:
+        return envelope, EvalResult(about.eval_id, about.chunk, about.policy_version, ())
+    return envelope, Tombstone(about.group_id, about.policy_version, f"row {about.problem_index}: {reason}")
 
 
 def _message(body: _Body, arrays: Frame) -> WireMessage:

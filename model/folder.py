@@ -7,6 +7,7 @@ models by hub id, which the hub's own client places.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -265,6 +266,12 @@ def load_config(model: Model) -> Any:
         raise UserError(
             f"model {model.path!r}: no config.json of a model that transformers knows: {first_line}"
         ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary(model: Model) -> int:
+    """Rows of its embedding: a tokenizer may know fewer tokens, or more, which no prompt may hold."""
+    return int(load_config(model).get_text_config().vocab_size)
 
 
 def causal_lm_class(config: Any) -> Any:

@@ -7,7 +7,6 @@ terminal ends the display, never the run. Left out: anything that metrics.jsonl 
 from __future__ import annotations
 
 import collections
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,6 @@ from report.full_marks import guessed, reached, record_without, row_without
 from report.history import History
 from report.step_text import eval_line, step_line
 
-WAIT_LINE_EVERY_S = 10.0
-
 
 class StepDisplay:
     """Shows the run on `stream`. Call `step` after each optimizer step."""
@@ -32,7 +29,6 @@ class StepDisplay:
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
         self._history, self._told = History(config), set[str]()
         self._uncounted = guessed(config.rewards.model_dump())  # functions whose full marks nobody knows, so far
-        self._last_wait_line = -math.inf
         self._open = True
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -63,12 +59,6 @@ class StepDisplay:
         self.note(f"held-out  {eval_line(record_without(record, self._uncounted))}")
         for problem, reason in record.get("failed_problems", {}).items():
             self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")
-
-    def waiting(self, text: str) -> None:
-        """What is waited for, how long, and whether that is normal. At most one line every 10 s."""
-        if self._now() - self._last_wait_line >= WAIT_LINE_EVERY_S:
-            self._last_wait_line = self._now()
-            self.note(text)
 
     def note(self, text: str) -> None:
         """One line."""

@@ -15,11 +15,13 @@ from common.address import endpoint
 from common.channel import Transport
 from common.config import Config
 from common.errors import PeerEnded, Retryable, UserError, WireError
+from common.exits import say
 from common.failpoints import failpoint
 from common.transcript import last_lines
 from common.types import EvalResult, Group, Tombstone
 
 _RESEND_AFTER_S = 2.0
+_EXPECTED = ("past_incarnation", "outdated")  # what restarts bring about
 _HELLO_AFTER_S = 3.0  # three credits that did not come: a trainer that was started again does not know this sampler
 
 
@@ -56,6 +58,8 @@ class Link:
                 is_new_trainer |= self._handle(*wire.decode(frames))
             except WireError as error:
                 self.counters[f"refused/{error.reason}"] += 1
+                if error.reason not in _EXPECTED and self.counters[f"refused/{error.reason}"] == 1:
+                    say(f"a message of the trainer is refused: {error}. More of this kind are not said")
         self._check_deadline()
         return is_new_trainer
 

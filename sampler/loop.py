@@ -234,6 +234,8 @@ class Sampler:
         """outcome: what the completions scored, or why they have no scores."""
         sampled = self._working.pop(key)
         assert sampled is not None, "what has an outcome was sampled"
+        if isinstance(outcome, str):
+            outcome = f"row {sampled.prompt.problem.index}: {outcome}"
         if isinstance(key, EvalKey):
             self._held_out.note(key, sampled.completions, outcome)
         elif isinstance(outcome, str):

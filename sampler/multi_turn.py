@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Config
+from common.config import Config, Model
 from common.types import Problem, Prompt
 from environments import Message
+from model.folder import vocabulary
 from sampler.episodes import Episodes
 from sampler.messages import as_messages
 from sampler.prompts import begun_in, read_template, render
@@ -38,7 +39,7 @@ class MultiTurn:
     def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
         """problem: of the run, to try the template on. Raises UserError for a template that cannot serve."""
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
-        tokenize = functools.partial(_tokenize, tokenizer)
+        tokenize = functools.partial(_tokenize, tokenizer, config.model)
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
         if pool.tools:
@@ -63,8 +64,12 @@ class MultiTurn:
         return replace(prompt, text=text, token_ids=ids, begun=begun_in(text, messages))
 
 
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
+    """Raises ValueError for a token that the model does not have."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if (unknown := max(ids, default=0)) >= vocabulary(model):
+        raise ValueError(f"the model's embedding has no row for {tokenizer.convert_ids_to_tokens(unknown)!r}")
+    return ids
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ from common import durable, out_of_memory, wire
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.exits import RETRYABLE, USER_ERROR, say
+from common.group_limits import too_many
 from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
 from common.watchdog import Watchdog
-from model.folder import require_downloaded, require_models
+from model.folder import require_downloaded, require_models, vocabulary
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
 from rewards.pool import RewardFailure, RewardPool
@@ -32,6 +33,7 @@ from sampler.reading import said_reader
 from sampler.task import Task
 
 _ROWS_TRIED = 4
+_ROWS_NAMED = 10
 
 
 def run(config: Config, sampler_id: str) -> None:
@@ -85,7 +87,7 @@ def _run(config: Config, sampler_id: str) -> None:
         link = Link(config, sampler_id, hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
-                _sample(config, task, link, pool, multi_turn, len(tokenizer))
+                _sample(config, task, link, pool, multi_turn, min(len(tokenizer), vocabulary(config.model)))
         except UserError as error:
             link.say_goodbye(str(error), USER_ERROR)
             raise
@@ -163,7 +165,33 @@ def prompts_of(
             f"{source}: {num_filtered} of {len(problems)} prompts have more than {limit} tokens "
             "(data.max_prompt_length) and are left out"
         )
-    return prompts
+    return _embedded(source, prompts, tokenizer, config)
+
+
+def _embedded(source: str, prompts: list[Prompt], tokenizer: Any, config: Config) -> list[Prompt]:
+    """Those whose tokens the model has. Raises UserError if the others are many.
+
+    A token that was added to the tokenizer alone has no row of the embedding: an engine would read beyond its end.
+    """
+    rows = vocabulary(config.model)
+    unknown = [prompt for prompt in prompts if prompt.token_ids.max(initial=0) >= rows]
+    if not unknown:
+        return prompts
+    token = tokenizer.convert_ids_to_tokens(int(unknown[0].token_ids.max()))
+    more = ", …" if len(unknown) > _ROWS_NAMED else ""
+    named = ", ".join(str(prompt.problem.index) for prompt in unknown[:_ROWS_NAMED]) + more
+    what = (
+        f"prompts of {source} hold a token that the tokenizer has and the model's embedding of {rows} rows has not, "
+        f"such as {token!r} (rows {named})"
+    )
+    if (text := too_many(len(unknown), len(prompts), what)) or len(unknown) == len(prompts):
+        raise UserError(
+            f"{text or what}. Take it out of the data and the chat template; or make a model that has it, and set "
+            f'model.path to that: model = AutoModelForCausalLM.from_pretrained("{config.model.path}"); '
+            f'model.resize_token_embeddings({len(tokenizer)}); model.save_pretrained("resized"), the tokenizer likewise'
+        )
+    say(f"{len(unknown)} {what}: they are left out")
+    return [prompt for prompt in prompts if prompt.token_ids.max(initial=0) < rows]
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:

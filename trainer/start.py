@@ -14,7 +14,7 @@ from common.config import Config, world_size
 from common.errors import UserError
 from common.run_folder import sampler_log
 from common.watchdog import Watchdog
-from model.folder import require_models
+from model.folder import require_models, vocabulary
 from model.tokenizer import load_tokenizer
 from trainer.engine.deepspeed_config import deepspeed_config
 
@@ -83,10 +83,11 @@ def _run(config: Config) -> None:
         exchange = connect(config)
         resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
         engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
-        critic = _critic(config, exchange, len(tokenizer))
+        tokens = min(len(tokenizer), vocabulary(config.model))
+        critic = _critic(config, exchange, tokens)
         if resume_from:
             checkpoint.restore(engine, Path(resume_from), critic)
-        reference = _reference(config, engine, exchange, len(tokenizer))
+        reference = _reference(config, engine, exchange, tokens)
         progress = progress_of(resume_from, run_id)
         _agree_on_layout(exchange, engine.packing)
         trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)

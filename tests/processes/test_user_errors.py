@@ -217,7 +217,7 @@ def test_prompts_that_are_too_long_are_counted(task: Path, capsys: pytest.Captur
     from model.tokenizer import load_tokenizer
     from sampler.start import prompts_of
 
-    model = str(task / "model")
+    model = str(task / "short")
     config = config_of({"path": model}, data={"train": "t", "max_prompt_length": 99})
     problems = [Problem(i, {"question": "2+" * n, "answer": "4"}) for i, n in enumerate((1, 1, 200))]
     assert len(prompts_of("data.train", problems, load_tokenizer(model), config)) == 2

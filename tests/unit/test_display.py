@@ -104,14 +104,6 @@ def test_a_line_per_step_note_and_evaluation_with_the_end_estimated_from_the_pac
     assert display.lines == ["resumed at step 9", first, LINE, held_out]
 
 
-def test_at_most_one_waiting_line_every_10_seconds():
-    display = Shown()
-    for second in range(25):
-        display.seconds = 100.0 + second
-        display.waiting(f"waiting {second} s\x1b[2J")
-    assert display.lines == ["waiting 0 s", "waiting 10 s", "waiting 20 s"]
-
-
 def test_what_the_stream_cannot_encode_is_replaced_and_a_closed_one_ends_the_display_and_not_the_run():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import random
 import re
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from common import channel, wire
@@ -168,18 +170,12 @@ WITHOUT_SCORE = (dataclasses.replace(OTHER_PROBLEM[0], problem_index=0, rewards=
     ("message", "reason"),
     [
         (make_group(50), "not_admitted"),
-        (make_group(1, version=7), "version"),
-        (make_group(1, 0, make_rollout(), make_rollout((100,))), "token_id"),
         (wire.Credit(0, [], [], 0, "", "", 0), "unexpected"),
-        (make_eval_result(EvalRequest("v0", 0, (0, 1, 2)), 4), "eval_version"),
         (make_eval_result(EvalRequest("v9", 0, (0, 1, 2)), 0), "eval_unknown"),
         (make_eval_result(EvalRequest("v0", 9, (0, 1, 2)), 0), "eval_unknown"),
-        (EvalResult("v0", 0, 0, ()), "eval_problems"),
-        (EvalResult("v0", 0, 0, OTHER_PROBLEM), "eval_problems"),
-        (EvalResult("v0", 0, 0, WITHOUT_SCORE, tuple(EvalFailure(i, "killed") for i in (1, 2))), "reward_funcs"),
     ],
 )
-def test_what_may_not_be_trained_is_counted_by_its_reason_and_the_rest_goes_on(
+def test_what_nobody_waits_for_is_counted_by_its_reason_and_the_rest_goes_on(
     link: MemoryLink, message: Any, reason: str
 ) -> None:
     may_end = threading.Event()
@@ -189,8 +185,86 @@ def test_what_may_not_be_trained_is_counted_by_its_reason_and_the_rest_goes_on(
         link.say("s0", message)
         until(lambda: counted(inbox, reason) == 1)
         may_end.set()
-        assert [g.group_id for g in receive(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
+        assert all(isinstance(g, Group) for g in receive(inbox, [0, 1, 2, 3]))
         assert [s.problem_index for s in inbox.finish_eval()[0].samples] == [0, 1, 2]
+
+
+UNREADABLE = make_rollout(environment_s=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (make_group(1, 7), "version: 7, the newest is 0"),
+        (make_group(1, 0, make_rollout(), make_rollout((100,))), "token_id: 100…100 outside the vocabulary of 100"),
+        (make_group(1, 0, make_rollout(), make_rollout(old_logprobs=np.full(2, np.nan, np.float32))), "logprob: not"),
+        (make_group(1, 0, make_rollout(), make_rollout(reward=math.inf)), "reward: inf"),
+        (make_group(1, 0, make_rollout(), make_rollout(())), "completion_length: 0 tokens"),
+        (make_group(1, 0, make_rollout(), UNREADABLE), "malformed: .* is no rollout"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_is_a_tombstone_with_its_row_at_once_and_counts_as_one(
+    link: MemoryLink, group: Group, reason: str
+) -> None:
+    """It would be refused each time that it is sent, and sampler and trainer would wait for each other."""
+    said = list[str]()
+    make = lambda g, version: group if g == 1 else make_group(g, version)  # noqa: E731
+    with link.inbox(say=said.append) as inbox, link.sampler(make=make):
+        inbox.commit(0, published(0))
+        [_, refused, *_] = receive(inbox, [0, 1, 2, 3])
+        assert isinstance(refused, Tombstone)
+        assert re.match(rf"row 1: .*{reason}", refused.reason)
+        [received] = inbox.receive([1])
+        assert wire.decode(received.frames)[1] == refused, "what is recorded and sent to other ranks is the tombstone"
+        assert inbox.state.counters["tombstones"] == 1
+    assert f"group 1 could not be produced: {refused.reason}" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (make_eval_result(EvalRequest("v0", 0, (0, 1, 2)), 4), "eval_version"),
+        (EvalResult("v0", 0, 0, ()), "eval_problems"),
+        (EvalResult("v0", 0, 0, OTHER_PROBLEM), "eval_problems"),
+        (EvalResult("v0", 0, 0, WITHOUT_SCORE, tuple(EvalFailure(i, "killed") for i in (1, 2))), "reward_funcs"),
+        (EvalResult("v0", 0, 0, (dataclasses.replace(OTHER_PROBLEM[0], num_tokens=0.5),)), "malformed"),  # type: ignore
+    ],
+)
+def test_an_evaluation_that_cannot_be_used_fails_its_problems_at_once(
+    link: MemoryLink, answer: EvalResult, reason: str
+) -> None:
+    said = list[str]()
+    with link.inbox(say=said.append) as inbox, link.sampler() as sampler:
+        sampler.make_eval = lambda *_: answer
+        inbox.commit(0, published(0), "v0", num_problems=3)
+        [result] = inbox.finish_eval()
+        assert [f.problem_index for f in result.failures] == [0, 1, 2]
+    assert [line for line in said if "held-out problem 2 could not be scored" in line and "refused" in line]
+    assert len([line for line in said if f"a message to the trainer is refused: {reason}" in line]) == 1
+
+
+def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink) -> None:
+    with link.inbox() as inbox, link.sampler() as sampler:
+        sampler.make = lambda g, v: make_group(g, v) if g else Tombstone(g, v, "KeyError: 'a\ud83d'")
+        inbox.commit(0, published(0))
+        assert receive(inbox, [0]) == [Tombstone(0, 0, "KeyError: 'a?'")]
+
+
+def test_a_sampler_that_does_nothing_while_its_work_is_waited_for_is_started_again_with_the_reason(
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.link.socket_thread._IDLE_S", 0.1)
+    said = list[str]()
+    with link.inbox(say=said.append) as inbox, link.sampler(make=useless) as sampler:
+        beat = sampler.link.beat
+        sampler.link.beat = lambda *_, **__: beat("idle, no work assigned", 0, 0, {})  # type: ignore[method-assign]
+        inbox.commit(0, published(0))
+        until(lambda: sampler.ended)
+        assert sampler.ended is not None
+        assert sampler.ended.exit_code == 75
+    assert [
+        line for line in said if re.search(r"s0 is sent away: it is idle .*, and its work is group 0, group 1", line)
+    ]
 
 
 def test_a_group_before_the_first_credit_is_refused_and_stops_nothing(link: MemoryLink) -> None:
@@ -421,7 +495,7 @@ def test_a_samplers_user_error_ends_the_wait(link: MemoryLink, says_hello: bool)
 def test_tombstones_are_taken_like_groups_until_there_are_too_many(
     link: MemoryLink, monkeypatch: pytest.MonkeyPatch, fraction: float, allowed: int
 ) -> None:
-    monkeypatch.setattr("trainer.link.socket_thread._FAILURES_ALLOWED", fraction)
+    monkeypatch.setattr("common.group_limits.FAILURES_ALLOWED", fraction)
     said, failing = list[str](), allowed
 
     def make(group_id: int, version: int) -> Group | Tombstone:

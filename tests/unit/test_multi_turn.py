@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.config import Config
 from common.types import Problem
@@ -22,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
 PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
+
+
+@pytest.fixture(autouse=True)
+def _with_a_row_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 400)
 
 
 @functools.cache
@@ -114,3 +120,14 @@ def test_the_environment_of_the_page_gives_the_prompt_the_answers_and_the_reward
     assert first == start and asked["content"].startswith("Guess my number")
     assert second == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
+
+
+def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 1)
+    engine = Scripted([CALL], ["<answer>7</answer>"])
+    sampled = played(config(tmp_path), engine)
+    assert len(sampled.completions) == 1
+    [reason] = sampled.failures
+    assert re.search("the model's embedding has no row for '.+'", reason)

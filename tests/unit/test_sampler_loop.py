@@ -142,7 +142,7 @@ def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: 
     [result] = loop.sent
     assert isinstance(result, EvalResult)
     assert [s.problem_index for s in result.samples] == [0, 2]
-    assert result.failures == (EvalFailure(1, "no reward within 10 s, killed"),)
+    assert result.failures == (EvalFailure(1, "row 1: no reward within 10 s, killed"),)
     loop.credited(0, [], request)
     assert loop.sent == [result, result], "asked for again, so it was lost: the same answer, failures included"
 
@@ -153,7 +153,7 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
     loop.pool.answer(loop.pool.waiting[0], RewardFailure("crash", "its process died"))
     loop.answer_all(SCORED * 2)
     tombstone, group = loop.sent
-    assert tombstone == Tombstone(0, 0, "its process died")
+    assert tombstone == Tombstone(0, 0, "row 2: its process died")
     assert isinstance(group, Group) and group.group_id == 1
 
 
@@ -359,6 +359,6 @@ def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_pat
     turns.end(PROMPT, [played(3)] * 2, ("killed at 30 s",))
     turns.end(PROMPT, [played(3)], ("killed at 30 s",))
     loop.turn()
-    assert loop.sent == [Tombstone(1, 0, "1 environments failed; the first: killed at 30 s")]
+    assert loop.sent == [Tombstone(1, 0, "row 0: 1 environments failed; the first: killed at 30 s")]
     loop.answer_all(SCORED * 2)
     assert loop.sent[1].failures == ("killed at 30 s",) and len(loop.sent[1].rollouts) == 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.config import Config
 from common.errors import WireError
-from common.types import EvalRequest, EvalResult
+from common.types import EvalFailure, EvalRequest, EvalResult
 
 _MAX_PROBLEMS = 64  # per chunk
 _BYTES_PER_TOKEN = 16  # of text, seldom more
@@ -71,6 +71,13 @@ class Evaluation:
         if any(tuple(sample.rewards) != reward_funcs for sample in result.samples):
             raise WireError("reward_funcs", f"expected {reward_funcs}")
         self.results[result.chunk] = result
+
+    def fail(self, chunk: int, version: int, reason: str) -> EvalResult:
+        """The answer to a chunk that will have no better one."""
+        request = self.requests[chunk]
+        failures = tuple(EvalFailure(problem, reason) for problem in request.problem_indexes)
+        self.results[chunk] = EvalResult(request.eval_id, chunk, version, (), failures)
+        return self.results[chunk]
 
 
 def problems_per_chunk(config: Config) -> int:

@@ -161,7 +161,7 @@ class Inbox(GroupSource):
                     self.say(f"waiting {now - start:.0f} s for {what}; {self._describe_peers()}")
 
     def _describe_peers(self) -> str:
-        known = describe(self.state.peers, time.monotonic())
+        known = describe(self.state.peers, time.monotonic(), self.state.works())
         return known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
 
     def _sampler_log(self) -> str:

@@ -35,6 +35,10 @@ class Peer:
     def process(self) -> tuple[int, str]:
         return self.hello.pid, self.hello.incarnation
 
+    @property
+    def is_idle(self) -> bool:
+        return self.phase.startswith("idle")
+
     def hear_beat(self, beat: wire.Beat) -> None:
         if beat.progress != self.progress:
             self.progress, self.progressed_at = beat.progress, self.heard_at
@@ -62,12 +66,15 @@ def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> t
     return None
 
 
-def describe(peers: Mapping[str, Peer], now: float) -> str:
+def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) -> str:
+    """works: what each shall produce, of those that have work."""
     parts = []
     for name, peer in peers.items():
         silent_s = now - peer.heard_at
-        state = "lost" if peer.lost else f"{peer.phase}: normal" if silent_s < _SILENT_S else "silent"
-        parts.append(f"sampler {name} heard {silent_s:.0f} s ago ({state})")
+        state = f"{peer.phase}: normal" if silent_s < _SILENT_S else "silent"
+        if peer.is_idle and (name in works or not works):
+            state = f"idle, and its work is {works[name]}" if name in works else "idle, and nobody has work"
+        parts.append(f"sampler {name} heard {silent_s:.0f} s ago ({'lost' if peer.lost else state})")
     return ", ".join(parts)
 
 
@@ -141,3 +148,12 @@ class SharedState:
         self.reports = Reports()
         self.counters: collections.Counter[str] = collections.Counter()
         self.failure: BaseException | None = None  # raised by the loop's next wait
+
+    def works(self) -> dict[str, str]:
+        """What each sampler shall produce, in words. Whoever has nothing to do is not in it."""
+        groups = {name: [f"group {g}" for g in ids] for name, ids in self.ledger.by_sampler().items()}
+        if self.evaluation:
+            for chunk, name in self.evaluation.leases.items():
+                if chunk not in self.evaluation.results:
+                    groups.setdefault(name, []).append(f"chunk {chunk} of the evaluation")
+        return {name: ", ".join(work[:3]) + ", …" * (len(work) > 3) for name, work in groups.items()}

@@ -16,7 +16,7 @@ from common.config import Config
 from common.errors import UserError, WireError
 from common.exits import RETRYABLE
 from common.failpoints import failpoint
-from common.group_limits import Limits, check_group
+from common.group_limits import Limits, check_group, too_many
 from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.types import EvalFailure, EvalResult, Group, Tombstone
@@ -24,8 +24,10 @@ from trainer.link.peers import SharedState, refusal, welcomed
 
 _POLL_S = 0.2
 _READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
-_FAILURES_ALLOWED = 0.01  # of groups, and of held-out problems; more end the run
-_ALWAYS_ALLOWED = 3.0  # however few there are
+_IDLE_S = 60.0  # without work that is leased to it: a sampler that took it as done
+_NOT_WANTED = ("duplicate", "trained", "not_admitted")  # of a group that nobody waits for
+# What copies, losses and restarts bring about. Anything else that is refused is said, once a reason.
+_EXPECTED = (*_NOT_WANTED, "not_credited", "other_incarnation", "unknown_sampler", "eval_unknown", "eval_duplicate")
 
 
 class SocketThread(threading.Thread):
@@ -95,11 +97,27 @@ class SocketThread(threading.Thread):
                 break
             failpoint("inbox.received")
             try:
-                envelope, message = wire.decode(frames)
+                envelope, message = self._decoded(frames)
                 with self.state.changed:
                     self._handle(envelope, message, frames)
             except WireError as error:
-                self.state.counters[f"refused/{error.reason}"] += 1
+                self._count(error)
+
+    def _decoded(self, frames: list[bytes]) -> tuple[wire.Envelope, wire.WireMessage]:
+        """A result that cannot be read, though it came as it was sent, would be refused each time: it is a failure."""
+        try:
+            return wire.decode(frames)
+        except WireError as error:
+            if (failure := wire.failure_of(frames, str(error))) is None:
+                raise
+            self._count(error)
+            return failure
+
+    def _count(self, error: WireError) -> None:
+        counters, name = self.state.counters, f"refused/{error.reason}"
+        counters[name] += 1
+        if counters[name] == 1 and error.reason not in _EXPECTED:
+            self.say(f"a message to the trainer is refused: {error}. More of this kind are counted as link/{name}")
 
     def _handle(self, envelope: wire.Envelope, message: wire.WireMessage, frames: list[bytes]) -> None:
         name = envelope.sampler_id
@@ -119,9 +137,9 @@ class SocketThread(threading.Thread):
             peer.hear_beat(message)
             self.state.reports.add(name, peer.process, message.stats)
         elif isinstance(message, Group | Tombstone):
-            self._accept(name, wire.Received(message, frames))
+            self._accept(name, message, frames)
         elif isinstance(message, EvalResult):
-            self._accept_eval(message)
+            self._accept_eval(name, message)
         else:
             raise WireError("unexpected", type(message).__name__)
 
@@ -150,16 +168,26 @@ class SocketThread(threading.Thread):
         if bye.exit_code == 2:
             self.state.failure = UserError(f"sampler {name}: {bye.reason}")
 
-    def _accept(self, name: str, received: wire.Received) -> None:
-        state, group = self.state, received.group
-        if isinstance(group, Group):
-            check_group(group, self.limits)
+    def _accept(self, name: str, group: Group | Tombstone, frames: list[bytes]) -> None:
+        """What may not be trained would be refused each time it is sent: it is a tombstone, with the reason."""
+        state = self.state
         if state.published is None:
             raise WireError("not_credited", f"group {group.group_id}")
         newest = state.published.version
-        if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
-            raise WireError(refused)
-        state.ledger.accept(received, name)
+        try:
+            if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
+                raise WireError(refused, f"{group.policy_version}, the newest is {newest}")
+            if isinstance(group, Group):
+                check_group(group, self.limits)
+        except WireError as error:
+            if error.reason in _NOT_WANTED:
+                raise
+            self._count(error)
+            row = f"row {group.problem_index}: " if isinstance(group, Group) else ""
+            group = Tombstone(group.group_id, newest, f"{row}what sampler {name} made of it is refused: {error}")
+        if isinstance(group, Tombstone):
+            frames = wire.encode(self.envelope, group)
+        state.ledger.accept(wire.Received(group, frames), name)
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1
@@ -167,46 +195,54 @@ class SocketThread(threading.Thread):
             count, what = state.counters["tombstones"], "groups could not be produced"
             self._end_if_too_many(count, state.ledger.total, what, group)
 
-    def _accept_eval(self, result: EvalResult) -> None:
+    def _accept_eval(self, name: str, result: EvalResult) -> None:
         evaluation, published = self.state.evaluation, self.state.published
         if evaluation is None or published is None:
             raise WireError("eval_unknown", result.eval_id)
-        evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
+        try:
+            evaluation.accept(result, published.version, self.config.eval.num_generations, self.limits.reward_funcs)
+        except WireError as error:
+            if error.reason in _EXPECTED:
+                raise
+            self._count(error)
+            refused = f"what sampler {name} made of it is refused: {error}"
+            result = evaluation.fail(result.chunk, published.version, refused)
         what = f"held-out problems could not be scored in evaluation {result.eval_id}"
         for failure in result.failures:
             self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")
             self._end_if_too_many(evaluation.num_failed, evaluation.num_problems, what, failure)
 
     def _end_if_too_many(self, failures: int, total: int, what: str, last: Tombstone | EvalFailure) -> None:
-        if failures > max(_ALWAYS_ALLOWED, _FAILURES_ALLOWED * total):
-            text = f"{failures} {what}, more than {_FAILURES_ALLOWED:g} of them all; the last one: {last.reason}"
-            self.state.failure = UserError(text)
+        if text := too_many(failures, total, what):
+            self.state.failure = UserError(f"{text}; the last one: {last.reason}")
 
     # ---- who is lost --------------------------------------------------------------------------------------------
 
     def _find_lost(self, now: float) -> None:
-        evaluation = self.state.evaluation
-        leased = self.state.ledger.by_sampler()
+        works = self.state.works()
         for name, peer in self.state.peers.items():
             if peer.lost:
                 continue
-            if name not in leased and not (evaluation and evaluation.open_leases(name)):
+            if name not in works:
                 peer.progressed_at = now
             if now - peer.heard_at > channel.LOST_AFTER_S:
                 peer.lost = True
                 freed = self._release(name)
                 silent_s = f"silent for {now - peer.heard_at:.0f} s"
                 self.say(f"sampler {name} lost: {silent_s}; its {freed} unfinished groups are reassigned")
+            elif peer.is_idle and now - peer.progressed_at > _IDLE_S:
+                self._send_away(name, f"it is idle for {_IDLE_S:.0f} s, and its work is {works[name]}")
             elif now - peer.progressed_at > self.config.channel.stall_timeout_s:
                 still_s = now - peer.progressed_at
-                self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})")
+                too_short = "channel.stall_timeout_s is too short if that is normal here"
+                self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase}); {too_short}")
 
     def _send_away(self, name: str, reason: str) -> None:
         """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
 
         We no longer know it, so that beats on their way cannot revive it; if our goodbye is lost, it says hello again.
         """
-        self._send(name, wire.Bye(f"{reason}; channel.stall_timeout_s is too short if that is normal here", RETRYABLE))
+        self._send(name, wire.Bye(reason, RETRYABLE))
         self.state.peers = {other: peer for other, peer in self.state.peers.items() if other != name}
         freed = self._release(name)
         log = last_lines(sampler_log(self.config.run.output_dir, name))

@@ -13,7 +13,7 @@ from common.config import Config, world_size
 from common.group_limits import ImageLimits, Limits
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS
-from model.folder import about_experts, experts_in, load_config
+from model.folder import about_experts, experts_in, vocabulary
 from model.images import vision_of
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -74,7 +74,7 @@ def open_rank_zero(
         replay = Replay(config.run.replay, incarnation, needs_reference, config.algorithm.router_replay)
         return RankZero(replay, recorder, log, display)
     ledger = Ledger(cursor + config.groups_after(batch), config.window, cursor)
-    inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.waiting)
+    inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.note)
     return RankZero(stack.enter_context(inbox), recorder, log, display)
 
 
@@ -86,7 +86,7 @@ def _leave_no_versions(weights_dir: Path) -> None:
 def _limits(config: Config) -> Limits:
     replays = config.algorithm.router_replay
     return Limits(
-        vocab_size=load_config(config.model).get_text_config().vocab_size,
+        vocab_size=vocabulary(config.model),
         num_generations=config.sampler.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.sampler.max_completion_length,

@@ -149,7 +149,7 @@ def snapshot(
         files = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
     else:
         files = [lora.WEIGHTS]  # peft and vLLM read one file
-    scored = canary(engine, vocab_size)
+    scored = canary(engine, min(vocab_size, engine.model.get_input_embeddings().num_embeddings))
     names = engine.parameter_names()
     shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
