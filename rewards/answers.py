@@ -1,85 +1,131 @@
-r"""Which answers are right: read from a row's column and from a completion's \boxed{} or tags, compared as mathematics.
+r"""Which completions are right: what they end with, or hold in a \boxed{} or in tags, means what the row's column does.
 
-Plain numbers are compared exactly, as fractions; the rest by math-verify: 2\sqrt{3} is \sqrt{12}, x+1 is 1+x, sets have
-no order, and decimals agree to six places. Completions are treated as hostile: an answer has at most MAX_CHARS
-characters, and where algebra takes more than a second the answer is wrong, so that it costs its group nothing.
+Completions are treated as hostile: an answer has at most MAX_CHARS characters, and where algebra takes too long the
+answer is wrong, so that it costs its group nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rewards.gsm8k import answer_part, last_number, plain_number
+from rewards import text_of
+from rewards.algebra import mentions, within
+from rewards.gold import TIME, golds, kind_of, same
+from rewards.numbers import find_last_number
+from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 
-MAX_CHARS = 400  # a longer answer equals only itself
-_SECONDS = 1  # math-verify's timer is SIGALRM, which counts whole ones; behind it stands rewards.timeout_s
+_SECONDS = 1.0  # of work for one completion
+_SECONDS_OF_GROUP = 3.0  # for those of one call, of which each has its share; behind it stands rewards.timeout_s
+_LEAST_SECONDS = 0.1
+_READ = 2000  # characters at the end of a completion that math-verify reads
+# A number, here "#", that is not all that stands there: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
+_PART = re.compile(
+    r"(?:[{_^]|\\[A-Za-z]+(?: ?\d)?|(?:[\d)}]|\b[A-Za-z]) ?[+*×·^]|(?:[)}]|\b[A-Za-z]) ?[-−]|\d ?:) ?#|"
+    r"#(?:[}^_]| ?\\[A-Za-z]|[A-Za-z](?![A-Za-z]))|[\w})], ?#\\?[)\]}]"
+)
+_CHOICE = re.compile(r"\(([A-Za-z])\)|(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ([A-Z])\b|\b([A-H]) is (?:correct|right|the )")
+_UNIT = re.compile(r" ?(?:%|°|¢|€|£|°?[A-Za-z][A-Za-z/²³^]*(?: [A-Za-z/]+){0,2}(?:\^?[23])?)")
 
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} holds, by balanced braces; None without one, or when it is cut off.
-
-    last_boxed(r"\boxed{1}, no, \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    """
-    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if start < 0:
-        return None
-    start = text.index("{", start) + 1
-    depth, escaped = 1, False
-    for end in range(start, len(text)):
-        character = text[end]
-        if not escaped and character in "{}":
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return text[start:end]
-        escaped = character == "\\" and not escaped
-    return None
-
-
-def golds(value: Any) -> list[str]:
-    r"""The texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]"""
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in golds(item)]
-    if value is None or (isinstance(value, float) and value != value):
-        return []
-    text = str(value).rpartition("####")[2].strip()
-    box = last_boxed(text)
-    gold = text if box is None else box.strip()
-    return [gold] if gold else []
+Judge = Callable[[str, Sequence[str]], bool]
 
 
 def same_answer(prediction: str, gold: str) -> bool:
     r"""Whether both mean the same.  same_answer(r"\{2, \frac{1}{2}\}", r"\{0.5,2\}"), same_answer("(B)", "B")"""
-    prediction, gold = prediction.strip(), gold.strip()
-    if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
-        return bool(gold) and prediction == gold
-    numbers = plain_number(prediction), plain_number(gold)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return agrees(rf"\boxed{{{prediction}}}", [gold])
-
-
-def agrees(text: str, wanted: list[str]) -> bool:
-    """Whether what math-verify reads as the answer of a text is one of those."""
-    from math_verify import parse, verify  # half a second, for sympy: not where all answers are numbers
-
-    found = parse(text.replace("−", "-"), parsing_timeout=_SECONDS)
-    parsed = (parse(rf"\boxed{{{gold}}}", parsing_timeout=_SECONDS) for gold in wanted)
-    return any(verify(gold, found, timeout_seconds=_SECONDS) for gold in parsed)
+    return within(_SECONDS, lambda: same(prediction, gold), False)
 
 
 def is_right(text: str, gold: Any) -> bool | None:
-    r"""Whether the final answer is the gold one: the last \boxed{}, else the last `<answer>`, else the last number.
+    r"""Whether the final answer is the gold one: the last \boxed{}, else the last `<answer>`, else what the text ends
+    with. A box counts inside the last `<answer>` only, if there is one; what stands in a thought counts never.
 
-    A box counts inside the last `<answer>` only, if there is one. None without a gold answer.
+    None for a gold answer that cannot be judged.
     """
-    wanted = golds(gold)
-    if not wanted:
-        return None
+    return verdicts([text], [gold])[0]
+
+
+def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | None = None) -> list[bool | None]:
+    """Whether completions are right; None where the gold answer cannot be judged. In time, however many they are."""
+    until = time.process_time() + _SECONDS_OF_GROUP
+    found: list[bool | None] = []
+    for number, (completion, answer) in enumerate(zip(completions, answers, strict=True)):
+        share = (until - time.process_time()) / (len(completions) - number)
+        wanted = tuple(gold for gold in golds(answer) if kind_of(gold).name)
+        asked = _Question(judge or _is_right, text_of(completion), wanted, min(_SECONDS, max(_LEAST_SECONDS, share)))
+        found.append(_verdict(asked) if wanted else None)
+    return found
+
+
+@dataclass(frozen=True)
+class _Question:
+    judge: Judge
+    text: str
+    wanted: tuple[str, ...]
+    seconds: float = field(compare=False)
+
+
+@functools.lru_cache(256)  # several rewards of one job ask the same
+def _verdict(asked: _Question) -> bool:
+    return within(asked.seconds, lambda: asked.judge(asked.text, asked.wanted), False)
+
+
+def judged(
+    completions: Sequence[Any], answers: Sequence[Any], scores: Mapping[bool, float], judge: Judge | None = None
+) -> list[float | None]:
+    """The verdicts as scores."""
+    return [None if right is None else scores[right] for right in verdicts(completions, answers, judge)]
+
+
+def boxed_answer(text: str) -> str | None:
+    return last_boxed(answer_part(behind_thoughts(text)))
+
+
+def box_is_right(text: str, wanted: Sequence[str]) -> bool:
+    box = boxed_answer(text)
+    return box is not None and any(same(box, gold) for gold in wanted)
+
+
+def found_by_math_verify(text: str, wanted: Sequence[str]) -> bool:
+    """What it takes for the answer, anywhere behind the thoughts; letters and texts, which it knows not, as ever."""
+    text = behind_thoughts(text)
+    return any(
+        mentions(text, gold) if kind_of(gold).name in ("number", "mathematics") else _is_right(text, [gold])
+        for gold in wanted
+    )
+
+
+def _is_right(text: str, wanted: Sequence[str]) -> bool:
+    text = behind_thoughts(text)
     part = answer_part(text)
-    box = last_boxed(part)
-    if box is not None:
-        return any(same_answer(box, one) for one in wanted)
-    if part != text and any(same_answer(part, one) for one in wanted):
+    if (box := last_boxed(part)) is not None:
+        return any(same(box, gold) for gold in wanted)
+    return any((part != text and same(part, gold)) or _ends_with(part, gold) for gold in wanted)
+
+
+def _ends_with(text: str, gold: str) -> bool:
+    kind = kind_of(gold).name
+    if kind == "number":
+        return any(same(ending, gold) for ending in endings_of_line(text)) or _last_number_is(text, gold)
+    if any(same(ending, gold) for ending in endings(text, splits="=" not in gold)):
         return True
-    last = last_number(part)
-    return last is not None and any(same_answer(str(last), one) for one in wanted)
+    if kind == "mathematics":
+        return ":" not in gold and mentions(text[-_READ:], gold)
+    line = endings_of_line(text)[0]
+    if kind == "time":
+        return any(same(found[0], gold) for found in [*TIME.finditer(line)][-1:])
+    chosen = {letter for found in _CHOICE.finditer(line) for letter in found.groups() if letter}
+    return kind == "letter" and len(chosen) == 1 and same(chosen.pop(), gold)
+
+
+def _last_number_is(text: str, gold: str) -> bool:
+    _, start, end = find_last_number(text)
+    before, behind = text[max(0, start - 40) : start], text[end : end + 40]
+    if start == end or _PART.search(f"{before}#{behind}"):
+        return False
+    unit = _UNIT.match(behind)
+    money = before[-1:] if before[-1:] in "€£¥₹$" else ""
+    return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

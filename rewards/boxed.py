@@ -7,34 +7,39 @@ The gold answer is the column `answer`: a number, text such as `\frac{1}{2}`, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rewards import text_of
-from rewards.answers import agrees, golds, is_right, last_boxed, same_answer
+from rewards.answers import box_is_right, boxed_answer, found_by_math_verify, judged, verdicts
 from rewards.format import is_formatted, without_end_of_turn
-from rewards.gsm8k import answer_part
+from rewards.reading import answer_part, last_boxed
+
+_RIGHT_OR_NOT = {True: 1.0, False: 0.0}
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, else 0; None where the row has none."""
-    return _scores(completions, answer, lambda text, gold: float(bool(_box_is_right(text, gold))))
+    return judged(completions, answer, _RIGHT_OR_NOT, box_is_right)
 
 
 def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without one."""
-    values = {True: 1.0, False: -0.5, None: -1.0}
-    return _scores(completions, answer, lambda text, gold: values[_box_is_right(text, gold)])
+    scores = boxed(completions, answer)
+    return [
+        score if score is None or score > 0 else -1.0 if boxed_answer(text_of(completion)) is None else -0.5
+        for completion, score in zip(completions, scores, strict=True)
+    ]
 
 
 def base_acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 for a right final answer in whatever form, else 0: for base models, which have yet to learn one."""
-    return _scores(completions, answer, lambda text, gold: float(bool(is_right(text, gold))))
+    return judged(completions, answer, _RIGHT_OR_NOT)
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
-    return _scores(completions, answer, lambda text, gold: float(agrees(text, gold)))
+    return judged(completions, answer, _RIGHT_OR_NOT, found_by_math_verify)
 
 
 def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -42,7 +47,10 @@ def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[floa
 
     Beside `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
     """
-    return _scores(completions, answer, lambda text, gold: float(bool(is_right(text, gold)) and is_formatted(text)))
+    return [
+        None if right is None else float(right and is_formatted(text_of(completion)))
+        for completion, right in zip(completions, verdicts(completions, answer), strict=True)
+    ]
 
 
 def strict_format(completions: Sequence[Any]) -> list[float]:
@@ -53,20 +61,6 @@ def strict_format(completions: Sequence[Any]) -> list[float]:
 def boxed_format(completions: Sequence[Any]) -> list[float]:
     r"""1 for `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
-
-
-def _scores(
-    completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float]
-) -> list[float | None]:
-    """By completion and right answers; None where the row has none."""
-    wanted = [golds(value) for value in answer]
-    return [score(text_of(c), gold) if gold else None for c, gold in zip(completions, wanted, strict=True)]
-
-
-def _box_is_right(text: str, gold: list[str]) -> bool | None:
-    """None without a box."""
-    box = last_boxed(text)
-    return None if box is None else any(same_answer(box, one) for one in gold)
 
 
 def _is_strict(text: str) -> bool:

@@ -1,12 +1,27 @@
-"""What a gold answer is: a number, a letter, a time, a text or mathematics. It is judged as what it is, or not."""
+r"""What a gold answer is, and what means the same: a number, a letter, a time, a text or mathematics.
+
+Numbers are compared exactly, as fractions, and by their units where both have one; times and dates by the clock;
+letters and texts without case and marks; the rest by math-verify: 2\sqrt{3} is \sqrt{12}, x+1 is 1+x, sets have no
+order, and decimals agree to six places.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
+import unicodedata
+from datetime import datetime
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from rewards.answers import MAX_CHARS, golds
+from rewards.algebra import expression, load, rational, same_mathematics, within
+from rewards.numbers import last_number, plain_number
+from rewards.reading import last_boxed
+from rewards.units import ONE, is_percent, unit_of
+
+MAX_CHARS = 400  # a longer answer equals only itself
 
 Kind = Literal["number", "letter", "time", "text", "mathematics"]
 
@@ -18,51 +33,31 @@ class GoldKind(NamedTuple):
     reason: str = ""
 
 
-_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)(?:[eE][-+]?\d+)?"
-_UNIT = r"%|°|\^\\circ|[A-Za-z°][A-Za-z°. ]*(?:/ ?[A-Za-z]+)?(?:\^?\{?[23²³]\}?)?"
-_CURRENCY = r"\\?[$€£¥₹]"
-_NUMBER = re.compile(
-    rf"[-+−]?(?:{_CURRENCY})?[-−]?(?:\d+ +\d+/\d+|\d*\\[dt]?frac\{{?-?{_DECIMAL}\}}?\{{?{_DECIMAL}\}}?|"
-    rf"{_DECIMAL}(?:/{_DECIMAL})?)(?:(?: *\\times *|[x×*])10\^\{{?-?\d+\}}?)?(?:(?:{_CURRENCY})| *(?:{_UNIT}))?\.?"
-    rf"|[-−]?10\^\{{?-?\d+\}}?"
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname) *\{([^{}]*)\}")
+_DECORATION = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[,!()\[\]]|\*\*(?=\S)|(?<=\S)\*\*|`")
+_SPACE = re.compile(r"(?:\s|~|(?<!\\)\\[ ;:]|\\quad(?![a-z]))+")
+_NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|lcm|mod|det|pi|theta|alpha|beta"
+_WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
+_OPERATION = re.compile(  # of two operands
+    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π]|(?<![A-Za-z\d])\d+[A-Za-z]|\b\w!|"
+    r"\d (?:or|and) \d"
 )
-_VARIABLES = re.compile(r"\d[A-Za-z](?![A-Za-z]|[-+]?\d)|\d +(?:and|or|to) ")  # 2x; a list of numbers
-_LETTER = re.compile(r"\(?[A-Za-z]\)?\.?")
+_SUFFIX = re.compile(r"(.*?[\d}])( ?)(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)")
+_NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
+_LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_TIME = re.compile(
-    r"\d{1,2}(?::[0-5]\d){1,2}(?: ?[ap]\.?m\.?)?|\d{1,2} ?[ap]\.?m\.?|\d{4}-\d\d?-\d\d?|\d{1,2}[/.]\d{1,2}[/.]\d{4}|"
-    rf"{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?(?:,? \d{{4}})?|\d{{1,2}}(?:st|nd|rd|th)?(?: of)? {_MONTH}(?:,? \d{{4}})?",
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+_DIGITS_OF_DATE = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{4}")
+_HALF = re.compile(r"[ap]\.?m\b", re.IGNORECASE)
+_SENTENCE = re.compile(r"[A-Z][a-z]* [a-z]+ .*[A-Za-z%\d][.!]")
+_SECONDS = 2.0
+TIME = re.compile(
+    r"(?<![\w:/.])(?:\d{1,2}(?::[0-5]\d){1,2}(?: ?[ap]\.?m\.?)?|\d{1,2} ?[ap]\.?m\.?|\d{4}-\d\d?-\d\d?|"
+    rf"\d{{1,2}}[/.]\d{{1,2}}[/.]\d{{4}}|{_MONTH} {_DAY}(?:,? \d{{4}})?|"
+    rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? \d{{4}})?|{_MONTH},? \d{{4}})(?![\w:/])",
     re.IGNORECASE,
 )
-_WORD = re.compile(r"\\(?:begin|end)\{\w+\*?\}|(?<![\\A-Za-z])([A-Za-z]{3,})")
-_FUNCTION = re.compile(r"(?i)sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|lcm|mod|det|and|")
-_OPERATOR = re.compile(
-    r"[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-\w({\[\\]|\\[A-Za-z{]|[\[({|]|\d[A-Za-z]|[∞πθ√≤≥±∪∩∅]|\b\w!|\d +or +\S"
-)
-
-
-@functools.lru_cache(4096)
-def _kind_of(text: str) -> GoldKind:
-    if len(text) > MAX_CHARS:
-        return GoldKind(None, f"it has {len(text)} characters, more than {MAX_CHARS}")
-    plain = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1", text.strip("$ ").replace(r"\%", "%"))
-    plain = " ".join(plain.replace(r"\left", "").replace(r"\right", "").replace("{,}", ",").split())
-    if _TIME.fullmatch(plain):
-        return GoldKind("time")
-    if _NUMBER.fullmatch(plain) and not _VARIABLES.search(plain):
-        return GoldKind("number")
-    if _LETTER.fullmatch(plain):
-        return GoldKind("letter")
-    has_words = not all(_FUNCTION.fullmatch(word) for word in _WORD.findall(plain))
-    if has_words or not _OPERATOR.search(plain):
-        return GoldKind("text") if re.search(r"\w", plain) else GoldKind(None, "it has neither letters nor digits")
-    return GoldKind("mathematics") if _is_readable(text) else GoldKind(None, "math-verify cannot read it")
-
-
-def _is_readable(text: str) -> bool:
-    from math_verify import parse  # half a second, for sympy: not where all answers are numbers
-
-    return any(not isinstance(found, str) for found in parse(rf"\boxed{{{text}}}", parsing_timeout=1))
 
 
 def gold_kind(gold: Any) -> GoldKind:
@@ -73,7 +68,171 @@ def gold_kind(gold: Any) -> GoldKind:
 
     gold: a row's `answer`. Of a list, of which any counts, the first that can be judged decides.
     """
-    if isinstance(gold, dict | set):
+    if isinstance(gold, dict | set | bytes):
         return GoldKind(None, f"it is a {type(gold).__name__}")
-    kinds = [_kind_of(text) for text in golds(gold)] or [GoldKind(None, "it is empty")]
-    return next((kind for kind in kinds if kind.name), kinds[0])
+    late = GoldKind(None, f"math-verify reads it for more than {_SECONDS} s")
+    kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in golds(gold)]
+    return next((kind for kind in kinds if kind.name), kinds[0] if kinds else GoldKind(None, "it is empty"))
+
+
+def golds(value: Any) -> list[str]:
+    r"""The texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
+
+    golds(1e-05) == ["0.00001"]   golds("She has 72 clips left.") == ["72"]
+    """
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in golds(item)]
+    if value is None or isinstance(value, dict | set | bytes) or value != value:
+        return []
+    if isinstance(value, float):
+        return [f"{Decimal(str(value)):f}"] if math.isfinite(value) else []
+    text = str(value).rpartition("####")[2].strip()
+    box = last_boxed(text)
+    gold = text if box is None else box.strip()
+    if _SENTENCE.fullmatch(gold) and (number := last_number(gold)) is not None:
+        return [str(number)]
+    return [gold] if gold else []
+
+
+def same(prediction: str, gold: str) -> bool:
+    """Whether both mean the same; without a time limit."""
+    prediction, gold = prediction.strip(), gold.strip()
+    if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
+        return bool(gold) and prediction == gold
+    given, wanted = plainly(prediction), plainly(gold)
+    match kind_of(gold).name:
+        case "number":
+            return _same_quantity(given, wanted)
+        case "letter":
+            return _letter(given) == _letter(wanted)
+        case "time":
+            return _same_time(given, wanted)
+        case "text":
+            return folded(given) == folded(wanted)
+        case "mathematics":
+            if (ratio := _ratio(wanted)) is not None:
+                return _ratio(given) == ratio
+            return same_mathematics(given, wanted)
+    return False
+
+
+@functools.lru_cache(4096)
+def kind_of(text: str) -> GoldKind:
+    """Of a gold answer in plain words."""
+    if len(text) > MAX_CHARS:
+        return GoldKind(None, f"it has {len(text)} characters, more than {MAX_CHARS}")
+    plain = plainly(text)
+    if TIME.fullmatch(plain):
+        return GoldKind("time")
+    number, _ = split_unit(plain)
+    if plain_number(number) is not None:
+        return GoldKind("number")
+    if _LETTER.fullmatch(plain) and len(plain) < len("(B)."):
+        return GoldKind("letter")
+    if _has_words(number) or not _OPERATION.search(plain):
+        return GoldKind("text") if re.search(r"\w", plain) else GoldKind(None, "it has neither letters nor digits")
+    if "=" not in number and _ratio(number) is None and rational(number) is not None:
+        return GoldKind("number")
+    return GoldKind("mathematics") if expression(plain) is not None else GoldKind(None, "math-verify cannot read it")
+
+
+def _has_words(text: str) -> bool:
+    return bool(_WORD.search(_COMMAND.sub(" ", text)))
+
+
+def plainly(text: str) -> str:
+    r"""In one line, without what LaTeX and Markdown add for the eye.  plainly(r"$5\,\text{cm}$") == "5 cm" """
+    text = text.strip().removesuffix(".")
+    if len(text) > 2 and text[0] == text[-1] == "$":
+        text = text.strip("$")
+    for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
+        text = text.replace(written, meant)
+    return (
+        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", text)))
+        .strip()
+        .replace("( ", "(")
+        .replace(" )", ")")
+        .replace(" ^", "^")
+        .replace("° ", "°")
+    )
+
+
+# ---- numbers ----
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """split_unit("5 cm") == ("5", "cm")   split_unit("-$5") == ("-5", "$")   split_unit("2x") == ("2x", "")"""
+    if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
+        return f"{money[1]}{money[3]}{money[4]}", money[2]
+    match = _SUFFIX.fullmatch(text.removesuffix("."))
+    if match is None or plain_number(text) is not None:
+        return text, ""
+    number, space, unit = match.groups()
+    is_word = bool(space) and not _NO_UNIT.match(unit)  # of anything: 72 clips
+    if is_word or (unit_of(unit) is not None and (space or len(unit) > 1 or not unit.isalpha())):
+        return number, unit
+    return text, ""
+
+
+def _same_quantity(given: str, wanted: str) -> bool:
+    """50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
+    (number, unit), (gold_number, gold_unit) = split_unit(given), split_unit(wanted)
+    value, gold = _value(number), _value(gold_number)
+    if value is None or gold is None:
+        return False
+    if not gold_unit and not is_percent(unit):
+        return value == gold
+    size, gold_size = unit_of(unit), unit_of(gold_unit)
+    if value == gold and (size is None or gold_size is None):
+        return True
+    (base, size_of_one), (gold_base, size_of_gold) = size or ONE, gold_size or ONE
+    return base == gold_base and value * size_of_one == gold * size_of_gold
+
+
+def _value(number: str) -> Fraction | None:
+    value = plain_number(number)
+    if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
+        return rational(number)
+    return value
+
+
+def _ratio(text: str) -> list[Fraction] | None:
+    """_ratio("6:8:10") == [1, 4/3, 5/3]"""
+    parts = [part for part in map(plain_number, text.split(":")) if part]
+    return [part / parts[0] for part in parts] if len(parts) == text.count(":") + 1 > 2 else None
+
+
+# ---- letters, times, texts ----
+
+
+def _letter(text: str) -> str | None:
+    match = _LETTER.fullmatch(text.strip("*_ "))
+    return match[1].upper() if match else None
+
+
+def _same_time(given: str, wanted: str) -> bool:
+    """What the gold one leaves open may be said, its year or half of the day: 3:45 is 3:45 PM. Not vice versa."""
+    time, gold = _time(given), _time(wanted)
+    if time is None or gold is None:
+        return False
+    if _DIGITS_OF_DATE.fullmatch(wanted):
+        first, second, year = map(int, re.findall(r"\d+", wanted))
+        if max(first, second) < 13:  # who knows which is the month
+            return re.findall(r"[1-9]\d*", given) == [str(first), str(second), str(year)]
+    if _HALF.search(given) and not _HALF.search(wanted):
+        return (time.hour - gold.hour) % 12 == 0 and time.minute == gold.minute
+    return (time if re.search(r"\d{4}|:", wanted) else time.replace(year=1)) == gold
+
+
+def _time(text: str) -> datetime | None:
+    """Of a date its midnight, of a time that of the year 1."""
+    try:
+        return load("dateutil.parser").parse(text, default=datetime(1, 1, 1)) if TIME.fullmatch(text) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def folded(text: str) -> str:
+    """Without case, marks and article.  folded("The Eiffel Tower.") == "eiffel tower" """
+    text = unicodedata.normalize("NFKC", text).casefold().strip(" .,;:!?\"'“”‘’()[]*_")
+    return re.sub(r"^(?:the|an?) ", "", re.sub(r"[\s\-‐–]+", " ", text))

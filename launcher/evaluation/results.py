@@ -24,8 +24,8 @@ import numpy as np
 from common.config import ROUNDING, Rewards
 from report.escape import strip_escapes
 from report.full_marks import wilson_interval
-from rewards.answers import last_boxed
-from rewards.gsm8k import answer_part, last_number, plain_number
+from rewards.numbers import last_number, plain_number
+from rewards.reading import answer_part, last_boxed
 
 Sample = dict[str, Any]  # a line of completions.jsonl
 

@@ -1,10 +1,24 @@
-"""What a gold answer is, and so how it is judged."""
+"""What a gold answer is, and which answers mean the same."""
 
 import math
+import threading
+import time
 
 import pytest
 
-from rewards.gold import gold_kind
+from rewards.answers import is_right, same_answer, verdicts
+from rewards.boxed import acc, base_acc, boxed
+from rewards.gold import gold_kind, golds
+from rewards.gsm8k import answer
+from tests.support.gold_table import LINES
+from tests.support.speed import overdue
+
+FORMS = [
+    "<think>I work it out: 3 + 4 = 7.</think><answer>{}</answer>",
+    "The answer is {}.",
+    "First 3 + 4 = 7.\nSo it is {}",
+    "{}",
+]
 
 KINDS = {
     "number": r"""72 ; #### 1,200 ; 0.00001 ; 1e-05 ; 10^{-5} ; 1.2\times 10^{3} ; -3/4 ; 1 1/2 ; \frac{1}{2} ; −7 ;
@@ -45,3 +59,81 @@ def test_of_several_right_answers_the_first_that_can_be_judged_decides():
 
 def test_a_column_of_numbers_or_truths_is_judged_as_such():
     assert [gold_kind(gold).name for gold in (5, -3, 0.5, 1e-05, True)] == ["number"] * 4 + ["text"]
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line.gold for line in LINES])
+def test_an_answer_earns_where_it_means_what_the_gold_one_does_and_nowhere_else(line):
+    assert gold_kind(line.gold).name == line.kind
+    texts = [*golds(line.gold), *line.right, *line.wrong]
+    expected = [True] * (len(texts) - len(line.wrong)) + [False] * len(line.wrong)
+    written = [FORMS[i % len(FORMS)].format(text) for i, text in enumerate(texts)]
+    in_boxes = [rf"So $x$ is found: \boxed{{{text}}}." for text in texts]
+    wanted = [line.gold] * len(texts)
+    assert dict(zip(written, verdicts(written, wanted), strict=True)) == dict(zip(written, expected, strict=True))
+    scores = boxed(completions=in_boxes, answer=wanted)
+    assert dict(zip(in_boxes, scores, strict=True)) == dict(zip(in_boxes, map(float, expected), strict=True))
+
+
+def test_a_guess_in_a_thought_is_no_answer():
+    guesses = [
+        r"<think>perhaps \boxed{7}, but let me",
+        "<think>so it is <answer>7</answer>, or",
+        r"<think>it is 6</think> <think>no, \boxed{7}",
+        r"<think>\boxed{7}</think>",
+        r"<think>perhaps \boxed{7}?</think> It is \boxed{8}.",
+        "<thinking>7",
+        r"\boxed{7} <think>or is it",
+    ]
+    for reward, wrong in ((answer, -1.0), (base_acc, 0.0), (boxed, 0.0)):
+        assert reward(completions=guesses, answer=["7"] * len(guesses)) == [wrong] * len(guesses)
+    assert acc(completions=guesses[:1], answer=["7"]) == [-1.0]
+    assert answer(completions=["<think>6?</think> 7", "well</think>7"], answer=["7"] * 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        ("It is Paris or London.", "Paris", False),
+        ("The answer is not Paris.", "Paris", False),
+        ("The answer is B. A is too large.", "B", True),
+        ("A is wrong, so B", "B", True),
+        ("The area is 5 m.", "5 cm", False),
+        ("The area is 5 cm long.", "5 cm", True),
+        ("It costs €18.", "$18", False),
+        ("We get 2x", "2", False),
+        (r"so $x = \frac{7}{2}$.", "2", False),
+        (r"so $x = \frac{7}{2}$.", "3.5", True),
+        ("It ends at 7:45.", "3:45", False),
+        ("It ends at 3:45.", "3:45", True),
+        ("It ends at 3:45 PM, not at 3:50 PM.", "3:45 PM", False),
+        ("It was on March 5, 1999 that he left.", "1999-03-05", True),
+        ("Therefore option (B) is correct.", "B", True),
+        ("Neither (A) nor (B).", "B", False),
+        (r"we find $\sqrt{12}$ at last", r"2\sqrt{3}", True),
+        ("The answer is 71. No, it is 72.", "71", False),
+    ],
+)
+def test_what_a_text_ends_with_is_its_answer(text, gold, right):
+    assert is_right(text, gold) is right
+
+
+def test_gold_answers_are_what_a_person_reads():
+    assert golds(1e-05) == ["0.00001"] and golds("She has 72 clips left.") == ["72"]
+    assert golds({"value": 1}) == golds(math.inf) == []
+
+
+def test_a_group_of_hostile_answers_costs_seconds_and_not_its_right_ones():
+    hostile = [rf"\boxed{{{n}^{{9^{{9^{{9}}}}}}}}" for n in range(3, 34)]
+    start = time.process_time()
+    found = boxed(completions=[*hostile, r"\boxed{\sqrt{12}}"], answer=[r"2\sqrt{3}"] * 32)
+    assert found == [0.0] * 31 + [1.0]
+    assert boxed(completions=hostile, answer=[r"2\sqrt{3}"] * 31) == [0.0] * 31  # as another reward of the same job
+    assert not overdue(time.process_time() - start, 6)
+
+
+def test_answers_are_compared_in_any_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(same_answer(r"\sqrt{12}", r"2\sqrt{3}")))
+    thread.start()
+    thread.join()
+    assert found == [True]

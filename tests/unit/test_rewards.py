@@ -88,10 +88,10 @@ def test_the_answer_reward_reads_the_last_answer_tag_or_else_the_last_number(com
     assert answer(completions=[completion], answer=[NATALIA]) == [reward]
 
 
-def test_gold_may_be_text_without_marks_or_a_number_and_is_none_without_one():
+def test_gold_may_be_a_text_or_a_number_and_the_reward_is_none_without_one():
     completions = ["it is 0.5", "it is 0.5", "72", "0.00001", "72", "72", "1"]
     golds = ["0.50", 0.5, 72, 1e-05, "#### unknown", math.nan, True]
-    assert answer(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, None, None, None]
+    assert answer(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, -1.0, None, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""math-verify under a time limit: what a text means as mathematics, and whether two texts mean the same.
+
+Completions are treated as hostile. A timer interrupts what takes too long, in the main thread, where reward functions
+run; elsewhere there is none, and rewards.timeout_s stands behind both. It counts this process' work and not the time:
+no verdict depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import re
+import signal
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_TIMER, _RINGS = signal.ITIMER_PROF, signal.SIGPROF
+_AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
+_UNICODE = str.maketrans(
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le "}
+    | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt ", "θ": r"\theta ", "∅": r"\emptyset "}
+    | {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+)
+_TYPED = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")  # without a backslash
+
+
+_ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
+
+
+class _TooLong(BaseException):
+    """Not an Exception, which sympy catches."""
+
+
+def within(seconds: float, function: Callable[[], T], late: T) -> T:
+    """What the function returns, or `late` where that takes more than so much of the processor's time."""
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    waiting = True
+
+    def ring(*_: object) -> None:
+        if waiting:
+            raise _TooLong
+
+    before = signal.signal(_RINGS, ring)
+    try:
+        signal.setitimer(_TIMER, seconds, _AGAIN_S)
+        return function()
+    except _TooLong:
+        return late
+    finally:
+        waiting = False
+        signal.setitimer(_TIMER, 0)
+        signal.signal(_RINGS, before)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """A module that not every run needs: half a second for sympy, in which no timer rings."""
+    left, _ = signal.setitimer(_TIMER, 0)
+    try:
+        module = importlib.import_module(name)
+        if name == "math_verify":
+            logging.getLogger(name).setLevel(logging.ERROR)  # it warns of being without a timer of its own
+            module.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the first one builds tables
+        return module
+    finally:
+        if left:
+            signal.setitimer(_TIMER, left, _AGAIN_S)
+
+
+@functools.lru_cache(1024)
+def expression(text: str) -> Any:
+    r"""What sympy has for a text; None for what math-verify cannot read.  expression("pi/2")"""
+    text = _TYPED.sub(r"\\\1", text.translate(_UNICODE)).replace("**", "^").replace("varnothing", "emptyset")
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    return _found(rf"\boxed{{{text}}}", **_in_latex())
+
+
+def _in_latex() -> dict[str, Any]:
+    return {"extraction_config": [load("math_verify").LatexExtractionConfig()]}
+
+
+def _found(text: str, **how: Any) -> Any:
+    found = load("math_verify").parse(text, parsing_timeout=None, **how)
+    return next((part for part in found if not isinstance(part, str)), None)
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The exact value of a text that has one.  rational(r"1.2\times 10^{-5}") == Fraction(3, 250000)"""
+    return _rational(expression(text))
+
+
+def _rational(found: Any) -> Fraction | None:
+    if found is None:
+        return None
+    sympy = load("sympy")
+    if isinstance(found, sympy.Eq) and isinstance(found.lhs, sympy.Symbol):  # x = 5
+        found = found.rhs
+    if not isinstance(found, sympy.Expr) or found.free_symbols:
+        return None
+    exact = found.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))).doit()
+    exact = exact if exact.is_Rational else sympy.simplify(exact)
+    return Fraction(int(exact.p), int(exact.q)) if exact.is_Rational else None
+
+
+def same_mathematics(prediction: str, gold: str) -> bool:
+    return _equal(expression(gold), expression(prediction))
+
+
+def mentions(text: str, gold: str) -> bool:
+    """Whether what math-verify takes for the answer of a whole text is the gold one; of mathematics, in LaTeX."""
+    text, value = text.translate(_UNICODE), None if "=" in gold else rational(gold)
+    return _equal(expression(gold), _found(text, **_in_latex())) if value is None else _rational(_found(text)) == value
+
+
+def _equal(gold: Any, found: Any) -> bool:
+    if gold is None or found is None:
+        return False
+    if load("math_verify").verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):
+        return True
+    boolean = load("sympy").logic.boolalg.Boolean
+    if not (isinstance(gold, boolean) and isinstance(found, boolean)):  # 2 > x ≥ 1 is 1 ≤ x < 2
+        return False
+    try:
+        return bool(gold.free_symbols == found.free_symbols and gold.as_set() == found.as_set())
+    except Exception:  # of what has no set
+        return False

@@ -1,0 +1,72 @@
+"""Where the answer stands in a completion: behind its thoughts, in tags, in a box, or at its end."""
+
+from __future__ import annotations
+
+import re
+
+_THOUGHTS = ("think", "thinking", "thought", "reasoning")
+_READ = 2000  # characters at the end of a completion, in which an answer without tags or box is looked for
+_PHRASE = re.compile(r"\banswer(?: is|:| =)[: ]*(.+?) *((?:[.!](?=\s)[^\n]*)?)[.!]*$", re.IGNORECASE | re.MULTILINE)
+_LEAD = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|gives?|get|so|thus|hence|therefore)\b[,:]? +|(?<![\d ])[:→] +|#+ +", re.IGNORECASE
+)
+
+
+def behind_thoughts(text: str) -> str:
+    """A guess in a thought is no answer; while the last thought is open there is none.
+
+    behind_thoughts("<think>7?</think> It is 8.") == " It is 8."   behind_thoughts("It is 7. <think>Or") == ""
+    """
+    for name in _THOUGHTS:
+        opened, closed = text.rfind(f"<{name}>"), text.rfind(f"</{name}>")
+        if opened > closed:
+            return ""
+        if closed >= 0:
+            text = text[closed + len(f"</{name}>") :]
+    return text
+
+
+def answer_part(text: str) -> str:
+    """What the last complete pair of answer tags holds; all of the text when there is none."""
+    close = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, close) if close >= 0 else -1
+    return text[start + len("<answer>") : close] if start >= 0 else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{…} holds, by balanced braces; None without one, or when it is cut off.
+
+    last_boxed(r"\boxed{1}, no, \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
+    if start < 0:
+        return None
+    start = text.index("{", start) + 1
+    depth, escaped = 1, False
+    for end in range(start, len(text)):
+        character = text[end]
+        if not escaped and character in "{}":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return text[start:end]
+        escaped = character == "\\" and not escaped
+    return None
+
+
+def endings(text: str, splits: bool = True) -> list[str]:
+    """What a text without tags may end with as its answer. splits: what is behind the last "=", too.
+
+    endings("The answer is B. Not A.") == ["B", "B. Not A"]
+    """
+    phrases = list(_PHRASE.finditer(text[-_READ:].replace("**", "")))
+    if not phrases:
+        return endings_of_line(text, splits)
+    sentence, line = phrases[-1][1], phrases[-1][1] + phrases[-1][2].rstrip(" .!")
+    return [*dict.fromkeys((sentence, line, *([sentence.rpartition("=")[2].strip()] if splits else ())))]
+
+
+def endings_of_line(text: str, splits: bool = True) -> list[str]:
+    """endings_of_line("So the line is y = 2x.") == ["So the line is y = 2x", "y = 2x", "2x"]"""
+    line = text[-_READ:].replace("**", "").strip().rpartition("\n")[2].rstrip(" .!")
+    led = _LEAD.split(line)[-1]
+    return [*dict.fromkeys((line, led, *([led.rpartition("=")[2].strip()] if splits else ())))]

@@ -1,0 +1,118 @@
+r"""Gold answers of every kind with other notations of them, and wrong answers near to them; verdicts by hand.
+
+A line holds: gold | what means the same ; … | what does not ; …
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TABLE = {
+    "number": r"""
+72 | 72.0 ; 72.00 ; +72 ; $72$ ; 072 ; 144/2 ; \frac{144}{2} ; 72 clips ; **72** ; \text{72} ; \mathbf{72} ; x = 72 | 71 ; -72 ; 7.2 ; 720 ; 72.01 ; 72/2 ; \frac{7}{2} ; 2^{72} ; 72x ; 7, 2
+2 | 2.0 ; \frac{4}{2} ; \sqrt{4} ; 4/2 | \frac{7}{2} ; \frac{1}{2} ; x^2 ; 3\sqrt{2} ; 2x ; x + 2 ; 10 + 2 ; (1,2) ; \{1,2\} ; 2! + 1 ; 7/2
+-5 | −5 ; -5.0 ; -\frac{10}{2} ; \text{-5} | 5 ; 10^{-5} ; 0.5 ; -50 ; x-5
+1,234,567 | 1234567 ; 1{,}234{,}567 ; 1\,234\,567 ; 1,234,567.00 ; 1.234567 \times 10^6 | 1,234,568 ; 1234 ; 567 ; 1.234567
+1000000 | 1,000,000 ; 10^6 ; 10^{6} ; 1e6 ; 1 \times 10^{6} | 100000 ; 10^{5} ; 6
+0.00001 | 1e-05 ; 1e-5 ; 10^{-5} ; 1 \times 10^{-5} ; \frac{1}{100000} ; 0.000010 | 0.000011 ; 0.00002 ; 10^{-6} ; 1.1 \times 10^{-5} ; 0 ; -5 ; 0.0001
+1e-05 | 0.00001 ; 10^{-5} ; 1/100000 | 0.000012 ; 10^{-4} ; 1 ; 5
+10^{-5} | 0.00001 ; 1e-5 ; \frac{1}{10^5} | 10^{5} ; -5 ; 0.000014 ; 10
+1.2\times 10^{-3} | 0.0012 ; 1.2e-3 ; \frac{12}{10000} | 0.012 ; 1.2 ; 0.00121
+265252859812191058636308480000000 | 265,252,859,812,191,058,636,308,480,000,000 | 265252859812191058636308480000001 ; 2.65252859812191 \times 10^{32} ; 29!
+0.5 | .5 ; 1/2 ; \frac{1}{2} ; \frac12 ; \dfrac{1}{2} ; 0.50 ; 50% ; 2^{-1} | 0.05 ; 5 ; 1/3 ; -0.5 ; 0.51 ; 5%
+\frac{1}{2} | 0.5 ; 1/2 ; \tfrac{1}{2} ; \frac{2}{4} ; .5 ; \frac 1 2 | \frac{7}{2} ; 2 ; 1 ; \frac{1}{3} ; \frac{2}{1} ; -\frac{1}{2} ; \sqrt{2} ; 12
+1/3 | \frac{1}{3} ; 2/6 | 0.333 ; 0.333333 ; 3 ; 1/4
+-\frac{2}{3} | -2/3 ; \frac{-2}{3} ; -\dfrac{2}{3} | 2/3 ; -3/2 ; -0.67
+1\frac{1}{2} | 1.5 ; 3/2 ; \frac{3}{2} ; 1 1/2 | 11/2 ; 0.5 ; 1/2 ; 1
+3 1/4 | 3.25 ; 13/4 ; 3\frac{1}{4} | 31/4 ; 3/4 ; 3.4
+50% | 50 \% ; 50\% ; 50 percent ; 50 ; 0.5 ; 1/2 | 5% ; 500% ; 0.05 ; 0.5% ; 51%
+12.5\% | 12.5% ; 0.125 ; 1/8 ; 12.50 % | 125% ; 1.25 ; 12%
+$18.00 | 18 ; \$18 ; $18 ; 18 dollars ; USD 18 ; 1800 cents | $81 ; €18 ; 18 euros ; $18.50 ; £18 ; 18 cents
+€5 | 5 euros ; 5 € ; 5 ; €5.00 | $5 ; €50 ; 5 dollars ; £5
+5 cm | 5cm ; 5\text{ cm} ; 5 ; 50 mm ; 0.05 m ; 5 centimeters ; 5.0 cm ; 5\,\mathrm{cm} | 5 m ; 5 mm ; 6 cm ; 50 cm ; 5 cm^2 ; 5 inches
+12\text{ cm}^2 | 12 cm^2 ; 12 cm² ; 12 square cm ; 12 ; 12\text{ sq cm} ; 1200 mm^2 | 12 cm ; 12 m^2 ; 12 cm^3 ; 21 cm^2
+60 km/h | 60 km per hour ; 60 ; 60\text{ km/h} ; 1 km/minute | 60 mph ; 60 m/s ; 6 km/h
+90 minutes | 90 min ; 1.5 hours ; 90 | 90 hours ; 90 seconds ; 1.5 ; 9 minutes
+30^\circ | 30° ; 30 degrees ; 30 ; 30^{\circ} ; 30\text{ degrees} | 60° ; 3° ; 30\pi
+20 °C | 20 ; 20 degrees C ; 20^\circ\text{C} ; 20°C | 20 °F ; -20 °C ; 200
+72 clips | 72 ; 72 clips in all | 73 clips ; 27
+The answer is 72. | 72 ; 72 clips | 71 ; 7
+2^{100} | 2^100 ; 4^{50} ; 1267650600228229401496703205376 | 100 ; 2 ; 2^{99} ; 2^{10} ; 200
+10011_2 | 10011_{2} ; 10011 | 10011_3 ; 19 ; 2 ; 10010_2
+3:2 | 6:4 ; 3/2 ; 1.5 ; 3 : 2 ; \frac{3}{2} | 2:3 ; 3:4 ; 2 ; 6:2""",
+    "letter": r"""
+B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
+(B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}
+\text{(C)} | C ; (C) ; \text{C} ; C. | B ; (D) ; 3 ; CC
+d | D ; (d) ; \text{d} ; (D) | c ; (c) ; e ; dd""",
+    "time": r"""
+3:45 | 03:45 ; 3:45 PM ; \text{3:45} ; 3:45 p.m. | 7:45 ; 3:54 ; 45 ; 3 ; 1:15 ; 4:45 ; 3.45
+3:45 PM | 15:45 ; 3:45 p.m. ; 3:45pm ; 03:45 PM | 3:45 AM ; 3:54 PM ; 4:45 PM ; 45 ; 3
+7 p.m. | 7 PM ; 19:00 ; 7:00 PM ; 7pm | 7 a.m. ; 8 p.m. ; 7
+10:05:30 | 10:05:30 | 10:05:31 ; 10:05 ; 30
+December 25, 2020 | 2020-12-25 ; 25 December 2020 ; Dec 25, 2020 ; December 25th, 2020 ; 12/25/2020 ; 25 Dec. 2020 | December 26, 2020 ; December 25, 2021 ; 2020 ; November 25, 2020 ; 25
+2021-03-04 | March 4, 2021 ; 4 March 2021 ; 2021-3-4 | 2021-04-03 ; April 3, 2021 ; 2021 ; 4
+March 5 | 5 March ; 5th of March ; Mar 5 ; March 5th ; March 5, 2020 | March 6 ; May 5 ; 5
+05/12/2020 | 5/12/2020 | 12/05/2020 ; 05/12/2021 ; 05/13/2020 ; 2020""",
+    "text": r"""
+Paris | paris ; PARIS ; \text{Paris} ; **Paris** ; Paris. ; "Paris" ; \textbf{Paris} | London ; Pairs ; Paris or London ; Par ; not Paris ; Parisian ; P
+New York | new york ; New  York ; \text{New York} ; the New York ; New-York | York ; New Jersey ; York New ; New
+no solution | No solution ; \text{no solution} ; No solution. ; \text{No solution} | one solution ; solution ; no ; 0
+Yes | yes ; YES. ; \text{Yes} | No ; yes and no ; not yes ; Y
+True | true ; \text{True} ; TRUE | False ; not true ; 1
+The Eiffel Tower | Eiffel Tower ; the eiffel tower ; \text{Eiffel Tower} | Eiffel ; Tower ; The Leaning Tower
+\text{Evelyn} | Evelyn ; evelyn ; \mathrm{Evelyn} | Eve ; Adam ; nylevE
+seventy-two | Seventy-two ; seventy two | seventy ; 72 apples ; seventy-three
+H2O | \text{H2O} ; h2o | CO2 ; 2 ; H2
+Route 66 | route 66 ; \text{Route 66} | 66 ; Route 67 ; Route
+左 | \text{左} | 右 ; 左右""",
+    "mathematics": r"""
+2\sqrt{3} | \sqrt{12} ; 2 \sqrt{3} ; 2*\sqrt{3} ; 2√3 ; 2 sqrt(3) ; \sqrt{3} \cdot 2 ; $2\sqrt{3}$ ; \frac{6}{\sqrt{3}} | 3 ; 2 ; \sqrt{3} ; 3\sqrt{2} ; 2\sqrt{2} ; 23 ; -2\sqrt{3} ; 6
+x^2+1 | 1+x^2 ; x^{2}+1 ; x² + 1 ; x*x+1 ; $x^2 + 1$ | 1 ; x^2 ; x^2-1 ; 2 ; x^3+1 ; y^2+1 ; (x+1)^2 ; x^{21}
+x+1 | 1+x ; x + 1 ; \frac{2x+2}{2} ; (x+1) | 1 ; x ; x-1 ; 2x+1 ; y+1
+2x | 2 x ; x+x ; 2\cdot x ; 2*x | 2 ; x ; 2y ; x^2 ; 2x+1
+x=5 | 5 ; x = 5 ; x=5.0 ; x=\frac{10}{2} | x=6 ; y=5 ; -5 ; x
+y = 2x+3 | y=3+2x ; 2x+3 ; y = 3 + 2x | 3 ; y=2x-3 ; y = 3x+2 ; x
+\pi | pi ; π ; \pi. | 3 ; 3.14 ; 2\pi ; \pi^2 ; 22/7
+\frac{\pi}{2} | \pi/2 ; pi/2 ; 0.5\pi ; π/2 ; \frac{1}{2}\pi | 2 ; \pi ; \frac{\pi}{3} ; 1.57 ; 2\pi ; 1/2
+(1,2) | (1, 2) ; \left(1,2\right) ; (1, \frac{4}{2}) ; (1.0, 2.0) | (2,1) ; [1,2] ; 2 ; 1 ; (1,3) ; (1,2,3) ; 12
+(3, -1, 2) | (3,-1,2) ; \left(3, -1, 2\right) | (3,-1) ; (2,-1,3) ; (3,1,2) ; 2
+[0,1) | [0, 1) ; \left[0,1\right) ; 0 \le x < 1 | [0,1] ; (0,1) ; (0,1] ; 1 ; [0,2) ; [1,0)
+[0,1] | [0, 1] ; 0 \leq x \leq 1 ; x \in [0,1] | (0,1) ; [0,1) ; 1 ; [0,2] ; 0
+(-\infty, 3] | (-\infty,3] ; x \le 3 ; \left(-\infty,3\right] ; (-∞, 3] ; x ≤ 3 | (-\infty,3) ; 3 ; [3,\infty) ; x<3 ; (-\infty,-3]
+(-\infty,-1)\cup(1,\infty) | (-∞,-1) ∪ (1,∞) ; (1,\infty)\cup(-\infty,-1) | (-1,1) ; (-\infty,-1) ; (1,\infty) ; 1 ; (-\infty,-1]\cup(1,\infty)
+\{1,2\} | \{2,1\} ; \{1, 2\} ; 1, 2 ; 2, 1 ; 1 and 2 ; \{1.0, 2\} | \{1\} ; \{1,3\} ; 2 ; 1 ; [1,2] ; \{1,2,3\} ; 12
+1, 2 | 2, 1 ; 1,2 ; \{1,2\} ; 1 and 2 ; 1 or 2 ; x=1, x=2 | 1 ; 2 ; 1, 3 ; 12 ; 1, 2, 3
+1, 2, 3 | 3, 2, 1 ; \{1,2,3\} ; 1, 2 and 3 | 3 ; 1, 2 ; 123 ; 6 ; 1,2,4
+x = 1 or x = -2 | -2, 1 ; x=-2, x=1 ; x = -2 or x = 1 ; \{1,-2\} | 1 ; -2 ; x=1 ; 1, 2 ; -1, 2
+\pm 2 | 2, -2 ; \{-2, 2\} ; ±2 ; -2 and 2 | 2 ; -2 ; \pm 3 ; 4
+1 \le x < 2 | [1,2) ; 1 \leq x < 2 ; 2 > x \ge 1 | 1 < x < 2 ; [1,2] ; 2 ; (1,2)
+x > 3 | 3 < x ; (3,\infty) ; x>3 | x < 3 ; x \ge 3 ; 3 ; [3,\infty) ; x > 4
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix} ; \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix}1&2\\4&3\end{pmatrix} ; 4 ; \begin{pmatrix}1&2\end{pmatrix} ; 1
+2+3i | 3i+2 ; 2 + 3i | 3 ; 2 ; 2-3i ; 3+2i ; 5
+\log_2 3 | \frac{\ln 3}{\ln 2} ; \log_{2}{3} ; \log_2(3) | 3 ; 2 ; \log_3 2 ; 1.58
+e^{x} | e^x ; \exp(x) | x ; e ; e^{2x} ; x^e
+\sqrt[3]{2} | 2^{1/3} ; 2^{\frac{1}{3}} | \sqrt{2} ; 2 ; 3 ; \sqrt[3]{3} ; 3\sqrt{2}
+\sin x | \sin(x) ; sin(x) ; \sin{x} | \cos x ; x ; \sin 2x ; \sin
+f(x)=2x | f(x) = 2x ; 2x ; f(x)=x+x | 2 ; x ; f(x)=3x ; g(x)=x
+3:4:5 | 6:8:10 ; 3 : 4 : 5 | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20
+\frac{x+1}{x-1} | (x+1)/(x-1) ; \frac{1+x}{x-1} | 1 ; \frac{x-1}{x+1} ; x+1 ; -1
+\emptyset | \varnothing ; \{\} ; ∅ | 0 ; \{0\} ; \{1\}
+\infty | ∞ ; +\infty ; infinity | -\infty ; 0 ; 8""",
+}
+
+
+class Line(NamedTuple):
+    kind: str
+    gold: str
+    right: list[str]
+    wrong: list[str]
+
+
+def _line(kind: str, line: str) -> Line:
+    gold, right, wrong = line.split(" | ")
+    return Line(kind, gold, right.split(" ; "), wrong.split(" ; "))
+
+
+LINES = [_line(kind, line) for kind, lines in TABLE.items() for line in lines.strip().splitlines()]
