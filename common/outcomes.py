@@ -54,6 +54,15 @@ def finite_number(value: Any) -> float | None:
     return None
 
 
+def is_whole(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON may hold half a surrogate, as where an emoji was cut in two."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shorten(value: Any) -> str:
     """The repr of a value, at most 201 characters of it, for messages."""
     try:

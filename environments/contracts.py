@@ -17,6 +17,7 @@ from common import functions
 from common.errors import UserError
 from common.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.outcomes import await_all, finite_number, shorten
+from common.worker import encode
 from environments import Done, Message, Turn
 from environments.tools import Toolbox
 
@@ -138,7 +139,7 @@ class Instance:
 
 def _can_be_sent(value: Any) -> bool:
     try:
-        return len(msgspec.msgpack.encode(value)) <= _LARGEST_STATE
+        return bool(encode({"state": value}, _LARGEST_STATE))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return False
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import UserError
-from common.worker import encode
+from common.worker import decode, encode
 from environments import Done, Failed, Turn
 from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
 from environments.tools import schemas
@@ -40,13 +40,13 @@ class EnvironmentService:
     """The user's file is imported once, in the fork server, and the instance is made in the worker."""
 
     def __init__(self, setup: bytes) -> None:
-        self._found = Found(msgspec.msgpack.decode(setup, type=EnvironmentSetup))
+        self._found = Found(decode(setup, EnvironmentSetup))
         self._instance: Instance | None = None
 
     def answer(self, request: bytes) -> bytes:
         begun = time.monotonic()
         try:
-            answer = self._answer(msgspec.msgpack.decode(request, type=Request), begun)
+            answer = self._answer(decode(request, Request), begun)
             return encode(answer, MAX_ANSWER_BYTES)
         except (UserError, BrokenEnvironment) as error:
             reason = str(error)

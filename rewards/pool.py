@@ -64,7 +64,7 @@ class RewardPool:
     ) -> None:
         """image_key: a column that functions get only if they name it: its values are megabytes.
         has_rollouts: else functions that need one are not called (`wanted.needs_rollout`)."""
-        self.image_key = image_key
+        self._image_key = image_key
         self.logged: dict[str, float] = {}  # by log_metric, of the newest job that logged the name
         self.pending = 0  # submitted and not yet returned by ready()
         self.wanted = Wanted()  # by the functions; known once entered
@@ -92,6 +92,11 @@ class RewardPool:
             raise (UserError(str(error)) if isinstance(error, StartError) else error) from None
         return self
 
+    @property
+    def image_key(self) -> str | None:
+        """Where a row has its images; None if no function names that column."""
+        return self._image_key if self._image_key in self.wanted.names else None
+
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._waiting.clear()
@@ -114,11 +119,13 @@ class RewardPool:
 
         completions: texts, or of rollouts with several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
-        functions want. policy_version: what reward functions get as trainer_state.global_step. of_environments:
+        functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
+        get as trainer_state.global_step. of_environments:
         environment_rewards, what the environment of each completion said, and environments, the `Done.state` of each.
         """
         named, rest = self.wanted.names, self.wanted.rest
-        row = {k: value for k, value in columns.items() if k in named or (rest and k != self.image_key)}
+        files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
+        row = {k: value for k, value in columns.items() if k in named or (rest and k not in files)}
         theirs = {name: list(values) for name, values in of_environments.items()}
         job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
         self.pending += 1
@@ -231,3 +238,11 @@ class Load:
     def waits(self) -> bool:
         """Mostly. What computes gets less of a core when more share it: then it must not look like waiting."""
         return self.cpu_s < _WAITING * self.seconds
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    return isinstance(value, bytes | bytearray | memoryview)

@@ -14,7 +14,7 @@ import msgspec
 
 from common.errors import UserError
 from common.functions import short_name
-from common.worker import encode
+from common.worker import decode, encode
 from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
 
@@ -50,16 +50,20 @@ class JobReply(msgspec.Struct, frozen=True):
 
 class RewardService:
     def __init__(self, setup: bytes) -> None:
-        self._setup = msgspec.msgpack.decode(setup, type=RewardSetup)
+        self._setup = decode(setup, RewardSetup)
         self._functions: list[tuple[str, RewardFunction, float]] = []
 
     def answer(self, request: bytes) -> bytes:
-        job = msgspec.msgpack.decode(request, type=Job | None)
+        job = decode(request, Job | None)
         if job is None:
             return encode(self._find())
         before = sum(os.times()[:4])
         reply = self._score(job)
-        return encode(msgspec.structs.replace(reply, cpu_s=sum(os.times()[:4]) - before))
+        reply = msgspec.structs.replace(reply, cpu_s=sum(os.times()[:4]) - before)
+        try:
+            return encode(reply)
+        except UnicodeEncodeError:  # the message of an error quotes half a surrogate of the row
+            return encode(JobReply(reason=reply.reason.encode(errors="backslashreplace").decode()))
 
     def close(self) -> None:
         pass

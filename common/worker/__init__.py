@@ -14,13 +14,17 @@ msgspec, so that a fork server is up in 0.2 s.
 from __future__ import annotations
 
 import struct
+from datetime import datetime
 from typing import Any, Protocol
 
 import msgspec
 
+from common.outcomes import is_whole
+
 HEADER = struct.Struct("<II")  # of a request and of its answer: bytes that follow, and the request's number
 MAX_BYTES = 1 << 28  # of a request, or of an answer
 FORKED = b"forked"  # the server's first word on a lifeline; its last is what the worker died of
+_INTEGER, _TEXT = 1, 2  # extensions: an integer beyond 64 bits, a text with half a surrogate
 READY = b"ready"  # its word on the control socket; anything else says why it cannot be
 
 
@@ -46,14 +50,49 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
-    """A record as msgpack. Raises TypeError, ValueError or OverflowError for what it cannot hold, or for too much."""
-    body = msgspec.msgpack.encode(record, enc_hook=_plain)
+    """A record as msgpack, for `decode`. Raises TypeError, ValueError or OverflowError for what it cannot hold, or for
+    too much.
+
+    Integers may have any size, for rows have answers such as 30!, and `columns` texts with half a surrogate.
+    """
+    try:
+        body = msgspec.msgpack.encode(record, enc_hook=_plain)
+    except (OverflowError, UnicodeEncodeError):
+        plain = msgspec.to_builtins(record, enc_hook=_plain, builtin_types=(bytes, bytearray, memoryview, datetime))
+        plain = {name: _extended(inner, name == "columns") for name, inner in plain.items()}
+        body = msgspec.msgpack.encode(plain)
     if len(body) > limit:
         raise ValueError(f"{len(body)} bytes, more than {limit}")
     return body
+
+
+def decode(body: bytes, record: Any) -> Any:
+    """Inverse of `encode`. Raises ValueError for what is no such record."""
+    return msgspec.msgpack.decode(body, type=record, ext_hook=_of_extension)
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be sent to the process")
+
+
+def _extended(value: Any, any_text: bool) -> Any:
+    """With extensions of msgpack in the place of what it has no type for."""
+    if isinstance(value, dict):
+        return {name: _extended(inner, any_text) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_extended(inner, any_text) for inner in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    if any_text and isinstance(value, str) and not is_whole(value):
+        return msgspec.msgpack.Ext(_TEXT, value.encode(errors="surrogatepass"))
+    return value
+
+
+def _of_extension(code: int, data: memoryview) -> Any:
+    if code == _INTEGER:
+        return int.from_bytes(data, "little", signed=True)
+    if code == _TEXT:
+        return str(data, errors="surrogatepass")
+    raise ValueError(f"an extension {code}")

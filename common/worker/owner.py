@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.exits import kill_group
-from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, encode
+from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
 from common.worker.server import cause
 
 START_TIMEOUT_S = 120.0
@@ -213,7 +213,8 @@ class Worker:
             size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
             if number != self._number or size > max_answer:
                 raise ValueError(f"an answer of {size} bytes to request {number}")
-            return msgspec.msgpack.decode(self._receive(size, deadline), type=answer)
+            reply: T = decode(self._receive(size, deadline), answer)
+            return reply
         except TimeoutError:
             raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
         except ValueError as error:

@@ -1,5 +1,6 @@
 """A reward that hangs, dies, forks, prints or raises costs its group and nothing else."""
 
+import math
 import os
 import signal
 import subprocess
@@ -196,6 +197,28 @@ def test_of_a_row_the_process_gets_what_the_functions_name_and_images_never_unas
     with RewardPool(Rewards(reward_funcs=[f"{file}:{name}"]), columns=COLUMNS, image_key="images") as pool:
         submit(pool, 1, "4", columns=COLUMNS | row)
         assert isinstance(one(pool)[1], RewardFailure) is fails
+
+
+def test_integers_of_any_size_and_halves_of_characters_travel_and_files_to_those_that_name_them(file):
+    """As in JSON, where an answer may be 30!, and as `datasets` gives a picture of a text data set."""
+    given = {
+        "question": "?",
+        "large": [math.factorial(30), -(2**64), 2**63, {"a": 2**64}],
+        "half": "a\ud83d",
+        "file": {"bytes": b"x"},
+    }
+    checks = ["columns['large'] == [n] * 2", "columns['half'] == ['a' + chr(0xd83d)] * 2", "'file' not in columns"]
+    act = "n = [__import__('math').factorial(30), -2**64, 2**63, {'a': 2**64}]; assert " + " and ".join(checks)
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"]), columns=given) as pool:
+        for key, completions in enumerate(([act, ""], ["raise ValueError(columns['half'][0])", ""])):
+            pool.submit(key, "?", completions, [[], []], given)
+        found = dict(pool.ready(limit(10)) + pool.ready(limit(10)))
+    assert not isinstance(found[0], RewardFailure), found[0]
+    assert found[1].kind == "error" and "ValueError: a\\ud83d" in found[1].reason
+    with RewardPool(Rewards(reward_funcs=[f"{file}:sees"]), columns=["images"]) as pool:
+        pool.submit(0, "?", ["a", "b"], [[], []], {"images": [{"bytes": memoryview(b"x")}]})
+        [(_, scores)] = pool.ready(limit(10))
+    assert not isinstance(scores, RewardFailure), scores
 
 
 def test_what_the_user_can_fix_stops_the_start(file, tmp_path):

@@ -239,7 +239,7 @@ def test_reset_gives_the_prompt_or_leaves_the_rows_own_or_adds_to_its_last_user_
 
 def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     mine = SimpleNamespace(counter=4, cells=[object()], huge=2**70, long="x" * 100_000, _hidden=1)
-    assert Instance(mine, None).state() == {"counter": 4}
+    assert Instance(mine, None).state() == {"counter": 4, "huge": 2**70}
 
 
 @dataclass
