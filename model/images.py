@@ -13,6 +13,7 @@ import hashlib
 import io
 import math
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 MAX_ASPECT = 200  # of smart_resize
+_WHITE = {"I": (255, 65535), "F": (1, 255, 65535)}  # of TIFF's numbers of 32 bits: the first that bounds them
 FORMAT_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
 
@@ -118,18 +120,40 @@ def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, fact
 def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: int) -> EncodedImage:
     """The image resized (bicubic, as the processor does it), without its metadata. Transparent is white.
 
-    Raises ValueError as resized_size does.
+    Raises ValueError as resized_size and as_seen do.
+    """
+    from PIL.Image import Resampling
+
+    image = as_seen(image)
+    height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
+    resized = image.resize((width, height), Resampling.BICUBIC)
+    return EncodedImage(_png_of(resized), (1, height // form.patch_size, width // form.patch_size))
+
+
+def as_seen(image: Image) -> Image:
+    """In RGB, upright, in the colours that a viewer shows: transparent is white, and of a film it is the first picture.
+
+    PIL cuts what is deeper than 8 bits at 255. Raises ValueError for numbers that are no grey of a known range.
     """
     from PIL import Image as images
     from PIL import ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    is_deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    try:
+        image = ImageOps.exif_transpose(image)
+    except (SyntaxError, struct.error, TypeError, KeyError):  # damaged metadata
+        image.load()
+    if image.mode[0] in "IF":
+        values = np.asarray(image, np.float64)
+        low, high = (values.min(), values.max()) if values.size else (0.0, 0.0)
+        limit = 65535 if is_deep else next((limit for limit in _WHITE[image.mode[0]] if high <= limit), 0)
+        if not (limit and low >= 0):  # NaN, too
+            raise ValueError(f"numbers from {low:g} to {high:g}, whose white is unknown; save it with 8 bits")
+        image = images.fromarray(np.rint(values * (255 / limit)).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = images.alpha_composite(images.new("RGBA", image.size, "white"), image)
-    height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
-    resized = image.convert("RGB").resize((width, height), images.Resampling.BICUBIC)
-    return EncodedImage(_png_of(resized), (1, height // form.patch_size, width // form.patch_size))
+    return image.convert("RGB")
 
 
 def _png_of(picture: Image) -> bytes:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.errors import UserError
 from common.types import EncodedImage
-from model.images import ImageFormat, canary_image, decode_patches, encode_image, image_format, resized_size
+from model.images import ImageFormat, as_seen, canary_image, decode_patches, encode_image, image_format, resized_size
 from tests.support.vision import PLAIN, picture
 
 QWEN3 = ImageFormat(patch_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -87,6 +87,79 @@ def test_every_kind_of_picture_becomes_rgb(mode: str) -> None:
     encoded = encode_image(image, PLAIN, 784, 10_000)
     assert Image.open(io.BytesIO(encoded.png)).mode == "RGB"
     assert decode_patches(encoded, PLAIN).shape == (16, 1176)
+
+
+GREY = np.linspace(0, 65535, 60 * 60).reshape(60, 60).astype(np.uint16)
+SPLIT = Image.new("RGB", (56, 28), "red")  # blue at its left
+SPLIT.paste("blue", (0, 0, 28, 28))
+
+
+def file_as(image: Image.Image, kind: str, **options: object) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return Image.open(file)
+
+
+def seen(image: Image.Image) -> list[list[int]]:
+    """The colours of the first and the last pixel."""
+    return [[*image.convert("RGB").getpixel(place)] for place in ((0, 0), (image.width - 1, image.height - 1))]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        file_as(Image.fromarray(GREY), "PNG"),
+        file_as(Image.fromarray(GREY), "TIFF"),
+        file_as(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
+        file_as(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+        file_as(Image.fromarray((GREY / 257).astype(np.float32)), "TIFF"),
+        Image.open(io.BytesIO(b"P5 60 60 65535\n" + GREY.astype(">u2").tobytes())),
+    ],
+)
+def test_grey_of_more_than_8_bits_goes_from_black_to_white(given: Image.Image) -> None:
+    found = np.asarray(as_seen(given))[..., 0]
+    assert np.abs(found - GREY / 257.0).max() <= 0.5
+
+
+def test_deep_pictures_that_are_dark_stay_dark_and_numbers_of_no_known_range_are_refused() -> None:
+    dark = Image.open(io.BytesIO(b"P5 60 60 65535\n" + (GREY // 300).astype(">u2").tobytes()))
+    assert np.asarray(as_seen(dark)).max() == 1
+    for numbers in (GREY.astype(np.int32) - 5, GREY.astype(np.float32) * 2, np.full((4, 4), np.nan, np.float32)):
+        with pytest.raises(ValueError, match="whose white is unknown; save it with 8 bits"):
+            as_seen(file_as(Image.fromarray(numbers), "TIFF"))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_a_picture_is_turned_as_its_metadata_say_and_damaged_ones_leave_it(kind: str) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # its left is at the top
+    options: dict[str, object] = {"lossless": True} if kind == "WEBP" else {}
+    found = as_seen(file_as(SPLIT, kind, exif=turned, **options))
+    (red, blue) = seen(found)[::-1]
+    assert found.size == (28, 56) and blue[2] - blue[0] > 250 and red[0] - red[2] > 250
+    damaged = as_seen(file_as(SPLIT, "JPEG", exif=b"Exif\0\0MM\0*garbage"))
+    assert damaged.size == (56, 28)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GIF", {"save_all": True, "append_images": [Image.new("RGB", (56, 28), "green")]}),
+        ("PNG", {"save_all": True, "append_images": [Image.new("RGB", (56, 28), "green")]}),
+        ("WEBP", {"save_all": True, "append_images": [Image.new("RGB", (56, 28), "green")], "lossless": True}),
+    ],
+)
+def test_of_what_moves_the_first_picture_is_seen(kind: str, options: dict[str, object]) -> None:
+    assert np.abs(np.subtract(seen(as_seen(file_as(SPLIT, kind, **options))), seen(SPLIT))).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "P", "1"])
+def test_colours_are_those_of_a_viewer(mode: str) -> None:
+    black_and_white = Image.new("RGB", (56, 28), "white")
+    black_and_white.paste("black", (0, 0, 28, 28))
+    picture = black_and_white if mode == "1" else SPLIT
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    assert np.abs(np.subtract(seen(as_seen(file_as(picture.convert(mode), kind))), seen(picture))).max() <= 3
 
 
 def test_a_grid_that_is_not_the_png_s_and_a_strip_that_no_size_fits_are_refused() -> None:
