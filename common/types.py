@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
+ImageFile: TypeAlias = "bytes | memoryview | Path"  # what a file holds, or where it is
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Problem:
 
     index: int  # position in the data set as loaded, before shuffling
     columns: Mapping[str, Any]  # every column of the row; reward functions receive them by name
-    images: tuple[bytes, ...] = field(default=(), repr=False)  # files of data.image_key, as they stand in the data set
+    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # of data.image_key, as they stand in the data set
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import difflib
 import functools
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from numpy.typing import NDArray
 from common.config import Data
 from common.errors import UserError
 from common.exits import say
-from common.types import Problem, Prompt
-from sampler.pictures import check_images, sources
+from common.outcomes import is_whole
+from common.types import ImageFile, Problem, Prompt
+from rewards import ALWAYS_PASSED
+from sampler.pictures import check_images, read_file, sources, unreadable
 from sampler.sources import check_there, folder_of, read_rows
 
 _SYNONYMS = (
@@ -30,6 +33,8 @@ _SYNONYMS = (
     {"image", "images", "picture", "pictures", "img"},
 )
 _ABSENT = object()
+_RESERVED = {*ALWAYS_PASSED, "self"}  # arguments of reward functions
+_ROWS_EXPLAINED, _ROWS_NAMED = 10, 1000  # of those that cannot be used
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Row = dict[str, Any]
@@ -38,12 +43,20 @@ Row = dict[str, Any]
 def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Problem]:
     """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
 
-    A row with an empty answer is left out, because it cannot be scored. Raises UserError, also when no row has one.
-    Images are no column: see `whole_row`.
+    A row with an empty answer is left out, because it cannot be scored, and so are a few that cannot be used. Raises
+    UserError, also when no row has an answer or many cannot be used. Images are no column: see `whole_row`.
     """
-    problems = load_problems(spec, data.prompt_key, data.answer_key, data.rename, data.image_key)
+    problems, bad = _load(spec, data.prompt_key, data.answer_key, data.rename, data.image_key)
     if data.image_key is not None:
-        check_images(option, problems, data)
+        if named := [problem for problem in problems if problem.index not in bad]:
+            check_images(option, named, data)
+        bad |= unreadable(option, named)
+    bad |= {
+        problem.index: "half a character (a lone surrogate such as \\ud83d) in the answer"
+        for problem in problems
+        if not _is_whole(problem.columns.get("answer"))
+    }
+    problems = usable(option, problems, bad, data)
     if data.answer_key is None:
         return problems
     empty = [problem.index for problem in problems if is_empty(problem.columns["answer"])]
@@ -61,53 +74,76 @@ def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Proble
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 
 
+def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], data: Data) -> list[Problem]:
+    """Those that are not bad: by index, why a row cannot be used. Names the others, or all in a UserError if many."""
+    if not bad:
+        return list(problems)
+    reasons = [f"row {index}: {bad[index]}" for index in sorted(bad)[:_ROWS_EXPLAINED]]
+    if others := sorted(bad)[_ROWS_EXPLAINED:_ROWS_NAMED]:
+        reasons.append(f"rows {', '.join(map(str, others))}" + ", …" * (len(bad) > _ROWS_NAMED))
+    what, named = f"{option}: {len(bad)} of {len(problems)} rows cannot be used", "\n  ".join(["", *reasons])
+    if len(bad) > data.bad_rows_allowed(len(problems)) or len(bad) == len(problems):
+        share = math.ceil(1000 * len(bad) / len(problems)) / 1000
+        raise UserError(f"{what}. Mend them, or leave them out: data.max_bad_rows={share:g}{named}")
+    say(f"{what} and are left out (data.max_bad_rows):{named}")
+    return [problem for problem in problems if problem.index not in bad]
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, str):
+        return is_whole(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return all(map(_is_whole, inner))
+
+
 def load_problems(
     specs: str | Sequence[str],
     prompt_key: str = "question",
     answer_key: str | None = "answer",
     rename: Mapping[str, str] | None = None,
-    image_key: str | None = None,
 ) -> list[Problem]:
     """Every row of a data set or of several; sampler/sources.py has the notation.
 
     A Problem's columns are the whole row, after `rename`; what prompt_key and answer_key find is there under the names
-    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Of
-    several, one must have image_key; what is there becomes the Problem's images. Raises UserError, also for a missing
-    column.
+    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Raises
+    UserError, also for a missing column.
     """
+    return _load(specs, prompt_key, answer_key, rename or {}, None)[0]
+
+
+def _load(
+    specs: str | Sequence[str],
+    prompt_key: str,
+    answer_key: str | None,
+    rename: Mapping[str, str],
+    image_key: str | None,
+) -> tuple[list[Problem], dict[int, str]]:
+    """(the problems, by index what is wrong with the images of some). Of several data sets one must have image_key."""
     specs = [specs] if isinstance(specs, str) else list(specs)
     if not specs:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
     for spec in specs:
         check_there(spec)  # all of them before the first is read
-    tables = [
-        _named(read_rows(spec, decode_images=image_key is None), spec, prompt_key, answer_key, rename or {})
-        for spec in specs
-    ]
-    images: list[tuple[bytes, ...]] = [()] * sum(map(len, tables))
-    if image_key is not None:
-        if all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
-            _check_column("data.image_key", image_key, tables[0][0], specs[0])
-        images = [found for spec, table in zip(specs, tables, strict=True) for found in _images(table, spec, image_key)]
-        tables = [[{k: v for k, v in row.items() if k != image_key} for row in table] for table in tables]
-    columns = dict.fromkeys(name for table in tables for name in table[0])
-    rows = (row for table in tables for row in table)
-    return [Problem(i, {**columns, **row}, found) for i, (row, found) in enumerate(zip(rows, images, strict=True))]
+    tables = [_named(read_rows(spec), spec, prompt_key, answer_key, rename) for spec in specs]
+    if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
+        _check_column("data.image_key", image_key, tables[0][0], specs[0])
+    columns = dict.fromkeys(name for table in tables for name in table[0] if name != image_key)
+    problems, bad = list[Problem](), dict[int, str]()
+    for spec, table in zip(specs, tables, strict=True):
+        folder = folder_of(spec)
+        for row in table:
+            images: tuple[ImageFile, ...] = ()
+            try:
+                images = sources(look_up(row, image_key), folder) if image_key is not None else ()
+            except ValueError as error:
+                bad[len(problems)] = f"data.image_key {image_key!r}: {error}"
+            problems.append(Problem(len(problems), {name: row.get(name) for name in columns}, images))
+    return problems, bad
 
 
 def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:
     """Its columns, with the files of its images under image_key: what reward functions choose from."""
-    return problem.columns if image_key is None else {**problem.columns, image_key: list(problem.images)}
-
-
-def _images(rows: list[Row], spec: str, image_key: str) -> Iterator[tuple[bytes, ...]]:
-    """The files of each row's images. Raises UserError for one that is none, or is not there."""
-    folder = folder_of(spec)
-    for i, row in enumerate(rows):
-        try:
-            yield sources(look_up(row, image_key), folder)
-        except ValueError as error:
-            raise UserError(f"{spec}, row {i}: data.image_key {image_key!r}: {error}") from None
+    return problem.columns if image_key is None else {**problem.columns, image_key: [*map(read_file, problem.images)]}
 
 
 def look_up(row: Any, key: str, default: Any = None) -> Any:
@@ -133,6 +169,8 @@ def is_empty(answer: Any) -> bool:
 
 def _named(rows: list[Row], spec: str, prompt_key: str, answer_key: str | None, rename: Mapping[str, str]) -> list[Row]:
     """The rows with their new names, the prompt under prompt_key and the answer under `answer`. Raises UserError."""
+    # of several data sets, some need not have a column whose name is taken
+    rename = {old: new for old, new in rename.items() if old in rows[0] or old not in _RESERVED}
     for old, new in rename.items():
         _check_column("data.rename", old, rows[0], spec)
         if new in rows[0] and new not in rename:
@@ -141,6 +179,15 @@ def _named(rows: list[Row], spec: str, prompt_key: str, answer_key: str | None, 
             )
     if rename:
         rows = [_rename(row, rename) for row in rows]
+    if reserved := sorted(_RESERVED & rows[0].keys()):
+        others = dict.fromkeys(reserved) | dict(zip(rename.values(), rename, strict=True))
+        others = {old or new: f"given_{new}" if new in reserved else new for new, old in others.items()}
+        raise UserError(
+            f"{spec} has columns of a name under which reward functions get something else: {', '.join(reserved)}. "
+            f"Set data.rename: {{{', '.join(f'{old}: {new}' for old, new in others.items())}}}"
+        )
+    if answer_key not in (None, "answer", rename.get("answer")) and "answer" in rows[0]:
+        say(f"{spec}: rewards get {answer_key!r} as their `answer`, in the place of the column 'answer'")
     wanted = [("data.prompt_key", prompt_key, prompt_key), ("data.answer_key", answer_key, "answer")]
     for option, key, name in wanted:
         if key is None:

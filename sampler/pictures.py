@@ -1,26 +1,32 @@
-"""The images of rows: found in a column, read, bounded, then resized and encoded once, for vLLM and trainer alike.
+"""The images of rows: found in a column, tried, bounded, and resized and encoded once, for vLLM and trainer alike.
 
-A column holds one image or a list of them, each a file's bytes, a path, a PIL image, or what `datasets` makes of an
-Image feature, {"bytes": …, "path": …}. Files are read with the data, and decoded when prompts are made. How many pixels
-a file has is read from its header first: a small file may unpack to gigabytes.
+A column holds one image or a list of them, each a file's bytes, a path, a data: URI, base64, or a mapping with one of
+these, such as {"bytes": …, "path": …}. Every file is decoded once before the run, so that all broken ones are named
+together, and encoded when its prompt is made. How many pixels a file has is read from its header first: a small file
+may unpack to gigabytes.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from common.config import Data
 from common.errors import UserError
 from common.exits import say
-from common.types import EncodedImage, Problem
+from common.outcomes import shorten
+from common.types import EncodedImage, ImageFile, Problem
 from common.watchdog import report_progress
-from model.images import ImageFormat, encode_image
+from model.images import MAX_ASPECT, ImageFormat, encode_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,67 +34,117 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 26  # of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
 MAX_BYTES = 1 << 26  # of a file
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_EXPECTED = "bytes, a path, a data: URI, base64, or {bytes: …, path: …}"
+_IN_MAPPINGS = ("bytes", "path", "url", "image_url", "image", "base64", "data")  # OpenAI's, Anthropic's and `datasets`'
+_SCHEME = re.compile(r"data(?=:)|[a-z][a-z0-9+.-]+(?=://)", re.IGNORECASE)
+_ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")  # base64 of PNG, JPEG, GIF, …
+_URL_SAFE = str.maketrans("-_", "+/")
+_LONGEST_PATH = 4096  # of Linux
 _SAY_EVERY_S = 10.0
+T = TypeVar("T")
 
 
-def sources(value: Any, folder: Path) -> tuple[bytes, ...]:
+def sources(value: Any, folder: Path) -> tuple[ImageFile, ...]:
     """The files in a row's column; () for None and an empty list. Relative paths count from `folder`, else from here.
 
     Raises ValueError for what is no image, or no file.
     """
-    if value is None:
+    if value is None or value == "":
         return ()
     return tuple(_source(one, folder) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
-def _source(value: Any, folder: Path) -> bytes:
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str | Path):
-        value = _read(Path(value).expanduser(), folder)
-    elif hasattr(value, "save") and hasattr(value, "getexif"):  # of PIL, which is not imported for this
-        value = _file_of(value)
-    if not isinstance(value, bytes):
-        raise ValueError(f"{str(value)[:80]!r} is no image: expected bytes, a path, or {{bytes: …, path: …}}")
-    if len(value) > MAX_BYTES:
+def _source(value: Any, folder: Path) -> ImageFile:
+    given = value
+    while isinstance(value, Mapping):
+        value = next((value[key] for key in _IN_MAPPINGS if value.get(key) is not None), None)
+    if isinstance(value, str):
+        value = _text_source(value.strip(), folder)
+    if isinstance(value, list) and value and all(isinstance(n, int) and 0 <= n < 256 for n in value):
+        value = bytes(value)  # as pandas writes bytes into JSON
+    if not isinstance(value, bytes | memoryview | Path):
+        raise ValueError(f"{shorten(given)[:80]} is no image: expected {_EXPECTED}")
+    if (value.stat().st_size if isinstance(value, Path) else len(value)) > MAX_BYTES:
         raise ValueError(f"a file of more than {MAX_BYTES >> 20} MiB")
     return value
 
 
-def _read(path: Path, folder: Path) -> bytes:
-    found = path if path.is_absolute() or not (folder / path).is_file() else folder / path
+def _text_source(text: str, folder: Path) -> ImageFile:
+    """Of a path, a data: URI or base64. Raises ValueError."""
+    scheme = found[0].lower() if (found := _SCHEME.match(text)) else ""
+    if scheme == "data":
+        return _decoded(text.partition(",")[2], text)
+    if scheme == "file":
+        text = unquote(urlsplit(text).path)
+    elif scheme:
+        raise ValueError(f"{text[:80]!r} is a URL, and nothing is fetched in a run: download it and give its path")
+    if (path := _file(text, folder)) is not None:
+        return path
+    if len(text) > _LONGEST_PATH or _ENCODED.match(text):
+        return _decoded(text, text)
+    raise ValueError(f"{text[:200]}: no such file in {folder} or {Path.cwd()}")
+
+
+def _file(text: str, folder: Path) -> Path | None:
     try:
-        with found.open("rb") as file:
-            return file.read(MAX_BYTES + 1)  # no more of a file that is refused
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{found}: {getattr(error, 'strerror', None) or error}") from None
+        path = Path(text).expanduser()
+        return next((place for place in (folder / path, path) if place.is_file()), None)
+    except (OSError, ValueError, RuntimeError):  # too long for a name, or a home folder that nobody has
+        return None
 
 
-def _file_of(image: Any) -> bytes:
-    """A PNG, in RGB where PNG has not the picture's own kind of colours, such as CMYK."""
-    file = io.BytesIO()
+def _decoded(encoded: str, given: str) -> bytes:
+    encoded = "".join(unquote(encoded).split()).translate(_URL_SAFE).rstrip("=")
     try:
-        image.save(file, "PNG")
-    except OSError:
-        file = io.BytesIO()
-        image.convert("RGB").save(file, "PNG")
-    return file.getvalue()
+        return base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+    except (ValueError, binascii.Error):
+        raise ValueError(f"{given[:40]!r}… of {len(given):,} characters is no path and no base64") from None
 
 
-def open_picture(source: bytes) -> Image:
+def read_file(source: ImageFile) -> bytes:
+    """What the file holds. Raises OSError."""
+    return source.read_bytes() if isinstance(source, Path) else bytes(source)
+
+
+def open_picture(source: ImageFile) -> Image:
     """A picture that is not decoded yet. Raises ValueError for no picture, or for one of more than MAX_PIXELS."""
     from PIL import Image as images
     from PIL import UnidentifiedImageError
 
     try:
-        picture = images.open(io.BytesIO(source), formats=_FORMATS)
+        file = read_file(source)
+        picture = images.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"{len(source)} bytes that are no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}") from None
+        raise ValueError(f"{len(file)} bytes that are no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}") from None
     except (OSError, SyntaxError, images.DecompressionBombError) as error:
         raise ValueError(str(error)) from None
     if picture.width * picture.height > MAX_PIXELS:
         raise ValueError(f"{picture.width} × {picture.height} pixels, more than {MAX_PIXELS:,}")
     return picture
+
+
+def unreadable(option: str, problems: Sequence[Problem]) -> dict[int, str]:
+    """By index of the row, what is wrong with the first of its images that cannot be decoded. Takes its time."""
+    shown = [problem for problem in problems if problem.images]
+    found = zip(shown, _on_all_cores(_trouble, shown, f"{option}: images of", "are tried"), strict=True)
+    return {problem.index: trouble for problem, trouble in found if trouble}
+
+
+def _trouble(problem: Problem) -> str:
+    for place, source in enumerate(problem.images):
+        try:
+            with open_picture(source) as picture:
+                if max(picture.size) > MAX_ASPECT * min(picture.size):
+                    raise ValueError(f"{picture.width} × {picture.height} pixels, a strip")
+                picture.draft(None, (picture.width // 8 + 1, picture.height // 8 + 1))  # a JPEG to its end, but sooner
+                picture.load()
+        except Exception as error:  # PIL's decoders raise what they like
+            return _broken(place, error)
+    return ""
+
+
+def _broken(place: int, error: Exception) -> str:
+    return f"image {place + 1} cannot be read: {' '.join(str(error).split())[:300]}"
 
 
 def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
@@ -116,20 +172,22 @@ def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[Enc
         try:
             encoded.append(encode_image(open_picture(source), form, data.min_pixels, data.max_pixels))
         except Exception as error:  # PIL's decoders raise what they like
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"row {problem.index}: image {place + 1} cannot be read: {reason}. Mend the row, or leave it out"
-            ) from error
+            raise UserError(f"row {problem.index}: {_broken(place, error)}. Mend the row, or leave it out") from error
     return tuple(encoded)
 
 
 def encode_all(problems: Sequence[Problem], form: ImageFormat, data: Data) -> Iterator[tuple[EncodedImage, ...]]:
-    """encode_problem of each, in order, on all cores: PIL resizes and compresses without Python's lock."""
+    """encode_problem of each, in order."""
+    return _on_all_cores(lambda problem: encode_problem(problem, form, data), problems, "images of", "are resized")
+
+
+def _on_all_cores(work: Callable[[Problem], T], problems: Sequence[Problem], what: str, done: str) -> Iterator[T]:
+    """Of each, in order: PIL decodes, resizes and compresses without Python's lock. Says how far it is."""
     said = time.monotonic()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for done, encoded in enumerate(threads.map(lambda problem: encode_problem(problem, form, data), problems)):
-            report_progress("resizing images")
+        for count, result in enumerate(threads.map(work, problems)):
+            report_progress("reading images")
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
-                say(f"images of {done} of {len(problems)} rows are resized")
-            yield encoded
+                say(f"{what} {count:,} of {len(problems):,} rows {done}")
+            yield result

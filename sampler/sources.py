@@ -2,15 +2,19 @@
 
 A .jsonl or .json file is read as it is: the `datasets` library, which reads everything else (a git clone of a hub
 repository is a folder too), would make times of strings that look like dates, and floats of large integers. A row that
-is a list becomes one with a column `conversation`. Left out: streaming (group g must be addressable).
+is a list becomes one with a column `conversation`. What is no number, pandas' NaN for a cell without a value, is None.
+The bytes of files, of pictures above all, stay in the table that `datasets` maps into memory, and are read where they
+are needed. Left out: streaming (group g must be addressable).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,10 +23,12 @@ from common.paths import did_you_mean
 from model.hub import not_to_be_had
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset
 
 Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
+_READ_AT_ONCE = 1000  # rows of a table
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
 _SUBSETS_THERE = re.compile(
@@ -30,10 +36,10 @@ _SUBSETS_THERE = re.compile(
 )
 
 
-def read_rows(spec: str, decode_images: bool = True) -> list[dict[str, Any]]:
+def read_rows(spec: str) -> list[dict[str, Any]]:
     """At least one row of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
 
-    decode_images: columns of images are PIL's, which hold every pixel in memory; else the files' {bytes, path}.
+    Columns of images, sounds and films are their files, {bytes, path}; bytes are views of the table.
 
     The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
     UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
@@ -41,7 +47,7 @@ def read_rows(spec: str, decode_images: bool = True) -> list[dict[str, Any]]:
     """
     source, split = _split_off(spec)
     parts = _take(_splits(source), split, source)
-    rows = [dict(row) for part in parts for row in (part if decode_images else _undecoded(part))]
+    rows = [row for part in parts for row in (part if isinstance(part, list) else _rows_of_table(part))]
     if not rows:
         raise UserError(f"{spec} has no rows")
     return rows
@@ -103,18 +109,61 @@ def _splits(source: str) -> Mapping[str, Table]:
         raise _explained(error, str(path), subset, is_local=path.exists()) from error
 
 
-def _undecoded(rows: Table) -> Table:
-    if isinstance(rows, list):
-        return rows
-    import datasets
+def _rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
+    table = table.with_format(None)
+    for name, feature in table.features.items():
+        table = table.cast_column(name, _undecoded(feature))
+    arrow = table.with_format("arrow")
+    with_files = [field.name for field in arrow.data.schema if _holds_bytes(field.type)]
+    plain = table.remove_columns(with_files)
+    for start in range(0, len(table), _READ_AT_ONCE):
+        rows = plain[start : start + _READ_AT_ONCE] if plain.column_names else {}
+        files = arrow[start : start + _READ_AT_ONCE] if with_files else {}
+        columns = {name: files[name] if name in with_files else rows[name] for name in table.column_names}
+        for values in zip(*columns.values(), strict=True):
+            yield {name: _value(value) for name, value in zip(columns, values, strict=True)}
 
-    plain = datasets.Image(decode=False)
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, plain)
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            rows = rows.cast_column(name, datasets.List(plain))
-    return rows
+
+def _undecoded(feature: Any) -> Any:
+    """The feature with the files of images, sounds and films as they are: decoded they are pixels in memory."""
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if hasattr(feature, "decode") and _holds_bytes(feature.pa_type):
+        return dataclasses.replace(feature, decode=False)
+    return dataclasses.replace(feature, feature=_undecoded(feature.feature)) if hasattr(feature, "feature") else feature
+
+
+def _holds_bytes(kind: pyarrow.DataType) -> bool:
+    import pyarrow.types as types
+
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _value(cell: Any) -> Any:
+    """Of a Python value or one of Arrow's: None for what is no number; bytes stay where they are."""
+    if isinstance(cell, float):
+        return None if cell != cell else cell
+    if isinstance(cell, Decimal):  # an integer that int64 cannot hold is one in a table
+        return int(cell) if cell == cell.to_integral_value() else cell
+    if isinstance(cell, dict):
+        return {name: _value(inner) for name, inner in cell.items()}
+    if isinstance(cell, list | tuple):
+        return [_value(inner) for inner in cell]
+    return _value_of_arrow(cell) if hasattr(cell, "is_valid") else cell
+
+
+def _value_of_arrow(cell: pyarrow.Scalar) -> Any:
+    import pyarrow
+
+    if not cell.is_valid or isinstance(cell, pyarrow.StringScalar | pyarrow.LargeStringScalar):
+        return cell.as_py()
+    if isinstance(cell, pyarrow.BinaryScalar):
+        return memoryview(cell.as_buffer()).cast("B")
+    if isinstance(cell, pyarrow.StructScalar):
+        return {name: _value(inner) for name, inner in cell.items()}
+    return [_value(inner) for inner in cell] if isinstance(cell, pyarrow.ListScalar) else _value(cell.as_py())
 
 
 def folder_of(spec: str) -> Path:
@@ -133,7 +182,7 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data: {path} cannot be read: {error}") from None
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else None
+        found = _loads(text) if text.lstrip().startswith("[") else None
     except ValueError:
         found = None  # one list per line
     rows = []
@@ -145,11 +194,16 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
+def _loads(text: str) -> Any:
+    """JSON, with None for NaN."""
+    return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
+
+
 def _lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would break at U+2028, which JSON may hold
         if line.strip():
             try:
-                yield json.loads(line)
+                yield _loads(line)
             except ValueError as error:
                 raise UserError(
                     f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"

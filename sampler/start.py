@@ -136,7 +136,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         said: dict[str, Any] = {}
         if config.rollout.is_multi_turn:  # of an environment that likes every second one
             said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
-        row = whole_row(problem, config.data.image_key)
+        row = whole_row(problem, pool.image_key)
         pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
         [(_, scores)] = pool.ready(timeout_s=pool.patience_s)
         if not isinstance(scores, RewardFailure):

@@ -147,6 +147,8 @@ class Data(Section):
     """{problem: question} renames columns first."""
     max_prompt_length: int = Field(512, gt=0)
     """Tokens; longer prompts are left out."""
+    max_bad_rows: float = Field(0.01, ge=0, le=1)
+    """Share of unreadable rows to leave out, at least 3; 0 = none."""
     shuffle: bool = True
     """A new order each epoch."""
     image_key: str | None = None
@@ -164,6 +166,10 @@ class Data(Section):
             yield f"min_pixels {low} is above max_pixels {high}; set data.min_pixels={high}"
         if self.image_key is not None and self.limit_images == 0:
             yield "limit_images 0 allows none of the images of image_key; set data.limit_images=1"
+
+    def bad_rows_allowed(self, total: int) -> float:
+        """Rows of so many that may be left out because they cannot be used."""
+        return max(3.0, self.max_bad_rows * total) if self.max_bad_rows else 0.0
 
 
 class PromptTemplate(Section):

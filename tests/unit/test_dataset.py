@@ -1,9 +1,11 @@
 """Every notation of data.train, the messages for what can go wrong with it, and the order of the run's groups."""
 
 import json
+import math
 
 import numpy as np
 import pytest
+import yaml
 
 from common.config import Data
 from common.errors import UserError
@@ -216,6 +218,117 @@ def test_a_json_file_is_read_as_it_is(tmp_path):
     (tmp_path / "some.jsonl").write_text('{"b": 1}\n{"a": 2, "b": 3}\n')
     rows = [list(row.items()) for row in read_rows(str(tmp_path / "some.jsonl"))]
     assert rows == [[("b", 1), ("a", None)], [("b", 3), ("a", 2)]], "the columns of all, in the order of the file"
+
+
+def test_what_is_no_number_is_null_and_its_answer_is_empty(tmp_path, capsys):
+    import pandas
+
+    nan = float("nan")
+    (tmp_path / "x.jsonl").write_text(
+        '{"question": "1", "answer": NaN, "more": {"gold": [NaN, Infinity]}}\n{"question": "2"}'
+    )
+    [row, _] = read_rows(str(tmp_path / "x.jsonl"))
+    assert row == {"question": "1", "answer": None, "more": {"gold": [None, float("inf")]}}
+    columns = {
+        "question": ["1", "2", None],
+        "answer": [nan, 2.0, 3.0],
+        "at": [pandas.NaT, *pandas.to_datetime(["2021", "2022"])],
+    }
+    columns["reward_model"] = [{"ground_truth": nan}, {"ground_truth": 2.0}, None]
+    pandas.DataFrame(columns).to_parquet(tmp_path / "x.parquet")
+    first, second, last = read_rows(str(tmp_path / "x.parquet"))
+    assert (first["answer"], first["at"], first["reward_model"], last["question"]) == (
+        None,
+        None,
+        {"ground_truth": None},
+        None,
+    )
+    path = f"{tmp_path}/x.parquet"
+    for key in ("answer", "reward_model.ground_truth"):
+        found = load_data("data.train", path, Data(train=path, answer_key=key))
+        assert found[0].columns["answer"] == second["answer"] == 2.0
+    assert "1 of 3 rows have an empty 'answer'" in capsys.readouterr().err
+
+
+def test_integers_of_a_table_that_64_bits_cannot_hold_stay_integers(tmp_path):
+    from decimal import Decimal
+
+    rows = [{"a": Decimal(math.factorial(30)), "b": Decimal("1.50")}, {"a": None, "b": Decimal("2.00")}]
+    path = write_parquet(tmp_path / "x.parquet", rows)
+    assert read_rows(path) == [{"a": math.factorial(30), "b": Decimal("1.5")}, {"a": None, "b": 2}]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_files_in_a_table_are_not_read_with_it(tmp_path, saved):
+    """Pictures beside a text model, nested ones too: neither decoded nor copied, in whatever format they were saved."""
+    import datasets
+    from PIL import Image
+
+    picture = Image.new("RGB", (8, 8))
+    features = {"q": datasets.Value("string"), "image": datasets.Image(), "many": datasets.List(datasets.Image())}
+    features |= {"in": {"image": datasets.Image(), "x": datasets.Value("float32")}, "raw": datasets.Value("binary")}
+    features |= {"a": datasets.Array2D((1, 2), "float32"), "other": datasets.Json()}
+    row = {"q": "?", "image": picture, "many": [picture], "in": {"image": picture, "x": math.nan}, "raw": b"ab"}
+    row |= {"a": [[1, math.nan]], "other": {"n": 1}}
+    rows = datasets.Dataset.from_list([row] * 3, features=datasets.Features(features))
+    path = str(tmp_path / ("rows" if saved else "x.parquet"))
+    rows.with_format("numpy").save_to_disk(path) if saved else rows.to_parquet(path)
+    found = read_rows(f"{path}@train[1:]")
+    assert len(found) == 2 and list(found[0]) == list(row)
+    views = [
+        found[0]["image"]["bytes"],
+        found[0]["many"][0]["bytes"],
+        found[0]["in"]["image"]["bytes"],
+        found[0]["raw"],
+    ]
+    assert all(isinstance(view, memoryview) for view in views) and views[3] == b"ab"
+    assert views[0] == views[1] == views[2] and bytes(views[0][1:4]) == b"PNG"
+    assert (found[0]["in"]["x"], found[0]["a"], found[0]["other"]) == (None, [[1.0, None]], {"n": 1})
+
+
+@pytest.mark.parametrize(
+    ("names", "rename", "remedy"),
+    [
+        (["trainer_state"], {}, "trainer_state. Set data.rename: {trainer_state: given_trainer_state}"),
+        (["prompts", "completion_ids"], {}, "{completion_ids: given_completion_ids, prompts: given_prompts}"),
+        (["self"], {}, "{self: given_self}"),
+        (["x"], {"x": "completions"}, "completions. Set data.rename: {x: given_completions}"),
+        (["log_metric", "x"], {"x": "y"}, "{log_metric: given_log_metric, x: y}"),
+    ],
+)
+def test_a_column_whose_name_the_run_gives_something_else_is_refused_and_the_remedy_works(
+    tmp_path, names, rename, remedy
+):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", **dict.fromkeys(names, 1)}])
+    said = message(path, rename=rename)
+    assert said.endswith(remedy)
+    plain = write_jsonl(tmp_path / "plain.jsonl", ROWS)
+    pasted = yaml.safe_load(said.partition("data.rename: ")[2])
+    specs = [path] if rename else [plain, path]  # a name that is taken need not be in all data sets
+    assert load_problems(specs, rename=pasted)[-1].columns["question"] == "?"
+
+
+def test_another_column_as_the_answer_is_said_to_stand_in_the_place_of_the_one_of_that_name(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", "solution": "so 4"}])
+    load_problems(path, answer_key="solution")
+    assert "rewards get 'solution' as their `answer`, in the place of the column 'answer'" in capsys.readouterr().err
+    for keys in ({}, {"answer_key": "solution", "rename": {"answer": "short"}}):
+        load_problems(path, **keys)
+        assert capsys.readouterr().err == ""
+
+
+def test_half_a_character_in_an_answer_is_named_by_row_and_left_out_and_elsewhere_it_stays(tmp_path, capsys):
+    rows = [{"question": "?", "answer": "4", "note": "4 \ud83d"}] * 9
+    rows[3] = {"question": "?", "answer": "\ud83d", "note": ""}
+    rows[5] = {"question": "?", "answer": {"golds": ["a", "\udc00b"]}, "note": ""}
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    found = load_data("data.train", path, Data(train=path))
+    assert [problem.index for problem in found] == [0, 1, 2, 4, 6, 7, 8]
+    assert found[0].columns["note"] == "4 \ud83d"
+    said = capsys.readouterr().err
+    assert (
+        "2 of 9 rows cannot be used and are left out" in said and "row 3: half a character" in said and "row 5:" in said
+    )
 
 
 def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_path):

@@ -1,14 +1,17 @@
 """Rows with images: every form of column, where images stand in a prompt, and what is refused."""
 
+import base64
 import contextlib
 import json
 import random
+import re
 import struct
+import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import numpy as np
 import pytest
 
 from common.config import Data, PromptTemplate
@@ -18,7 +21,7 @@ from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
 from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.pictures import encode_problem, open_picture, sources
+from sampler.pictures import encode_problem, open_picture, read_file, sources
 from sampler.prompts import make_prompt, make_prompts
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
@@ -73,27 +76,62 @@ def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplat
 )
 def test_a_column_is_one_image_or_a_list_of_them_in_any_form(tmp_path: Path, value: Any, expected: Any) -> None:
     (tmp_path / "blue.jpg").write_bytes(BLUE)
-    assert sources(value, tmp_path) == expected
+    assert tuple(map(read_file, sources(value, tmp_path))) == expected
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "CMYK", "YCbCr", "F"])
-def test_a_pil_image_becomes_a_file_with_the_same_pixels(mode: str) -> None:
-    given = picture(84, 56).convert("L").convert(mode) if mode == "F" else picture(84, 56).convert(mode)
-    (found,) = sources(given, Path())
-    assert np.array_equal(np.asarray(open_picture(found).convert("RGB")), np.asarray(given.convert("RGB")))
+def base64_of(file: bytes) -> str:
+    return base64.b64encode(file).decode()
 
 
-@pytest.mark.parametrize("value", [3, [b"x", 3], {"url": "x"}, ["https://a.b/c.png"], "gone.png", "/dev"])
-def test_what_is_no_image_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"no image|No such file|Is a directory"):
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (f"data:image/png;base64,{base64_of(RED)}", RED),
+        (f"DATA:;base64,{quote(base64_of(RED))}", RED),
+        (base64_of(BLUE), BLUE),
+        (base64.urlsafe_b64encode(RED).decode().rstrip("="), RED),
+        ("\n".join(textwrap.wrap(base64_of(RED), 76)), RED),
+        ({"bytes": base64_of(RED), "path": None}, RED),
+        ({"bytes": [*RED], "path": None}, RED),
+        ({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64_of(BLUE)}"}}, BLUE),
+        ({"type": "image", "image": "blue.jpg"}, BLUE),
+        ("file:HERE/blue.jpg", BLUE),
+        (memoryview(RED), RED),
+    ],
+)
+def test_an_image_may_be_written_as_text(tmp_path: Path, value: Any, expected: bytes) -> None:
+    (tmp_path / "blue.jpg").write_bytes(BLUE)
+    value = value.replace("HERE", f"//{tmp_path}") if isinstance(value, str) else value
+    assert list(map(read_file, sources([value], tmp_path))) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "3 is no image: expected bytes, a path, a data: URI, base64"),
+        ([b"x", 3], "3 is no image"),
+        ({"link": "x"}, "{'link': 'x'} is no image"),
+        ("https://a.b/c.png?key=1", "'https://a.b/c.png?key=1' is a URL, and nothing is fetched in a run: download it"),
+        ({"url": "s3://bucket/c.png"}, "'s3://bucket/c.png' is a URL"),
+        ("gone.png", "gone.png: no such file in "),
+        ("/dev", "/dev: no such file in "),
+        ("~nobody/x.png", "no such file"),
+        ("data:image/png;base64,%%%", "'data:image/png;base64,%%%'… of 25 characters is no path and no base64"),
+        ("x" * 9000 + "!", f"'{'x' * 40}'… of 9,001 characters is no path and no base64"),
+        ("a\0b.png", "no such file"),
+    ],
+)
+def test_what_is_no_image_is_refused_in_a_short_sentence(tmp_path: Path, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
         sources(value, tmp_path)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sampler.pictures.MAX_BYTES", 1 << 20)
     (tmp_path / "most.png").write_bytes(bytes(1 << 20))
     (tmp_path / "more.png").write_bytes(bytes(2 << 20))
-    assert len(sources("most.png", tmp_path)[0]) == 1 << 20
+    assert len(read_file(sources("most.png", tmp_path)[0])) == 1 << 20
     for value in ("more.png", bytes(2 << 20)):
         with pytest.raises(ValueError, match="a file of more than 1 MiB"):
             sources(value, tmp_path)
@@ -111,7 +149,11 @@ def test_paths_in_a_file_count_from_its_folder_and_rows_without_an_image_are_cou
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown, blind = load(tmp_path, "red.png", [])
-    assert (shown.images, shown.columns, blind.images) == ((RED,), {"question": "?", "answer": "4"}, ())
+    assert (shown.images, shown.columns, blind.images) == (
+        (tmp_path / "red.png",),
+        {"question": "?", "answer": "4"},
+        (),
+    )
     assert whole_row(shown, "images") == {"question": "?", "answer": "4", "images": [RED]}
     assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
 
@@ -142,7 +184,7 @@ def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several
             {},
             "2 of 3 rows have more images than data.limit_images 2, first row 1; the most is 4",
         ),
-        ([["gone.png"]], {}, "gone.png: No such file or directory"),
+        ([["gone.png"]], {}, "row 0: data.image_key 'images': gone.png: no such file in"),
         ([[], []], {}, "data.image_key 'images' is empty in each of the 2 rows"),
         ([["red.png"]], {"image_key": "image"}, 'data.image_key "image" not found in'),
         ([["red.png"]], {"image_key": "image"}, "Set data.image_key: images"),
@@ -174,6 +216,44 @@ def of_40000_pixels_a_side() -> bytes:
 def test_an_image_that_cannot_be_read_or_is_a_strip_is_refused_by_row_and_place(source: bytes, said: str) -> None:
     with pytest.raises(UserError, match=f"row 7: image 2 cannot be read: .*({said})"):
         encode_problem(problem("?", RED, source, index=7), PLAIN, DATA)
+
+
+def with_broken(tmp_path: Path, broken: dict[int, Any], total: int = 40, **changes: Any) -> list[int]:
+    """Rows that load_data leaves."""
+    (tmp_path / "cut.jpg").write_bytes(BLUE[:-300])
+    (tmp_path / "strip.png").write_bytes(file_of(picture(3000, 10)))
+    found = load(tmp_path, *(broken.get(i, "red.png") for i in range(total)), **changes)
+    return [problem.index for problem in found]
+
+
+BROKEN = {7: "cut.jpg", 12: ["red.png", "strip.png"], 30: "gone.png"}
+SAID = (
+    "data.train: 3 of 40 rows cannot be used and are left out (data.max_bad_rows):",
+    "\n  row 7: image 1 cannot be read: image file is truncated",
+    "\n  row 12: image 2 cannot be read: 3000 × 10 pixels, a strip",
+    "\n  row 30: data.image_key 'images': gone.png: no such file in",
+)
+
+
+def test_broken_images_are_named_all_at_once_and_a_few_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert with_broken(tmp_path, BROKEN) == [i for i in range(40) if i not in BROKEN]
+    assert all(part in capsys.readouterr().err or part in SAID for part in SAID)
+    with pytest.raises(UserError) as caught:
+        with_broken(tmp_path, BROKEN, max_bad_rows=0)
+    for part in (SAID[0].partition(" and")[0] + ". Mend them, or leave them out: data.max_bad_rows=0.075", *SAID[1:]):
+        assert part in str(caught.value)
+
+
+def test_many_broken_images_are_left_out_by_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = {i: "cut.jpg" for i in range(0, 40, 3)}
+    with pytest.raises(UserError, match=r"14 of 40 rows cannot be used.* data.max_bad_rows=0.35\n"):
+        with_broken(tmp_path, broken)
+    assert len(with_broken(tmp_path, broken, max_bad_rows=0.35)) == 26
+    assert "rows 30, 33, 36, 39" in capsys.readouterr().err, "those beyond the first ten are named, too"
+    with pytest.raises(UserError, match="40 of 40 rows cannot be used"):
+        with_broken(tmp_path, dict.fromkeys(range(40), "cut.jpg"), max_bad_rows=1)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
