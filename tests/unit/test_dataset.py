@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -221,21 +222,18 @@ def test_a_json_file_is_read_as_it_is(tmp_path):
 
 
 def test_what_is_no_number_is_null_and_its_answer_is_empty(tmp_path, capsys):
-    import pandas
-
     nan = float("nan")
     (tmp_path / "x.jsonl").write_text(
         '{"question": "1", "answer": NaN, "more": {"gold": [NaN, Infinity]}}\n{"question": "2"}'
     )
     [row, _] = read_rows(str(tmp_path / "x.jsonl"))
     assert row == {"question": "1", "answer": None, "more": {"gold": [None, float("inf")]}}
-    columns = {
-        "question": ["1", "2", None],
-        "answer": [nan, 2.0, 3.0],
-        "at": [pandas.NaT, *pandas.to_datetime(["2021", "2022"])],
-    }
-    columns["reward_model"] = [{"ground_truth": nan}, {"ground_truth": 2.0}, None]
-    pandas.DataFrame(columns).to_parquet(tmp_path / "x.parquet")
+    rows = [
+        {"question": "1", "answer": nan, "at": None, "reward_model": {"ground_truth": nan}},
+        {"question": "2", "answer": 2.0, "at": datetime(2021, 5, 3), "reward_model": {"ground_truth": 2.0}},
+        {"question": None, "answer": 3.0, "at": None, "reward_model": None},
+    ]  # as pandas leaves NaN and NaT behind
+    write_parquet(tmp_path / "x.parquet", rows)
     first, second, last = read_rows(str(tmp_path / "x.parquet"))
     assert (first["answer"], first["at"], first["reward_model"], last["question"]) == (
         None,
