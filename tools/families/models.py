@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2), "olmoe": dict(num_experts=8, num_experts_per_tok=2),
     "gpt_oss": _WINDOW | dict(num_local_experts=8, num_experts_per_tok=2),
     "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=256),
-    "deepseek_v3": dict(q_lora_rank=32, topk_method="noaux_tc", **_LATENT),
+    "deepseek_v3": dict(q_lora_rank=32, topk_method="noaux_tc", scoring_func="sigmoid", **_LATENT),
     "granitemoehybrid": dict(layer_types=["mamba"] * 3 + ["attention"], mamba_n_heads=8, mamba_d_head=32,
                              mamba_d_state=16, num_local_experts=0),
     "qwen3_5_text": _DELTA,
