@@ -38,6 +38,7 @@ def set_environment(config: Config, on_cpu: bool) -> None:
         # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # its kernels for a CPU take the sizes of one model alone
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
 
 

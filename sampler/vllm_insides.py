@@ -141,6 +141,11 @@ def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
     return {part: (whole, i) for whole, parts in joined.items() for i, part in enumerate(parts)}
 
 
+def is_made_of_others(parameter: str) -> bool:
+    """Whether vLLM makes it after a load, of what was loaded: kv_b_proj's halves, of latent attention."""
+    return parameter.endswith((".W_UV", ".W_UK_T"))
+
+
 def rows_of_parts(layer: Any) -> list[int]:
     """Of each part of a fused layer on this rank."""
     return list(layer.output_partition_sizes)

@@ -14,7 +14,7 @@ from torch import nn
 from common.weights import TensorInfo
 from model.checksum import describe
 from sampler.engine_layout import Layout
-from sampler.engine_tensors import Proof, of_ranks, prove, prove_adapters
+from sampler.engine_tensors import Proof, of_ranks, prove, prove_adapters, spoil
 from sampler.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
@@ -445,6 +445,18 @@ def test_adapters_are_proven_slice_by_slice(sees: bool) -> None:
         tensors = {name.replace(".model.model.", ".model.model.language_model."): t for name, t in tensors.items()}
     proof = prove_layers(layers, tensors, mapper)
     assert (proof.proven, proof.wrong) == (set(tensors), [])
+
+
+def test_what_vllm_makes_of_published_tensors_must_be_made_anew_by_every_load() -> None:
+    """Halves of latent attention's kv_b_proj: nothing is published for them, and stale ones would be used."""
+    model, tensors, layout = Model(), published(), Layout()
+    model.load(tensors)
+    model.model.W_UV = nn.Parameter(torch.ones(2, 3))
+    assert prove(model, expected(tensors), layout).wrong == []
+    spoil(model, layout)
+    assert "model.W_UV was not made anew" in prove(model, expected(tensors), layout).wrong[0]
+    model.model.W_UV.data.fill_(2)
+    assert prove(model, expected(tensors), layout).wrong == []
 
 
 @pytest.mark.parametrize("named", ["one", "two"])
