@@ -100,6 +100,18 @@ def constant_reward(h: History) -> str:
     return ""
 
 
+def unscored(h: History) -> str:
+    """A reward function was None for part of the completions of a step: there the others train alone."""
+    for key, share in h.late[-1].items() if h.late else ():
+        if key.startswith("rewards/") and key.endswith("/none") and share:
+            name = key.removeprefix("rewards/").removesuffix("/none")
+            return (
+                f"reward {one_line(name)} is None for {share:.0%} of the completions of this step: only the other "
+                "rewards train on them. If it should judge all rows, see bash launch.sh check, which names those"
+            )
+    return ""
+
+
 def truncated(h: History) -> str:
     """≥ 50 % of completions cut off over 5 steps: most rewards judge an unfinished answer."""
     cut, turned = h.last("completions/clipped_ratio", 5), h.last("rollout/max_turns_ratio", 5)
@@ -212,6 +224,7 @@ def mismatch_growing(h: History) -> str:
 RULES: dict[str, Callable[[History], str]] = {
     **THRESHOLDS,
     "constant_reward": constant_reward,
+    "unscored": unscored,
     "truncated": truncated,
     "tools_unused": tools_unused,
     "tools_fail": tools_fail,

@@ -42,6 +42,10 @@ class RewardError(Exception):
     """A reward function raised, or returned something that is not one finite number per completion."""
 
 
+class NoRewardError(RewardError):
+    """Every function returned None for a completion."""
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """What reward functions get as `trainer_state`."""
@@ -106,7 +110,7 @@ def score_completions(
         rewards = {name: values[i] for name, values in by_name.items()}
         parts = [weight * rewards[name] for name, _, weight in functions if not math.isnan(rewards[name])]
         if not parts:
-            raise RewardError(
+            raise NoRewardError(
                 f"every reward is None for a completion: {', '.join(rewards)}. Completion: {_show(completion)}"
             )
         if not math.isfinite(total := math.fsum(parts)):

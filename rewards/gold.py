@@ -40,7 +40,7 @@ _NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|l
 _WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
 _OPERATION = re.compile(  # of two operands
-    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π]|(?<![A-Za-z\d])\d+[A-Za-z]|\b\w!|"
+    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\b\w!|"
     r"\d (?:or|and) \d"
 )
 _SUFFIX = re.compile(r"(.*?[\d}])( ?)(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)")
@@ -68,11 +68,25 @@ def gold_kind(gold: Any) -> GoldKind:
 
     gold: a row's `answer`. Of a list, of which any counts, the first that can be judged decides.
     """
-    if isinstance(gold, dict | set | bytes):
-        return GoldKind(None, f"it is a {type(gold).__name__}")
+    if reason := unreadable(gold):
+        return GoldKind(None, reason)
     late = GoldKind(None, f"math-verify reads it for more than {_SECONDS} s")
     kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in golds(gold)]
-    return next((kind for kind in kinds if kind.name), kinds[0] if kinds else GoldKind(None, "it is empty"))
+    return next((kind for kind in kinds if kind.name), kinds[0])
+
+
+def unreadable(gold: Any) -> str:
+    """Why it cannot be judged, as far as that shows without reading mathematics; "" if it does not."""
+    if isinstance(gold, dict | set | bytes):
+        return f"it is a {type(gold).__name__}"
+    reasons = [_unreadable(text) for text in golds(gold)] or ["it is empty"]
+    return reasons[0] if all(reasons) else ""
+
+
+def _unreadable(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        return f"it has {len(text)} characters, more than {MAX_CHARS}"
+    return "" if re.search(r"[\w∞∅√]", text) else "it has neither letters nor digits"
 
 
 def golds(value: Any) -> list[str]:
@@ -119,8 +133,8 @@ def same(prediction: str, gold: str) -> bool:
 @functools.lru_cache(4096)
 def kind_of(text: str) -> GoldKind:
     """Of a gold answer in plain words."""
-    if len(text) > MAX_CHARS:
-        return GoldKind(None, f"it has {len(text)} characters, more than {MAX_CHARS}")
+    if reason := _unreadable(text):
+        return GoldKind(None, reason)
     plain = plainly(text)
     if TIME.fullmatch(plain):
         return GoldKind("time")
@@ -130,7 +144,7 @@ def kind_of(text: str) -> GoldKind:
     if _LETTER.fullmatch(plain) and len(plain) < len("(B)."):
         return GoldKind("letter")
     if _has_words(number) or not _OPERATION.search(plain):
-        return GoldKind("text") if re.search(r"\w", plain) else GoldKind(None, "it has neither letters nor digits")
+        return GoldKind("text")
     if "=" not in number and _ratio(number) is None and rational(number) is not None:
         return GoldKind("number")
     return GoldKind("mathematics") if expression(plain) is not None else GoldKind(None, "math-verify cannot read it")

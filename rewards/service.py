@@ -15,8 +15,9 @@ import msgspec
 from common.errors import UserError
 from common.functions import short_name
 from common.worker import decode, encode
-from rewards import Logged, RewardError, RewardFunction, Scores, TrainerState, score_completions
+from rewards import Logged, NoRewardError, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
+from rewards.gold import gold_kind
 
 
 class RewardSetup(msgspec.Struct, frozen=True):
@@ -100,6 +101,9 @@ class RewardService:
                 self._functions, prompts, completions, columns, job.completion_ids, state, logged
             )
             return JobReply(scores, logged=logged.means())
+        except NoRewardError as error:
+            why = gold_kind(job.columns.get("answer")).reason
+            return JobReply(reason=f"{error}{f'. Of the gold answer: {why}' if why else ''}")
         except RewardError as error:
             return JobReply(reason=str(error))
         except Exception as error:  # an object that a reward returned may raise when it is read

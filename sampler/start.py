@@ -22,6 +22,7 @@ from common.watchdog import Watchdog
 from model.folder import require_downloaded, require_models, vocabulary
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
+from rewards.judged_rows import JUDGES, are_judged_by_others, unjudged
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
@@ -66,6 +67,7 @@ def _run(config: Config, sampler_id: str) -> None:
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
+        problems, held_out = judged("data.train", problems, config), judged("data.eval", held_out, config)
         try_rewards(pool, problems, config)
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
@@ -115,6 +117,27 @@ def _sample(
     engine = Engine(config, num_gpus)
     turns = multi_turn.episodes(engine, task.decode) if multi_turn else None
     Sampler(config, task, engine, link, pool, reference, turns).run()
+
+
+def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
+    """Without the rows of which only the form could be rewarded. Raises UserError where that is so of all."""
+    names = config.rewards.reward_funcs
+    why = unjudged(names, [problem.columns for problem in problems])
+    if not why:
+        return problems
+    judges = " and ".join(name for name in names if name in JUDGES)
+    rows = "; ".join(f"row {problems[place].index}: {reason}" for place, reason in [*why.items()][:3])
+    count = f"{option}: {judges} can judge {len(problems) - len(why)} of {len(problems)} gold answers ({rows})"
+    if len(why) == len(problems):
+        raise UserError(
+            f"{count}. Set data.answer_key to the column of the answers, or name a reward of your own in "
+            "rewards.reward_funcs (docs/rewards.md)"
+        )
+    if are_judged_by_others(names):
+        say(f"{count}: it is None for the others, of which the other rewards decide")
+        return problems
+    say(f"{count}: the others are left out, for only their form could be rewarded")
+    return [problem for place, problem in enumerate(problems) if place not in why]
 
 
 def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> None:

@@ -71,9 +71,9 @@ def run(config: Config, target: Target) -> None:
     from sampler.episodes import SingleTurns
     from sampler.multi_turn import opened
     from sampler.reading import said_reader
-    from sampler.start import prompts_of
+    from sampler.start import judged, prompts_of
 
-    problems = load_data("data.eval", config.data.eval or "", config.data)
+    problems = judged("data.eval", load_data("data.eval", config.data.eval or "", config.data), config)
     columns = problems[0].columns
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key

@@ -67,6 +67,8 @@ CASES = (
     R("constant_reward", 10, CONSTANT, ("reward boxed was 0.50 for every", "--worst"),
       (function("boxed", 1.0, 0.0, 1.0), {"rewards/boxed/std": after(10, 0.1)},
        {"rewards/boxed/mean": after(10, 0.01)})),
+    R("unscored", 1, function("format", 1.0) | {"rewards/answer/none": 0.1}, ("answer is None for 10% of the",),
+      ({"rewards/answer/none": None},)),
     R("truncated", 5, {"completions/clipped_ratio": 0.5}, ("50% of completions reach max_completion_length 128",
       "sampler.max_completion_length=256"), ({"completions/clipped_ratio": 0.49},),
       {"sampler": {"max_completion_length": 128}}),

@@ -6,10 +6,14 @@ import time
 
 import pytest
 
+from common.errors import UserError
+from common.types import Problem
 from rewards.answers import is_right, same_answer, verdicts
 from rewards.boxed import acc, base_acc, boxed
 from rewards.gold import gold_kind, golds
 from rewards.gsm8k import answer
+from sampler.start import judged
+from tests.support.configs import config_of
 from tests.support.gold_table import LINES
 from tests.support.speed import overdue
 
@@ -120,6 +124,31 @@ def test_what_a_text_ends_with_is_its_answer(text, gold, right):
 def test_gold_answers_are_what_a_person_reads():
     assert golds(1e-05) == ["0.00001"] and golds("She has 72 clips left.") == ["72"]
     assert golds({"value": 1}) == golds(math.inf) == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "left", "words"),
+    [
+        (["answer"], [0, 2], "answer can judge 2 of 4 gold answers (row 1: it is a dict; row 3: it has 500 characters"),
+        (["boxed", "format"], [0, 2], "the others are left out, for only their form could be rewarded"),
+        (["answer", "my.py:f"], [0, 1, 2, 3], "it is None for the others, of which the other rewards decide"),
+        (["format"], [0, 1, 2, 3], ""),
+        (["my.py:f"], [0, 1, 2, 3], ""),
+    ],
+)
+def test_rows_of_which_only_the_form_could_be_rewarded_are_left_out_and_counted(rewards, left, words, capfd):
+    golds = ["72", {"value": 72}, "Paris", "7" * 500]
+    problems = [Problem(i, {"answer": gold}) for i, gold in enumerate(golds)]
+    config = config_of(rewards={"reward_funcs": rewards})
+    assert [problem.index for problem in judged("data.train", problems, config)] == left
+    said = capfd.readouterr()
+    assert words in said.out + said.err
+
+
+def test_a_run_whose_rewards_can_judge_no_row_is_refused():
+    problems = [Problem(i, {"answer": {"value": 72}}) for i in range(9)]
+    with pytest.raises(UserError, match=r"answer can judge 0 of 9 gold .*row 0: it is a dict.*data\.answer_key"):
+        judged("data.train", problems, config_of(rewards={"reward_funcs": ["answer", "format"]}))
 
 
 def test_a_group_of_hostile_answers_costs_seconds_and_not_its_right_ones():

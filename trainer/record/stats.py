@@ -40,7 +40,9 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
     }
     for name in rollouts[0].rewards:
         scores = np.array([r.rewards[name] for r in rollouts])
-        scores = scores[~np.isnan(scores)]
+        none, scores = np.isnan(scores).mean(), scores[~np.isnan(scores)]
+        if none:
+            metrics[f"rewards/{name}/none"] = float(none)
         if len(scores):
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
