@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.config import Config
 from common.errors import UserError
 from tests.support.configs import config_of
+from tests.support.mixtures import mixture
 from trainer.engine.deepspeed_config import deepspeed_config
 
 AUTO = "auto"
@@ -127,3 +129,13 @@ def test_a_contradiction_and_a_file_without_settings_are_refused(tmp_path: Path,
     with pytest.raises(UserError) as error:
         filled(given if isinstance(given, dict) else file)
     assert message in str(error.value)
+
+
+def test_experts_one_by_one_are_refused_under_zero_3_alone() -> None:
+    from trainer.engine.deepspeed_model import require_fused_experts
+
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})})
+    require_fused_experts(model, 2)
+    require_fused_experts(mixture("qwen3_moe", layers=1), 3)
+    with pytest.raises(UserError, match=r"mlp.experts of ModuleDict is a list .* set deepspeed.zero_optimization"):
+        require_fused_experts(model, 3)

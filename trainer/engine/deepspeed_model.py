@@ -101,6 +101,7 @@ class DeepSpeedModel:
         self._ds_config = deepspeed_config(config, world_size, optimized)
         self.dtype = config.model.dtype
         self.stage: int = self._ds_config["zero_optimization"]["stage"]
+        require_fused_experts(model, self.stage)
         _disable_dropout(model)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
@@ -245,6 +246,19 @@ class DeepSpeedModel:
                         there = tensor.make()
                         made = to_host(tensor.name, there) if to_host else there.cpu()
                         yield tensor.name, made.clone() if self.stage == 3 and made is there else made
+
+
+def require_fused_experts(model: torch.nn.Module, stage: int) -> None:
+    """ZeRO-3 gathers a module's weights on all ranks as it runs: of single experts each rank runs others, and all wait.
+
+    transformers' own mixtures keep a layer's experts in one module, which every rank runs.
+    """
+    for name, module in model.named_modules() if stage == 3 else ():
+        if name.endswith("experts") and isinstance(module, torch.nn.ModuleList):
+            raise UserError(
+                f"{name} of {type(model).__name__} is a list of single experts, for which ranks under ZeRO-3 wait "
+                "without end; set deepspeed.zero_optimization.stage=2"
+            )
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
