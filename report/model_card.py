@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common.config import Config
-from common.durable import write_file
+from common.durable import disk_trouble, write_file
 from report.comparison import comparison
 from report.curves import history_of
 from report.full_marks import Records
@@ -31,16 +31,14 @@ _TAGS = {"gae": "ppo"}  # where the hub's word is another one
 def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
     """Writes folder/README.md. The model is worth more than its card: what is wrong with the card is only said.
 
-    Raises OSError if the disk does not take it.
+    Raises OSError if the disk is in trouble.
     """
     try:
-        text = model_card(run_folder, folder, version)
-    except OSError:
-        raise
+        write_file(folder / FILE, model_card(run_folder, folder, version).encode(errors="replace"))
     except Exception as error:
+        if disk_trouble(error) is not None:
+            raise
         print(f"tandem: {folder} gets no model card: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return
-    write_file(folder / FILE, text.encode(errors="replace"))
 
 
 def model_card(run_folder: Path, folder: Path, version: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common import durable, failpoints, run_folder
 from common.errors import Retryable
@@ -40,13 +41,19 @@ class SmallEngine:
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
         self.adapter_settings, self.layout = None, None
         weights = [torch.nn.Parameter(torch.tensor([float(number)]))]
-        self.model = SimpleNamespace(save_pretrained=self._save_pretrained, parameters=lambda: weights)
+        config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
+        self.model = SimpleNamespace(
+            config=config,
+            dtype=torch.float32,
+            parameters=lambda: weights,
+            is_remote_code=lambda: False,
+            can_generate=lambda: False,
+            _keys_to_ignore_on_save=None,
+        )
+        self.tensors = [number]
 
-    def parameter_names(self) -> list[tuple[str, int]]:
-        return [("number", 4)]
-
-    def full_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "number", torch.tensor([self.number])
+    def whole(self, tensors: list[int], wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (("number", torch.full((50,), number)) for number in tensors)
 
     def _save_state(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
         assert not save_latest and not exclude_frozen_parameters
@@ -54,10 +61,6 @@ class SmallEngine:
         for name in ("model_states.pt", "optim_states.pt"):
             hooks.makedirs(f"{folder}/{tag}", exist_ok=True)
             hooks.save({"number": torch.full((50,), self.number)}, f"{folder}/{tag}/{name}")
-
-    def _save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], save_original_format: bool) -> None:
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_text(str(state_dict["number"].item()) * 100)
 
 
 def tokenizer() -> Any:
@@ -78,7 +81,7 @@ def resumed_step(output_dir: Path) -> int:
     found = Path(resume.find_checkpoint(config_of(run={"output_dir": output_dir, "resume": True})))
     read = resume.read_progress(found, 1, 1, {})
     assert read == progress(read.step)
-    assert (found / "model.safetensors").read_text() == str(read.step) * 100
+    assert load_file(found / "model.safetensors")["number"].tolist() == [read.step] * 50
     for path in (found / "trainer" / "state").iterdir():
         assert torch.load(path, weights_only=True)["number"].tolist() == [read.step] * 50
     return read.step

@@ -36,8 +36,8 @@ def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to
     assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
     for name, tensor in expected.items():
         assert (made[name].size, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
-    state = {name: tensor.make() for name, tensor in made.items()}
-    engine: Any = SimpleNamespace(adapter_settings=None, layout=None, model=model, full_parameters=lambda _: state)
+    engine: Any = SimpleNamespace(adapter_settings=None, layout=None, model=model, tensors=list(made.values()))
+    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
     save_model(engine, OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(files) >= 2

@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub  # ModelCard is imported when it is used: that takes half a second
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common import durable, failpoints
 from common.config import Config, load
@@ -165,7 +166,8 @@ def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_o
             os._exit(0)
         was_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         if final.exists():
-            found.add(tuple((final / name).read_text()[0] for name in ("README.md", "model.safetensors")))
+            number = load_file(final / "model.safetensors")["number"][0].item()
+            found.add(((final / "README.md").read_text(), str(number)))
             assert {path.name for path in final.iterdir()} >= {"config.json", "tokenizer.json"}
         if not was_killed:
             break

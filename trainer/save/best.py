@@ -25,8 +25,8 @@ from common.config import Config, Eval
 from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
 from model import lora
-from model.tokenizer import save_tokenizer
 from trainer.save.disk import write_folder
+from trainer.save.model_files import write_side_files
 
 Record = dict[str, Any]  # a line of eval.jsonl
 
@@ -141,10 +141,7 @@ class Best:
             shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
         else:
             (folder / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
-            engine.model.config.save_pretrained(folder)
-            if getattr(engine.model, "generation_config", None) is not None:
-                engine.model.generation_config.save_pretrained(folder)
-        save_tokenizer(tokenizer, engine.layout, folder)
+        write_side_files(engine, tokenizer, folder, is_whole=engine.published_settings is None)
         durable.write_file(folder / COMMIT, json.dumps(self._scored(now), indent=1).encode())
 
 

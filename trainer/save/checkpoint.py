@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import blake3
 import torch
@@ -28,7 +28,6 @@ from common.errors import UserError
 from common.failpoints import failpoint
 from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
-from model.tokenizer import save_tokenizer
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import load_state, save_state
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -36,6 +35,7 @@ from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import may_stay, on_rank_0, together, write_folder
+from trainer.save.model_files import write_side_files, write_weights
 
 CRITIC = "critic"
 
@@ -144,32 +144,35 @@ def save_models(engine: PolicyEngine, critic: Critic | None, exchange: Exchange,
         save_model(critic, exchange, tokenizer, folder / CRITIC)
 
 
-def save_model(engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
+def save_model(
+    engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path, tensors: slice = slice(None)
+) -> list[str]:
     """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
 
     With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
+    tensors: those that are written. Returns what the folder lacks, as `write_side_files`.
     """
-    settings = engine.adapter_settings
-    if settings is not None:
-        assert isinstance(engine, PolicyEngine)
-        found = dict(engine.whole(engine.adapters(), lambda _: exchange.rank == 0))
-        on_rank_0(exchange, lambda: _write_adapters(folder, found, settings, tokenizer))
-        return
-    state = dict(engine.full_parameters(lambda _: exchange.rank == 0))
+    settings, lacks = engine.adapter_settings, list[str]()
+    wanted = engine.tensors if settings is None else cast("PolicyEngine", engine).adapters()
+    state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
 
     def write() -> None:
-        engine.model.save_pretrained(folder, state_dict=state, save_original_format=False)  # it has been made already
-        save_tokenizer(tokenizer, engine.layout, folder)
+        folder.mkdir(exist_ok=True)
+        if settings is None:
+            write_weights(engine.model, state, folder)
+        else:
+            _write_adapters(folder, state, settings)
+        lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 
     on_rank_0(exchange, write)
+    return lacks
 
 
-def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes, tokenizer: Any) -> None:
+def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes) -> None:
     from safetensors.torch import save_file
 
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / lora.WEIGHTS, metadata={"format": "pt"})
     durable.write_file(folder / lora.SETTINGS, settings)
-    tokenizer.save_pretrained(folder)
 
 
 def commit_final(

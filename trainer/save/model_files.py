@@ -1,0 +1,103 @@
+"""A saved model as a Hugging Face folder: the weights first, for nothing else in it is worth a run.
+
+Configuration, generation settings, a model's own code and the tokenizer go through transformers, which refuses to write
+some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the file that the model
+came with is copied, which the weights still fit; and where there is none, the folder goes without it. Either is said,
+once: the rehearsal before the first step writes all of this but the bytes of the weights. Left out: errors of the disk,
+which trainer/save/disk.py waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from common import durable
+from common.exits import say
+from model.hub import present_file
+from model.tokenizer import save_tokenizer
+from trainer.engine.deepspeed_model import DeepSpeedModel
+
+_WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as transformers
+_TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
+_said = set[str]()
+
+
+def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
+    """model.safetensors, or shards with their index, as save_pretrained writes them. state: under checkpoint names."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    left_out = model._keys_to_ignore_on_save or ()
+    kept = {name: tensor for name, tensor in state.items() if name not in left_out}
+    split = split_torch_state_dict_into_shards(kept, filename_pattern=_WEIGHTS, max_shard_size=_SHARD)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: kept[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+
+
+def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:
+    """All that stands beside the weights. Returns what the folder lacks, each with its reason.
+
+    is_whole: False for adapters, whose model is elsewhere.
+    """
+    parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {}
+    if is_whole:
+        parts = {
+            "config.json": (lambda: _write_config(engine.model, folder), ("config.json", "*.py")),
+            "generation_config.json": (lambda: _write_generation(engine.model, folder), ("generation_config.json",)),
+        }
+    parts["the tokenizer"] = lambda: save_tokenizer(tokenizer, engine.layout, folder), _TOKENIZER
+    lacks = []
+    for what, (write, patterns) in parts.items():
+        try:
+            write()
+        except Exception as error:
+            if durable.disk_trouble(error) is not None:
+                raise
+            reason = f"{what} cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            is_copied = _copy(engine, patterns, folder)
+            lacks += [] if is_copied else [reason]
+            _say_once(f"{reason}; " + ("the model's own is copied" if is_copied else f"{folder.name} goes without it"))
+    return lacks
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """As transformers' save_pretrained does. Code first: it may change the configuration that names it."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+
+
+def _write_generation(model: Any, folder: Path) -> None:
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _copy(engine: DeepSpeedModel, patterns: tuple[str, ...], folder: Path) -> bool:
+    """Of the model that training began with; a critic's configuration is another one."""
+    given = engine.config.model
+    found = present_file(given.path, "config.json", given.revision)
+    if found is None or not engine.model.can_generate():
+        return False
+    files = [file for pattern in patterns for file in found.parent.glob(pattern) if file.is_file()]
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return bool(files)
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        say(text)
