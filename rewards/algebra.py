@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _TIMER, _RINGS = signal.ITIMER_PROF, signal.SIGPROF
 _AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
-_UNICODE = str.maketrans(
+IN_LATEX = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le "}
     | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt ", "θ": r"\theta ", "∅": r"\emptyset "}
     | {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
@@ -28,6 +28,7 @@ _UNICODE = str.maketrans(
 _TYPED = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")  # without a backslash
 
 
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline ?\{(\d+)\}")
 _ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
 
 
@@ -75,17 +76,28 @@ def load(name: str) -> Any:
 @functools.lru_cache(1024)
 def expression(text: str) -> Any:
     r"""What sympy has for a text; None for what math-verify cannot read.  expression("pi/2")"""
-    text = _TYPED.sub(r"\\\1", text.translate(_UNICODE)).replace("**", "^").replace("varnothing", "emptyset")
+    text = _TYPED.sub(r"\\\1", text.translate(IN_LATEX)).replace("**", "^").replace("varnothing", "emptyset")
     text = _ROOT.sub(r"\\sqrt{\1}", text)
-    return _found(rf"\boxed{{{text}}}", **_in_latex())
+    text = _REPEATING.sub(_as_fraction, text)
+    return _found(rf"\boxed{{{text}}}", _configs()[:1])
 
 
-def _in_latex() -> dict[str, Any]:
-    return {"extraction_config": [load("math_verify").LatexExtractionConfig()]}
+def _as_fraction(repeating: re.Match[str]) -> str:
+    whole, once, again = repeating.groups()
+    nines = 10 ** len(once) * (10 ** len(again) - 1)
+    return rf"\frac{{{int(whole + once + again) - int(whole + once or 0)}}}{{{nines}}}"
 
 
-def _found(text: str, **how: Any) -> Any:
-    found = load("math_verify").parse(text, parsing_timeout=None, **how)
+@functools.cache
+def _configs() -> list[Any]:
+    """LaTeX, and numbers in words. Units stay: 2c is no 2, and rewards/units.py knows them."""
+    library, normal = load("math_verify"), load("latex2sympy2_extended").NormalizationConfig
+    keep = normal(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
+    return [library.LatexExtractionConfig(normalization_config=keep), library.ExprExtractionConfig()]
+
+
+def _found(text: str, configs: list[Any]) -> Any:
+    found = load("math_verify").parse(text, configs, parsing_timeout=None)
     return next((part for part in found if not isinstance(part, str)), None)
 
 
@@ -113,8 +125,10 @@ def same_mathematics(prediction: str, gold: str) -> bool:
 
 def mentions(text: str, gold: str) -> bool:
     """Whether what math-verify takes for the answer of a whole text is the gold one; of mathematics, in LaTeX."""
-    text, value = text.translate(_UNICODE), None if "=" in gold else rational(gold)
-    return _equal(expression(gold), _found(text, **_in_latex())) if value is None else _rational(_found(text)) == value
+    text, value = text.translate(IN_LATEX), None if "=" in gold else rational(gold)
+    if value is None:
+        return _equal(expression(gold), _found(text, _configs()[:1]))
+    return _rational(_found(text, _configs())) == value
 
 
 def _equal(gold: Any, found: Any) -> bool:

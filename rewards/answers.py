@@ -90,12 +90,11 @@ def box_is_right(text: str, wanted: Sequence[str]) -> bool:
 
 
 def found_by_math_verify(text: str, wanted: Sequence[str]) -> bool:
-    """What it takes for the answer, anywhere behind the thoughts; letters and texts, which it knows not, as ever."""
+    """What it takes for the answer of the text behind the thoughts; or what the others take for it."""
+    if _is_right(text, wanted):
+        return True
     text = behind_thoughts(text)
-    return any(
-        mentions(text, gold) if kind_of(gold).name in ("number", "mathematics") else _is_right(text, [gold])
-        for gold in wanted
-    )
+    return any(kind_of(gold).name in ("number", "mathematics") and mentions(text, gold) for gold in wanted)
 
 
 def _is_right(text: str, wanted: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from rewards.algebra import expression, load, rational, same_mathematics, within
+from rewards.algebra import IN_LATEX, expression, load, rational, same_mathematics, within
 from rewards.numbers import last_number, plain_number
 from rewards.reading import last_boxed
 from rewards.units import ONE, is_percent, unit_of
@@ -40,10 +40,10 @@ _NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|l
 _WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
 _OPERATION = re.compile(  # of two operands
-    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\b\w!|"
-    r"\d (?:or|and) \d"
+    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
+    r"\b\w (?:or|and) \w\b"
 )
-_SUFFIX = re.compile(r"(.*?[\d}])( ?)(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)")
+_SUFFIX = re.compile(r"(.*?(?:[\d})]|\\pi))( ?)(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)")
 _NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -126,7 +126,9 @@ def same(prediction: str, gold: str) -> bool:
         case "mathematics":
             if (ratio := _ratio(wanted)) is not None:
                 return _ratio(given) == ratio
-            return same_mathematics(given, wanted)
+            (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
+            in_one_unit = not unit or not gold_unit or unit_of(unit) == unit_of(gold_unit)
+            return in_one_unit and same_mathematics(given, wanted)
     return False
 
 
@@ -147,7 +149,7 @@ def kind_of(text: str) -> GoldKind:
         return GoldKind("text")
     if "=" not in number and _ratio(number) is None and rational(number) is not None:
         return GoldKind("number")
-    return GoldKind("mathematics") if expression(plain) is not None else GoldKind(None, "math-verify cannot read it")
+    return GoldKind("mathematics") if expression(number) is not None else GoldKind(None, "math-verify cannot read it")
 
 
 def _has_words(text: str) -> bool:
@@ -156,7 +158,7 @@ def _has_words(text: str) -> bool:
 
 def plainly(text: str) -> str:
     r"""In one line, without what LaTeX and Markdown add for the eye.  plainly(r"$5\,\text{cm}$") == "5 cm" """
-    text = text.strip().removesuffix(".")
+    text = text.strip().removesuffix(".").translate(IN_LATEX)
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text.strip("$")
     for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
@@ -183,7 +185,8 @@ def split_unit(text: str) -> tuple[str, str]:
         return text, ""
     number, space, unit = match.groups()
     is_word = bool(space) and not _NO_UNIT.match(unit)  # of anything: 72 clips
-    if is_word or (unit_of(unit) is not None and (space or len(unit) > 1 or not unit.isalpha())):
+    is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
+    if (is_word or is_known) and not re.search("[A-Za-z]", _COMMAND.sub("", number)):
         return number, unit
     return text, ""
 

@@ -50,7 +50,7 @@ def unit_of(text: str) -> Unit | None:
     product: Any = sympy.Integer(1)
     for over, word, power in (match.groups() for match in _FACTOR.finditer(text)):
         quantity: Any = getattr(units, _NAMES.get(word.lower(), word), getattr(units, word.lower(), None))
-        if not isinstance(quantity, units.Quantity) or (product != 1 and not over):
+        if not isinstance(quantity, units.Quantity) or quantity.is_physical_constant or (product != 1 and not over):
             break
         product *= quantity ** (int(power or 1) * (-1 if over else 1))
     if product == 1:
