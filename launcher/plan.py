@@ -82,8 +82,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
 def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
     """A row's prompt as the model sees it, and what ends its answer. Raises UserError as the run would."""
     from model.tokenizer import load_tokenizer
+    from sampler.many_prompts import make_prompts
     from sampler.multi_turn import opened
-    from sampler.prompts import make_prompts
     from sampler.reading import ends_of, said_reader
 
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)

@@ -28,7 +28,7 @@ from model.hub import model_json
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from common.config import Config
+    from common.config import Config, Data
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 
@@ -56,6 +56,10 @@ class ImageFormat:
     def num_tokens(self, image: EncodedImage) -> int:
         """Image tokens in the prompt: grid area / merge_size²."""
         return math.prod(image.grid_thw) // self.merge_size**2
+
+    def num_tokens_of(self, height: int, width: int, data: Data) -> int:
+        """The same, of a picture of this size before it is resized. Raises ValueError as resized_size does."""
+        return math.prod(resized_size(height, width, data.min_pixels, data.max_pixels, self.factor)) // self.factor**2
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +20,10 @@ from numpy.typing import NDArray
 from common.config import Data
 from common.errors import UserError
 from common.exits import say
-from common.outcomes import is_whole
-from common.types import ImageFile, Problem, Prompt
+from common.types import ImageFile, Problem
+from common.watchdog import report_progress
 from rewards import ALWAYS_PASSED
+from sampler.bad_rows import HALF, all_whole, usable
 from sampler.pictures import check_images, read_file, sources, unreadable
 from sampler.sources import check_there, folder_of, read_rows
 
@@ -34,7 +34,6 @@ _SYNONYMS = (
 )
 _ABSENT = object()
 _RESERVED = {*ALWAYS_PASSED, "self"}  # arguments of reward functions
-_ROWS_EXPLAINED, _ROWS_NAMED = 10, 1000  # of those that cannot be used
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Row = dict[str, Any]
@@ -52,9 +51,7 @@ def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Proble
             check_images(option, named, data)
         bad |= unreadable(option, named)
     bad |= {
-        problem.index: "half a character (a lone surrogate such as \\ud83d) in the answer"
-        for problem in problems
-        if not _is_whole(problem.columns.get("answer"))
+        problem.index: f"{HALF} in the answer" for problem in problems if not all_whole(problem.columns.get("answer"))
     }
     problems = usable(option, problems, bad, data)
     if data.answer_key is None:
@@ -72,28 +69,6 @@ def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Proble
             f"{places}"
         )
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
-
-
-def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], data: Data) -> list[Problem]:
-    """Those that are not bad: by index, why a row cannot be used. Names the others, or all in a UserError if many."""
-    if not bad:
-        return list(problems)
-    reasons = [f"row {index}: {bad[index]}" for index in sorted(bad)[:_ROWS_EXPLAINED]]
-    if others := sorted(bad)[_ROWS_EXPLAINED:_ROWS_NAMED]:
-        reasons.append(f"rows {', '.join(map(str, others))}" + ", …" * (len(bad) > _ROWS_NAMED))
-    what, named = f"{option}: {len(bad)} of {len(problems)} rows cannot be used", "\n  ".join(["", *reasons])
-    if len(bad) > data.bad_rows_allowed(len(problems)) or len(bad) == len(problems):
-        share = math.ceil(1000 * len(bad) / len(problems)) / 1000
-        raise UserError(f"{what}. Mend them, or leave them out: data.max_bad_rows={share:g}{named}")
-    say(f"{what} and are left out (data.max_bad_rows):{named}")
-    return [problem for problem in problems if problem.index not in bad]
-
-
-def _is_whole(value: Any) -> bool:
-    if isinstance(value, str):
-        return is_whole(value)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return all(map(_is_whole, inner))
 
 
 def load_problems(
@@ -241,18 +216,19 @@ def sampling_seed(seed: int, group_id: int) -> int:
     return int.from_bytes(digest, "big") & 0x7FFF_FFFF
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(problems: Sequence[Problem], data: Data) -> str:
     """32 hexadecimal digits that change with any value, column or order of the rows that are asked.
 
     The tokens do not count: a chat template may write the date, and the run goes on tomorrow.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        columns = dict(prompt.problem.columns)
+    for problem in problems:
+        columns = dict(problem.columns)
         digest.update(json.dumps(columns, sort_keys=True, default=_without_address).encode())
         digest.update(b"\n")
-        for image in prompt.images:  # as the model sees it: other limits of pixels are other data
-            digest.update(len(image.png).to_bytes(8, "little") + image.png)
+        for image in map(read_file, problem.images):  # with other limits of pixels they are other data
+            digest.update(f"{data.min_pixels} {data.max_pixels} {len(image)}\n".encode() + image)
+            report_progress("comparing rows")
     return digest.hexdigest()
 
 

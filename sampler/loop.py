@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from common import wire
@@ -169,22 +170,24 @@ class Sampler:
             return
         self._served = credit
         working = {key.group_id for key in self._working if isinstance(key, GroupKey)}
-        for group_id in credit.lease:
-            if not self.link.has_result(group_id) and group_id not in working:
-                failpoint("sampler.leased")
-                self._submit(GroupKey(group_id, credit.version, self._num_trainers))
+        new = [group_id for group_id in credit.lease if not self.link.has_result(group_id) and group_id not in working]
+        self._submit_all([GroupKey(group_id, credit.version, self._num_trainers) for group_id in new])
         for request in credit.evals:
             self._held_out.ask(request, credit.version, self._num_trainers)
 
     def start_evaluation(self) -> None:
         """Whatever of it may start beside the groups, or behind them."""
         decoding = [key for key, sampled in self._working.items() if sampled is None]
-        for key in self._held_out.to_start(self.engine.version, decoding):
-            self._submit(key)
+        self._submit_all(self._held_out.to_start(self.engine.version, decoding))
 
-    def _submit(self, key: Key) -> None:
-        self._working[key] = None
-        self.turns.start(key, self.task.prompt(key, self.config), sampling_params(key, self.config))
+    def _submit_all(self, keys: Sequence[Key]) -> None:
+        self.task.begin(keys, self.config)
+        for key in keys:
+            if isinstance(key, GroupKey):
+                failpoint("sampler.leased")
+            report_progress(self.phase)
+            self._working[key] = None
+            self.turns.start(key, self.task.prompt(key, self.config), sampling_params(key, self.config))
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""

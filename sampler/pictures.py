@@ -13,6 +13,7 @@ import binascii
 import io
 import os
 import re
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ _SCHEME = re.compile(r"data(?=:)|[a-z][a-z0-9+.-]+(?=://)", re.IGNORECASE)
 _ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")  # base64 of PNG, JPEG, GIF, …
 _URL_SAFE = str.maketrans("-_", "+/")
 _LONGEST_PATH = 4096  # of Linux
+_ORIENTATION = 0x0112  # in EXIF
 _SAY_EVERY_S = 10.0
 T = TypeVar("T")
 
@@ -176,9 +178,14 @@ def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[Enc
     return tuple(encoded)
 
 
-def encode_all(problems: Sequence[Problem], form: ImageFormat, data: Data) -> Iterator[tuple[EncodedImage, ...]]:
-    """encode_problem of each, in order."""
-    return _on_all_cores(lambda problem: encode_problem(problem, form, data), problems, "images of", "are resized")
+def image_size(source: ImageFile) -> tuple[int, int]:
+    """(height, width) as it is seen, by its header. Raises ValueError."""
+    picture = open_picture(source)
+    try:
+        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL turned it
+    except (SyntaxError, struct.error, TypeError, KeyError):
+        is_turned = False
+    return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
 
 
 def _on_all_cores(work: Callable[[Problem], T], problems: Sequence[Problem], what: str, done: str) -> Iterator[T]:

@@ -9,9 +9,7 @@ user's leaves it out.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,62 +19,22 @@ from jinja2 import TemplateError
 
 from common.config import Config, PromptTemplate
 from common.errors import UserError
-from common.exits import say
+from common.outcomes import is_whole
 from common.types import EncodedImage, Problem, Prompt
-from common.watchdog import report_progress
 from environments import Message
 from model.folder import NO_CHAT_TEMPLATE
-from sampler.messages import arguments_of, as_messages, for_rewards, leaves_gold_off, read, tools_of, with_image_places
-from sampler.pictures import encode_all
+from sampler.bad_rows import HALF
+from sampler.messages import arguments_of, as_messages, for_rewards, read, tools_of, with_image_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from model.images import Vision
 
-_SAYS_EVERY_S = 10.0
 # A tag at the very end that opens a thought or an answer: <think>, [THINK], <seed:think>, <|START_THINKING|>
 _OPENED = re.compile(
     r"[<\[]\|?(?!end)(?:\w+:)?\w*?(?:think|thought|reason|reflect|scratchpad|answer)\w*\|?[>\]]\s*\Z", re.IGNORECASE
 )
-
-
-def make_prompts(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    vision: Vision | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[list[Prompt], int]:
-    """Prompts of at most data.max_prompt_length tokens, in order, and how many longer ones were filtered out.
-
-    vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Raises
-    UserError when none is left.
-    """
-    images = encode_all(problems, vision.form, config.data) if vision else itertools.repeat(())
-    prompts, last_said = list[Prompt](), time.monotonic()
-    for problem, its in zip(problems, images, strict=False):
-        prompts.append(make_prompt(problem, tokenizer, config, vision, its, tools))
-        if time.monotonic() - last_said > _SAYS_EVERY_S:
-            last_said = time.monotonic()
-            report_progress("making prompts")
-            say(f"prompts: {len(prompts):,} of {len(problems):,} are made")
-    limit = config.data.max_prompt_length
-    short = [p for p in prompts if len(p.token_ids) <= limit]
-    if not short:
-        longest = max((len(p.token_ids) for p in prompts), default=0)
-        raise UserError(
-            f"no prompt left: all {len(prompts)} are longer than data.max_prompt_length {limit} tokens. "
-            f"The longest has {longest}; set data.max_prompt_length: {longest}"
-        )
-    if said := _about_first_token(tokenizer, config.prompt, short[0].text):
-        say(said)
-    if answered := [problem.index for problem in problems if leaves_gold_off(problem, config.data)]:
-        say(
-            f"{len(answered)} of {len(problems)} rows end in an assistant's message that holds the gold answer (row "
-            f"{answered[0]}): it is left off, and the model answers"
-        )
-    return short, len(prompts) - len(short)
 
 
 def make_prompt(
@@ -92,6 +50,21 @@ def make_prompt(
     Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, for one
     with more or fewer images than places for them, and for columns that a run of several turns cannot follow.
     """
+    text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)
+    token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    return Prompt(
+        problem, reward_prompt, text, vision.expanded(token_ids, images) if vision else token_ids, images, begun
+    )
+
+
+def rendered(
+    problem: Problem,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    vision: Vision | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> tuple[str, str | list[Message], str]:
+    """(what the model sees, what rewards get as the prompt, what of the model's turn it holds). Raises UserError."""
     prompt = config.prompt
     require_template(tokenizer, prompt)
     own_tools, own_arguments = tools_of(problem), arguments_of(problem)
@@ -105,21 +78,21 @@ def make_prompt(
     messages = as_messages(problem, config.data, prompt)
     reward_prompt = for_rewards(problem, config, messages)
     if vision:
-        messages = _with_places(messages, problem, tokenizer, prompt, vision, len(images))
+        messages = _with_places(messages, problem, tokenizer, prompt, vision, len(problem.images))
     try:
         text = render(tokenizer, messages, prompt=prompt, tools=own_tools or tools, arguments=own_arguments)
     except UserError as error:
         raise UserError(f"row {problem.index}: {error}") from error
-    token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    if vision:
-        try:
-            token_ids = vision.expanded(token_ids, images)
-        except ValueError as error:
-            raise UserError(
-                f"row {problem.index}: the rendered prompt has {error}; its text or the chat template holds the token "
-                f"{tokenizer.convert_ids_to_tokens(vision.image)!r} itself. Write <image> where an image stands"
-            ) from None
-    return Prompt(problem, reward_prompt, text, token_ids, images, begun_in(text, messages))
+    if not is_whole(text):
+        raise UserError(f"row {problem.index}: {HALF} in the prompt")
+    if vision and (marks := text.count(mark := str(tokenizer.convert_ids_to_tokens(vision.image)))) != len(
+        problem.images
+    ):
+        raise UserError(
+            f"row {problem.index}: the rendered prompt has {marks} image tokens for {len(problem.images)} images; its "
+            f"text or the chat template holds the token {mark!r} itself. Write <image> where an image stands"
+        )
+    return text, reward_prompt, begun_in(text, messages)
 
 
 def _with_places(
@@ -209,7 +182,7 @@ def first_token(tokenizer: Any) -> str:
     return str(tokenizer.bos_token) if first is not None and ids[:1] == [first] else ""
 
 
-def _about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
+def about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
     """Where the tokenizer and the chat template disagree about the first token, what prompts have."""
     first, own = first_token(tokenizer), read_template(prompt.chat_template)
     if not text.startswith(first):

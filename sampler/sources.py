@@ -9,26 +9,23 @@ are needed. Left out: streaming (group g must be addressable).
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.hub import not_to_be_had
+from sampler.tables import rows_of_table
 
 if TYPE_CHECKING:
-    import pyarrow
     from datasets import Dataset
 
 Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
-_READ_AT_ONCE = 1000  # rows of a table
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
 _SUBSETS_THERE = re.compile(
@@ -47,7 +44,7 @@ def read_rows(spec: str) -> list[dict[str, Any]]:
     """
     source, split = _split_off(spec)
     parts = _take(_splits(source), split, source)
-    rows = [row for part in parts for row in (part if isinstance(part, list) else _rows_of_table(part))]
+    rows = [row for part in parts for row in (part if isinstance(part, list) else rows_of_table(part))]
     if not rows:
         raise UserError(f"{spec} has no rows")
     return rows
@@ -107,63 +104,6 @@ def _splits(source: str) -> Mapping[str, Table]:
         return datasets.load_dataset(str(path), subset or None)
     except Exception as error:
         raise _explained(error, str(path), subset, is_local=path.exists()) from error
-
-
-def _rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
-    table = table.with_format(None)
-    for name, feature in table.features.items():
-        table = table.cast_column(name, _undecoded(feature))
-    arrow = table.with_format("arrow")
-    with_files = [field.name for field in arrow.data.schema if _holds_bytes(field.type)]
-    plain = table.remove_columns(with_files)
-    for start in range(0, len(table), _READ_AT_ONCE):
-        rows = plain[start : start + _READ_AT_ONCE] if plain.column_names else {}
-        files = arrow[start : start + _READ_AT_ONCE] if with_files else {}
-        columns = {name: files[name] if name in with_files else rows[name] for name in table.column_names}
-        for values in zip(*columns.values(), strict=True):
-            yield {name: _value(value) for name, value in zip(columns, values, strict=True)}
-
-
-def _undecoded(feature: Any) -> Any:
-    """The feature with the files of images, sounds and films as they are: decoded they are pixels in memory."""
-    if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
-    if hasattr(feature, "decode") and _holds_bytes(feature.pa_type):
-        return dataclasses.replace(feature, decode=False)
-    return dataclasses.replace(feature, feature=_undecoded(feature.feature)) if hasattr(feature, "feature") else feature
-
-
-def _holds_bytes(kind: pyarrow.DataType) -> bool:
-    import pyarrow.types as types
-
-    if types.is_binary(kind) or types.is_large_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _value(cell: Any) -> Any:
-    """Of a Python value or one of Arrow's: None for what is no number; bytes stay where they are."""
-    if isinstance(cell, float):
-        return None if cell != cell else cell
-    if isinstance(cell, Decimal):  # an integer that int64 cannot hold is one in a table
-        return int(cell) if cell == cell.to_integral_value() else cell
-    if isinstance(cell, dict):
-        return {name: _value(inner) for name, inner in cell.items()}
-    if isinstance(cell, list | tuple):
-        return [_value(inner) for inner in cell]
-    return _value_of_arrow(cell) if hasattr(cell, "is_valid") else cell
-
-
-def _value_of_arrow(cell: pyarrow.Scalar) -> Any:
-    import pyarrow
-
-    if not cell.is_valid or isinstance(cell, pyarrow.StringScalar | pyarrow.LargeStringScalar):
-        return cell.as_py()
-    if isinstance(cell, pyarrow.BinaryScalar):
-        return memoryview(cell.as_buffer()).cast("B")
-    if isinstance(cell, pyarrow.StructScalar):
-        return {name: _value(inner) for name, inner in cell.items()}
-    return [_value(inner) for inner in cell] if isinstance(cell, pyarrow.ListScalar) else _value(cell.as_py())
 
 
 def folder_of(spec: str) -> Path:

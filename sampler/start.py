@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from common import durable, out_of_memory, wire
 from common.config import Config
 from common.errors import Retryable, UserError
@@ -27,9 +29,9 @@ from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.link import Link
+from sampler.many_prompts import Prompts, make_prompts
 from sampler.messages import shown_to_rewards
 from sampler.multi_turn import MultiTurn, opened
-from sampler.prompts import make_prompts
 from sampler.reading import said_reader
 from sampler.task import Task
 
@@ -78,13 +80,13 @@ def _run(config: Config, sampler_id: str) -> None:
         task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer))
         hello = wire.Hello(
             pid=os.getpid(),
-            dataset_fingerprint=fingerprint(train_prompts),
+            dataset_fingerprint=fingerprint(train_prompts.problems, config.data),
             tokenizer_hash=_fingerprint_tokenizer(tokenizer),
             num_problems=len(train_prompts),
             num_eval_problems=len(held_out_prompts),
             scores_reference=config.reference_on == "sampler",
             incarnation=secrets.token_hex(8),
-            eval_fingerprint=fingerprint(held_out_prompts),
+            eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
         link = Link(config, sampler_id, hello)
         try:
@@ -177,10 +179,10 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
 
 def prompts_of(
     source: str, problems: list[Problem], tokenizer: Any, config: Config, tools: Sequence[dict[str, Any]] | None = None
-) -> list[Prompt]:
+) -> Prompts:
     """Problems as prompts, with the JSON schemas of tools; says how many were too long."""
     if not problems:
-        return []
+        return Prompts([], np.array([], np.int64), lambda problem: Prompt(problem, "", "", np.array([], np.int32)))
     prompts, num_filtered = make_prompts(problems, tokenizer, config, vision_of(config), tools)
     if num_filtered:
         limit = config.data.max_prompt_length
@@ -191,18 +193,18 @@ def prompts_of(
     return _embedded(source, prompts, tokenizer, config)
 
 
-def _embedded(source: str, prompts: list[Prompt], tokenizer: Any, config: Config) -> list[Prompt]:
+def _embedded(source: str, prompts: Prompts, tokenizer: Any, config: Config) -> Prompts:
     """Those whose tokens the model has. Raises UserError if the others are many.
 
     A token that was added to the tokenizer alone has no row of the embedding: an engine would read beyond its end.
     """
     rows = vocabulary(config.model)
-    unknown = [prompt for prompt in prompts if prompt.token_ids.max(initial=0) >= rows]
-    if not unknown:
+    unknown = np.flatnonzero(prompts.largest >= rows)
+    if not len(unknown):
         return prompts
-    token = tokenizer.convert_ids_to_tokens(int(unknown[0].token_ids.max()))
+    token = tokenizer.convert_ids_to_tokens(int(prompts.largest[unknown[0]]))
     more = ", …" if len(unknown) > _ROWS_NAMED else ""
-    named = ", ".join(str(prompt.problem.index) for prompt in unknown[:_ROWS_NAMED]) + more
+    named = ", ".join(str(prompts.problems[i].index) for i in unknown[:_ROWS_NAMED]) + more
     what = (
         f"prompts of {source} hold a token that the tokenizer has and the model's embedding of {rows} rows has not, "
         f"such as {token!r} (rows {named})"
@@ -214,7 +216,7 @@ def _embedded(source: str, prompts: list[Prompt], tokenizer: Any, config: Config
             f'model.resize_token_embeddings({len(tokenizer)}); model.save_pretrained("resized"), the tokenizer likewise'
         )
     say(f"{len(unknown)} {what}: they are left out")
-    return [prompt for prompt in prompts if prompt.token_ids.max(initial=0) < rows]
+    return prompts.only(np.flatnonzero(prompts.largest < rows))
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:

@@ -6,13 +6,14 @@ be produced again by anyone who holds the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.config import Config
 from common.types import Prompt
 from sampler.completions import SamplingParams
 from sampler.dataset import problem_index, sampling_seed
+from sampler.many_prompts import Prompts
 
 Decode = Callable[[list[list[int]]], list[str]]  # token ids -> text, without special tokens
 _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
@@ -41,14 +42,24 @@ Key = GroupKey | EvalKey
 class Task:
     """What is sampled: problems to train on, held-out problems, and token ids -> text for the rewards."""
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     decode: Decode
 
     def prompt(self, key: Key, config: Config) -> Prompt:
+        prompts, place = self._place(key, config)
+        return prompts[place]
+
+    def _place(self, key: Key, config: Config) -> tuple[Sequence[Prompt], int]:
         if isinstance(key, EvalKey):
-            return self.held_out[key.problem]
-        return self.train[problem_index(key.group_id, config.run.seed, len(self.train), config.data.shuffle)]
+            return self.held_out, key.problem
+        return self.train, problem_index(key.group_id, config.run.seed, len(self.train), config.data.shuffle)
+
+    def begin(self, keys: Iterable[Key], config: Config) -> None:
+        """Makes the prompts with images that are asked for next side by side: each takes a tenth of a second."""
+        for prompts, place in (self._place(key, config) for key in keys):
+            if isinstance(prompts, Prompts):
+                prompts.begin([place])
 
 
 def sampling_params(key: Key, config: Config) -> SamplingParams:

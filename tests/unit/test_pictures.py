@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import io
 import json
 import random
 import re
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from PIL import Image
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
@@ -21,8 +23,9 @@ from common.types import Problem, Prompt
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
 from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.pictures import encode_problem, open_picture, read_file, sources
-from sampler.prompts import make_prompt, make_prompts
+from sampler.many_prompts import make_prompts
+from sampler.pictures import encode_problem, image_size, read_file, sources
+from sampler.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
@@ -355,10 +358,43 @@ def test_the_fingerprint_sees_every_pixel_of_an_image(tokenizer: Any, vision: Vi
     changed = picture(84, 56)
     changed.putpixel((0, 0), (1, 2, 3))
     rows = [problem("?", RED), problem("?", file_of(changed)), problem("?", BLUE), problem("?")]
-    prompts = [made(row, tokenizer, vision) for row in rows]
-    assert len({fingerprint([prompt]) for prompt in prompts}) == 4
-    again = file_of(open_picture(RED), "BMP")
-    assert fingerprint([made(problem("?", again), tokenizer, vision)]) == fingerprint([prompts[0]])
+    other = DATA.model_copy(update={"max_pixels": 9000})
+    assert len({fingerprint([row], data) for row in rows for data in (DATA, other)}) == 7
+    assert fingerprint(rows[:1], DATA) == fingerprint([problem("?", memoryview(RED))], DATA)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_header_says_how_many_tokens_an_image_becomes(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    picture(300, 90).save(file, kind, exif=exif)
+    [image] = encode_problem(problem("?", file.getvalue()), PLAIN, DATA)
+    assert PLAIN.num_tokens_of(*image_size(file.getvalue()), DATA) == PLAIN.num_tokens(image)
+    height, width = image_size(file.getvalue())
+    assert (height > width) == (image.grid_thw[1] > image.grid_thw[2]) == (orientation in (6, 8))
+
+
+def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when_that_is_known(
+    tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sampler import many_prompts as module
+
+    encoded: list[int] = []
+
+    def noted(given: Problem, *rest: Any) -> Any:
+        encoded.append(given.index)
+        return encode_problem(given, *rest)
+
+    monkeypatch.setattr(module, "encode_problem", noted)
+    rows = [problem("?", RED, index=0), problem("?", index=1), problem("?", BLUE, index=2), problem("?", RED, index=3)]
+    config = config_of(data=DATA.model_dump(), prompt=CHAT.model_dump())
+    prompts, _ = make_prompts(rows, tokenizer, config, vision)
+    prompts[1:3][0]
+    assert encoded == [0, 1], "the first, to look at it, and the one that was asked for"
+    prompts.begin([2, 3])
+    assert [len(prompts[i].images) for i in (3, 2)] == [1, 1] and sorted(encoded) == [0, 1, 2, 3]
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 from common.errors import UserError
 from common.types import Problem
 from model.tokenizer import load_tokenizer
-from sampler.prompts import make_prompt, make_prompts
+from sampler.many_prompts import make_prompts
+from sampler.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 
@@ -164,3 +165,28 @@ def test_without_a_template_in_the_config_the_tokenizers_own_renders(tokenizer, 
 def test_a_folder_without_a_tokenizer_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer that loads"):
         load_tokenizer(str(tmp_path))
+
+
+def test_rows_that_make_no_prompt_are_named_together_and_a_few_are_left_out(tokenizer, tmp_path, capsys):
+    (tmp_path / "f.jinja").write_text("{{ content }}{{ hint.text }}")
+    rows = [Problem(i, {"question": f"{i}?", "hint": {"text": ""}}) for i in range(2000)]
+    broken = {3: {"question": "\ud83d?", "hint": {"text": ""}}, 1500: {"question": "?", "hint": {"text": "\udc00"}}}
+    broken |= {7: {"question": [], "hint": {"text": ""}}, 1999: {"question": "?", "hint": None}}
+    rows = [Problem(row.index, broken.get(row.index, row.columns)) for row in rows]
+    given = {"chat_template": CHATML, "format_prompt": tmp_path / "f.jinja"}
+    prompts, num_filtered = make_prompts(rows, tokenizer, config_of(prompt=given))
+    assert [prompt.problem.index for prompt in prompts] == [i for i in range(2000) if i not in broken]
+    assert (
+        prompts[-1].token_ids.tolist() == make_prompt(rows[1998], tokenizer, config_of(prompt=given)).token_ids.tolist()
+    )
+    said = capsys.readouterr().err
+    parts = (
+        "4 of 2000 rows",
+        "row 3: half a character",
+        "row 7: data.prompt_key",
+        "row 1500: half a",
+        "row 1999: prompt.f",
+    )
+    assert num_filtered == 0 and all(part in said for part in parts)
+    with pytest.raises(UserError, match=r"prompts: 4 of 2000 .* data\.max_bad_rows=0\.002\n  row 3:"):
+        make_prompts(rows, tokenizer, config_of(prompt=given, data={"max_bad_rows": 0.001}))

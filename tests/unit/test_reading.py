@@ -11,7 +11,8 @@ from model.tokenizer import load_tokenizer
 from rewards.boxed import boxed_format, gated_format, strict_format
 from rewards.format import format as format_reward
 from sampler.engine_arguments import ends
-from sampler.prompts import begun_in, make_prompt, make_prompts
+from sampler.many_prompts import make_prompts
+from sampler.prompts import begun_in, make_prompt
 from sampler.reading import reader, unwritten_end
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer

@@ -1,0 +1,150 @@
+"""The prompts of a whole data set: all are tried before the run, together, and each is made when it is asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import Config
+from common.errors import UserError
+from common.exits import say
+from common.types import Problem, Prompt
+from common.watchdog import report_progress
+from sampler.bad_rows import usable
+from sampler.messages import leaves_gold_off
+from sampler.pictures import encode_problem, image_size
+from sampler.prompts import about_first_token, make_prompt, rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from model.images import Vision
+
+_SAYS_EVERY_S = 10.0
+_AT_ONCE = 1000  # prompts that are tokenised together
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts(Sequence[Prompt]):
+    """Each is made when it is asked for: of a million rows neither tokens nor resized images are held."""
+
+    problems: Sequence[Problem]
+    largest: NDArray[np.int64]  # id in each prompt
+    make: Callable[[Problem], Prompt]
+    _early: dict[int, Future[Prompt]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> Prompts: ...
+    def __getitem__(self, place: int | slice) -> Prompt | Prompts:
+        if isinstance(place, slice):
+            return Prompts(self.problems[place], self.largest[place], self.make)
+        early = self._early.pop(place, None)
+        return early.result() if early else self.make(self.problems[place])
+
+    def begin(self, places: Iterable[int]) -> None:
+        """Those with images that are asked for next, on all cores."""
+        for place in places:
+            if self.problems[place].images and place not in self._early:
+                self._early[place] = _threads().submit(self.make, self.problems[place])
+
+    def only(self, places: Sequence[int] | NDArray[np.int64]) -> Prompts:
+        return Prompts([self.problems[i] for i in places], self.largest[np.asarray(places, np.int64)], self.make)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+
+def make_prompts(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    vision: Vision | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Prompts, int]:
+    """Prompts of at most data.max_prompt_length tokens, in order, and how many longer ones were filtered out.
+
+    vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Rows that
+    make no prompt are named, and a few are left out. Raises UserError when none is left.
+    """
+    sizes, bad, said = list[tuple[int, int]](), dict[int, str](), time.monotonic()
+    for start in range(0, len(problems), _AT_ONCE):
+        part = problems[start : start + _AT_ONCE]
+        sizes += _sizes(part, tokenizer, config, vision, tools, bad)
+        if len(bad) == start + len(part):  # the chat template, say
+            raise UserError(f"row {min(bad)}: {bad[min(bad)]}")
+        report_progress("making prompts")
+        if time.monotonic() - said > _SAYS_EVERY_S:
+            said = time.monotonic()
+            say(f"prompts: {start + len(part):,} of {len(problems):,} are made")
+    lengths, largest = np.array(sizes, np.int64).reshape(-1, 2).T
+    problems = usable("prompts", problems, bad, config.data)
+    limit = config.data.max_prompt_length
+    every = Prompts(problems, largest, functools.partial(_made, tokenizer, config, vision, tools))
+    short = every.only(np.flatnonzero(lengths <= limit))
+    if not short:
+        longest = max(lengths, default=0)
+        raise UserError(
+            f"no prompt left: all {len(problems)} are longer than data.max_prompt_length {limit} tokens. "
+            f"The longest has {longest}; set data.max_prompt_length: {longest}"
+        )
+    if text := about_first_token(tokenizer, config.prompt, short[0].text):
+        say(text)
+    if answered := [problem.index for problem in problems if leaves_gold_off(problem, config.data)]:
+        say(
+            f"{len(answered)} of {len(problems)} rows end in an assistant's message that holds the gold answer (row "
+            f"{answered[0]}): it is left off, and the model answers"
+        )
+    return short, len(every) - len(short)
+
+
+def _sizes(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    vision: Vision | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    bad: dict[int, str],
+) -> list[tuple[int, int]]:
+    """(tokens, largest id) of each prompt that can be made; why the others cannot goes to `bad`, by index.
+
+    Tokenised together, which takes a third of the time; of images the headers say how many tokens they become.
+    """
+    texts, added = list[str](), list[int]()
+    for problem in problems:
+        try:
+            text = rendered(problem, tokenizer, config, vision, tools)[0]
+            sizes = [image_size(source) for source in problem.images] if vision else []
+            added.append(sum(vision.form.num_tokens_of(*size, config.data) - 1 for size in sizes) if vision else 0)
+            texts.append(text)
+        except (UserError, ValueError) as error:
+            bad[problem.index] = str(error).removeprefix(f"row {problem.index}: ")
+    if not texts:
+        return []
+    all_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return [(len(ids) + more, max(ids, default=0)) for ids, more in zip(all_ids, added, strict=True)]
+
+
+def _made(
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    vision: Vision | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    problem: Problem,
+) -> Prompt:
+    images = encode_problem(problem, vision.form, config.data) if vision else ()
+    return make_prompt(problem, tokenizer, config, vision, images, tools)
