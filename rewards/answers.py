@@ -15,7 +15,7 @@ from typing import Any
 
 from rewards import text_of
 from rewards.algebra import mentions, within
-from rewards.gold import TIME, golds, kind_of, same
+from rewards.gold import TIME, golds, has_unit, kind_of, same
 from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 
@@ -125,6 +125,6 @@ def _last_number_is(text: str, gold: str) -> bool:
     before, behind = text[max(0, start - 40) : start], text[end : end + 40]
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
-    unit = _UNIT.match(behind)
+    unit = _UNIT.match(behind) if has_unit(gold) or behind[:2].strip()[:1] == "%" else None
     money = before[-1:] if before[-1:] in "€£¥₹$" else ""
     return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

@@ -43,8 +43,13 @@ _OPERATION = re.compile(  # of two operands
     r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
     r"\b\w (?:or|and) \w\b"
 )
-_SUFFIX = re.compile(r"(.*?(?:[\d})]|\\pi))( ?)(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)")
-_NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
+_TEN_TO = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWERS = "|".join(_TEN_TO)
+_SUFFIX = re.compile(
+    rf"(.*?(?:[\d}})]|\\pi)(?: (?:{_POWERS}))?)( ?)"
+    r"(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)"
+)
+_NO_UNIT = re.compile(rf"(?:{_NAMES}|{_POWERS}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
@@ -73,6 +78,10 @@ def gold_kind(gold: Any) -> GoldKind:
     late = GoldKind(None, f"math-verify reads it for more than {_SECONDS} s")
     kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in golds(gold)]
     return next((kind for kind in kinds if kind.name), kinds[0])
+
+
+def has_unit(text: str) -> bool:
+    return bool(split_unit(plainly(text))[1])
 
 
 def unreadable(gold: Any) -> str:
@@ -141,7 +150,7 @@ def kind_of(text: str) -> GoldKind:
     if TIME.fullmatch(plain):
         return GoldKind("time")
     number, _ = split_unit(plain)
-    if plain_number(number) is not None:
+    if _plain_value(number) is not None:
         return GoldKind("number")
     if _LETTER.fullmatch(plain) and len(plain) < len("(B)."):
         return GoldKind("letter")
@@ -186,7 +195,8 @@ def split_unit(text: str) -> tuple[str, str]:
     number, space, unit = match.groups()
     is_word = bool(space) and not _NO_UNIT.match(unit)  # of anything: 72 clips
     is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
-    if (is_word or is_known) and not re.search("[A-Za-z]", _COMMAND.sub("", number)):
+    has_variables = _plain_value(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
+    if (is_word or is_known) and not has_variables:
         return number, unit
     return text, ""
 
@@ -206,8 +216,17 @@ def _same_quantity(given: str, wanted: str) -> bool:
     return base == gold_base and value * size_of_one == gold * size_of_gold
 
 
+def _plain_value(text: str) -> Fraction | None:
+    """_plain_value("1.5 million") == 1500000"""
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\Z", "", text)
+    number, _, word = text.rpartition(" ")
+    power = _TEN_TO.get(word.lower())
+    value = plain_number(text if power is None else number)
+    return value if value is None or power is None else value * 10**power
+
+
 def _value(number: str) -> Fraction | None:
-    value = plain_number(number)
+    value = _plain_value(number)
     if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
         return rational(number)
     return value

@@ -37,6 +37,9 @@ $18.00 | 18 ; \$18 ; $18 ; 18 dollars ; USD 18 ; 1800 cents | $81 ; €18 ; 18 e
 90 minutes | 90 min ; 1.5 hours ; 90 | 90 hours ; 90 seconds ; 1.5 ; 9 minutes
 30^\circ | 30° ; 30 degrees ; 30 ; 30^{\circ} ; 30\text{ degrees} | 60° ; 3° ; 30\pi
 20 °C | 20 ; 20 degrees C ; 20^\circ\text{C} ; 20°C | 20 °F ; -20 °C ; 200
+1.5 million | 1500000 ; 1,500,000 ; 1.5 \times 10^6 ; 1.5 Million | 1.5 billion ; 1.5 ; 15 million ; 150000
+$2 billion | 2,000,000,000 ; 2 billion dollars ; $2000 million | $2 million ; 2 ; €2 billion
+3 | 3rd ; 3 of them ; 6/2 ; \frac{9}{3} ; +3. | 3x ; 33 ; \frac{3}{2} ; 3^2 ; 3 + 1
 72 clips | 72 ; 72 clips in all | 73 clips ; 27
 The answer is 72. | 72 ; 72 clips | 71 ; 7
 2^{100} | 2^100 ; 4^{50} ; 1267650600228229401496703205376 | 100 ; 2 ; 2^{99} ; 2^{10} ; 200
