@@ -37,7 +37,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_parts(trainer)}")]
     if experts := work.model.experts:
         counts = f"{work.model.active_parameters:,} of {work.model.parameters:,} parameters"
-        lines.append(("experts", f"a token meets {experts.per_token} of {experts.count}, {counts}"))
+        lines.append(("experts", f"a token meets {experts[1]} of {experts[0]}, {counts}"))
     if work.adapters is not None:
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"

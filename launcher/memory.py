@@ -82,7 +82,7 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     value heads are repeated up to the least common multiple of both.
     """
     b, d, s = work.bytes_per_value, model.head_dim, work.sp_size
-    per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.active_intermediate)
+    per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate)
     queries = 2 * model.heads * d * work.tokens_of_group
     keys = 2 * math.lcm(model.kv_heads, s) * d * work.num_generations * (work.prompt + work.completion)
     pairs = work.prompt**2 + work.num_generations * work.completion * (work.prompt + work.completion)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from model.dims import Experts, ModelDims, experts_of, model_dims
+from model.dims import ModelDims, experts_of, model_dims
 from model.hub import model_file, read_json
+from model.lora import targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class CountedDims(ModelDims):
     counted: int  # parameters, of all experts
     in_layers: int  # of them; the rest are embeddings and the head
     passed: int  # of those in the layers, by a token: of E experts k
-    linears: tuple[tuple[str, int], ...]  # name → Σ (in + out) over all layers of that name
+    linears: tuple[tuple[str, int], ...]  # name → Σ (in + out) over all layers of that name that may get adapters
     cached: int  # values of a token in vLLM's cache
     state: int  # values of a sequence, however long it is
 
@@ -48,10 +49,6 @@ class CountedDims(ModelDims):
     @property
     def active_parameters(self) -> int:
         return self.counted - self.in_layers + self.passed
-
-    @property
-    def active_intermediate(self) -> float:
-        return self.intermediate
 
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         return r * sum(sides for name, sides in self.linears if modules is None or name in modules)
@@ -97,16 +94,18 @@ def counted_dims(config: Any) -> CountedDims | None:
     except ValueError:
         return None
     text, head = config.get_text_config(), model.get_output_embeddings()
-    linears = Counter[str]()
+    linears, adapted = Counter[str](), targets(model, "all-linear")
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            linears[name.rpartition(".")[2]] += module.in_features + module.out_features
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Linear) and module is not head and (isinstance(adapted, str) or leaf in adapted):
+            linears[leaf] += module.in_features + module.out_features
     heads, embedded = _largest(text, "num_attention_heads", 1), {id(head.weight)}
     embedded |= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     in_layers = {name: p for name, p in model.named_parameters() if id(p) not in embedded}
-    experts, wide = _experts(text), _largest(text, "intermediate_size", 4 * text.hidden_size)
+    per_token = _largest(text, "num_experts_per_tok", 1)
+    experts = experts_of(text.to_dict() | {"num_experts_per_tok": per_token})
     passed = {  # values of a parameter that a token meets; experts' are stacked
-        name: p.numel() * experts.per_token // p.shape[0] if experts and ".experts." in name else p.numel()
+        name: p.numel() * per_token // p.shape[0] if experts and ".experts." in name else p.numel()
         for name, p in in_layers.items()
     }
     decoder = list(model.get_decoder().modules())
@@ -118,7 +117,7 @@ def counted_dims(config: Any) -> CountedDims | None:
         cached = 2 * text.num_hidden_layers * kv_heads * head_dim
     return CountedDims(
         hidden=text.hidden_size,
-        intermediate=max(wide, experts.per_token * experts.intermediate + experts.shared if experts else 0),
+        intermediate=_intermediate(text, per_token if experts else 1),
         layers=text.num_hidden_layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -141,13 +140,11 @@ def _largest(text: Any, name: str, default: int) -> int:
     return max(found) if isinstance(found, list) else found or default
 
 
-def _experts(text: Any) -> Experts | None:
-    if (
-        found := experts_of(text.to_dict() | {"num_experts_per_tok": _largest(text, "num_experts_per_tok", 1)})
-    ) is None:
-        return None
-    own = _largest(text, "moe_intermediate_size", 0) or _largest(text, "intermediate_size", 0)
-    return Experts(*found, own, shared=_largest(text, "shared_expert_intermediate_size", 0))
+def _intermediate(text: Any, per_token: int) -> int:
+    """I of what a token passes, of its widest layer."""
+    dense = _largest(text, "intermediate_size", 4 * text.hidden_size)
+    own = _largest(text, "moe_intermediate_size", 0) or dense
+    return max(dense, per_token * own + _largest(text, "shared_expert_intermediate_size", 0))
 
 
 def _cached(module: Any) -> int:

@@ -58,7 +58,7 @@ def add_adapters(model: Any, config: Config) -> Any:
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.scale,
-        target_modules=_targets(model, lora.target_modules),
+        target_modules=targets(model, lora.target_modules),
         exclude_modules=_TOWER if sees else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,
@@ -73,7 +73,7 @@ def add_adapters(model: Any, config: Config) -> Any:
             raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
 
 
-def _targets(model: Any, wanted: str | list[str]) -> str | list[str]:
+def targets(model: Any, wanted: str | list[str]) -> str | list[str]:
     """Of a mixture of experts the layers beside them: peft takes an MLP's names for the experts', too."""
     import torch
 

@@ -9,7 +9,7 @@ from common.out_of_memory import memory_advice
 _WORDS = 300  # characters of an error that are shown
 _CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
 _OF_DEVICES = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: what may work again
-_ELSE = "Another model.dtype, other arguments in vllm: or another model (docs/model.md) may work"
+_ELSE = "Another model.dtype, lora.sync=merged, other arguments in vllm: or another model (docs/model.md) may work"
 
 
 def would_repeat(error: Exception) -> bool:

@@ -38,19 +38,18 @@ def test_parameters_and_cache_of_every_family_are_those_of_the_model(family: str
     assert (dims.kv_values_per_token, dims.state_values) == (six - five, five - 5 * (six - five) - present)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_counting_and_the_formulas_agree(family: str) -> None:
     config = family_config(family, VOCAB, tie_word_embeddings=True)
     counted, by_formula = counted_dims(config), model_dims(config.to_dict())
     assert counted is not None and by_formula is not None
-    for name in ("parameters", "active_parameters", "kv_values_per_token", "hidden", "kv_heads", "head_dim", "tied"):
+    for name in ("parameters", "intermediate", "kv_values_per_token", "hidden", "kv_heads", "head_dim", "tied"):
         assert getattr(counted, name) == getattr(by_formula, name), name
-    assert counted.active_intermediate >= by_formula.active_intermediate, "the largest that its settings name"
     assert counted.active_in_layers == by_formula.active_in_layers + 128  # and the last norm
     assert counted.adapter_parameters(8) == by_formula.adapter_parameters(8)
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "phi3"])
+@pytest.mark.parametrize("family", ["granitemoehybrid", "phi3", "glm4_moe", "llama4_text"])
 def test_adapters_are_those_that_peft_makes(family: str) -> None:
     from model.lora import add_adapters
 

