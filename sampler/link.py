@@ -26,9 +26,12 @@ _HELLO_AFTER_S = 3.0  # three credits that did not come: a trainer that was star
 
 
 class Link:
-    """Used by the sampler's only thread. transport: ZeroMQ by the config, unless given."""
+    """Used by the sampler's only thread. hello: unless `introduce` follows. transport: ZeroMQ by the config, unless
+    given."""
 
-    def __init__(self, config: Config, sampler_id: str, hello: wire.Hello, transport: Transport | None = None):
+    def __init__(
+        self, config: Config, sampler_id: str, hello: wire.Hello | None = None, transport: Transport | None = None
+    ):
         self._config = config
         self._hello = hello
         self._transport = transport or channel.connect(config, sampler_id)
@@ -40,6 +43,17 @@ class Link:
         self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
         self.counters: collections.Counter[str] = collections.Counter()
+
+    def introduce(self, hello: wire.Hello) -> None:
+        """Who this is, known once the rows are read."""
+        self._hello = hello
+
+    def prepare(self, doing: str, progress: int) -> None:
+        """Says what is done before the hello, if that is due: a trainer waits for it as long as it moves."""
+        if time.monotonic() - self._spoke_at > channel.BEAT_S:
+            self._spoke_at = time.monotonic()
+            envelope = wire.Envelope("", "", self._envelope.sampler_id)
+            self._send(wire.encode(envelope, wire.Beat(doing, progress, None, {})))
 
     @property
     def is_credited(self) -> bool:
@@ -130,6 +144,7 @@ class Link:
         if self.credit is not None:
             self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
         if not self.is_credited:
+            assert self._hello is not None, "introduced"
             self._heard_at = min(self._heard_at, self._spoke_at)
             self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
 

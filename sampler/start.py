@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from common.exits import RETRYABLE, USER_ERROR, say
 from common.group_limits import too_many
 from common.shared_memory import remove_orphans
 from common.types import Problem, Prompt
-from common.watchdog import Watchdog
+from common.watchdog import Watchdog, progress_heard_by
 from model.folder import require_downloaded, require_models, vocabulary
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
@@ -36,6 +37,7 @@ from sampler.reading import said_reader
 from sampler.task import Task
 
 _ROWS_TRIED = 4
+_SILENT_S = 5.0
 _ROWS_NAMED = 10
 
 
@@ -62,11 +64,32 @@ def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManage
     )
 
 
+class _Preparation:
+    """What the trainer hears of long work on the rows, before there is a hello: nothing of a short one."""
+
+    def __init__(self, config: Config, sampler_id: str) -> None:
+        self._config, self._sampler_id = config, sampler_id
+        self._begun, self._progress = time.monotonic(), 0
+        self._link: Link | None = None
+
+    def __call__(self, doing: str) -> None:
+        self._progress += 1
+        if time.monotonic() - self._begun > _SILENT_S:
+            self.link().prepare(doing, self._progress)
+
+    def link(self) -> Link:
+        self._link = self._link or Link(self._config, self._sampler_id)
+        return self._link
+
+
 def _run(config: Config, sampler_id: str) -> None:
-    problems = load_data("data.train", config.data.train, config.data)
-    held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
-    columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
+    preparation = _Preparation(config, sampler_id)
     with contextlib.ExitStack() as stack:
+        heard = stack.enter_context(contextlib.ExitStack())
+        heard.enter_context(progress_heard_by(preparation))
+        problems = load_data("data.train", config.data.train, config.data)
+        held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
+        columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
         problems, held_out = judged("data.train", problems, config), judged("data.eval", held_out, config)
@@ -88,7 +111,9 @@ def _run(config: Config, sampler_id: str) -> None:
             incarnation=secrets.token_hex(8),
             eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
-        link = Link(config, sampler_id, hello)
+        heard.close()
+        link = preparation.link()
+        link.introduce(hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, multi_turn, min(len(tokenizer), vocabulary(config.model)))

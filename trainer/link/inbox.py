@@ -118,7 +118,13 @@ class Inbox(GroupSource):
                 self.state.evaluation = None
 
     def wait_for_sampler(self) -> wire.Hello:
-        self._wait(lambda: "" if self.state.peers else "a sampler to connect", self.config.channel.connect_timeout_s)
+        def missing() -> str:
+            """Other words each time it has come further: a million rows take longer than any patience."""
+            if self.state.peers:
+                return ""
+            return f"a sampler to connect; {self.state.preparing}".removesuffix("; ")
+
+        self._wait(missing, self.config.channel.connect_timeout_s)
         return next(iter(self.state.peers.values())).hello
 
     def versions_in_use(self) -> list[int]:

@@ -145,6 +145,7 @@ class SharedState:
         self.progress = 0  # of the training loop; grows with every change that samplers must hear of
         self.evaluation: Evaluation | None = None
         self.peers: dict[str, Peer] = {}  # by sampler id; replaced, never changed in size
+        self.preparing = ""  # what a sampler does before its hello
         self.reports = Reports()
         self.counters: collections.Counter[str] = collections.Counter()
         self.failure: BaseException | None = None  # raised by the loop's next wait

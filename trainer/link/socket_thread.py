@@ -124,6 +124,9 @@ class SocketThread(threading.Thread):
         if isinstance(message, wire.Hello):
             self._welcome(name, message)
             return
+        if isinstance(message, wire.Beat) and not envelope.run_id:
+            self.state.preparing = f"sampler {name} is {message.phase} ({message.progress:,})"
+            return
         if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
             self._part(name, message)
             return
