@@ -15,7 +15,7 @@ from typing import Any
 
 from rewards import text_of
 from rewards.algebra import mentions, within
-from rewards.gold import TIME, golds, has_unit, kind_of, same
+from rewards.gold import MAX_CHARS, TIME, golds, has_unit, is_expression, kind_of, same
 from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 
@@ -29,6 +29,7 @@ _PART = re.compile(
     r"#(?:[}^_]| ?\\[A-Za-z]|[A-Za-z](?![A-Za-z]))|[\w})], ?#\\?[)\]}]"
 )
 _CHOICE = re.compile(r"\(([A-Za-z])\)|(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ([A-Z])\b|\b([A-H]) is (?:correct|right|the )")
+_SCALE = re.compile(r" ?%| (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _UNIT = re.compile(r" ?(?:%|°|¢|€|£|°?[A-Za-z][A-Za-z/²³^]*(?: [A-Za-z/]+){0,2}(?:\^?[23])?)")
 
 Judge = Callable[[str, Sequence[str]], bool]
@@ -108,7 +109,10 @@ def _is_right(text: str, wanted: Sequence[str]) -> bool:
 def _ends_with(text: str, gold: str) -> bool:
     kind = kind_of(gold).name
     if kind == "number":
-        return any(same(ending, gold) for ending in endings_of_line(text)) or _last_number_is(text, gold)
+        ends = endings_of_line(text)
+        if any(same(ending, gold) for ending in ends):
+            return True
+        return not any(len(end) < MAX_CHARS and is_expression(end) for end in ends[:2]) and _last_number_is(text, gold)
     if any(same(ending, gold) for ending in endings(text, splits="=" not in gold)):
         return True
     if kind == "mathematics":
@@ -125,6 +129,6 @@ def _last_number_is(text: str, gold: str) -> bool:
     before, behind = text[max(0, start - 40) : start], text[end : end + 40]
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
-    unit = _UNIT.match(behind) if has_unit(gold) or behind[:2].strip()[:1] == "%" else None
+    unit = _UNIT.match(behind) if has_unit(gold) or _SCALE.match(behind) else None
     money = before[-1:] if before[-1:] in "€£¥₹$" else ""
     return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

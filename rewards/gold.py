@@ -80,6 +80,17 @@ def gold_kind(gold: Any) -> GoldKind:
     return next((kind for kind in kinds if kind.name), kinds[0])
 
 
+def is_expression(text: str) -> bool:
+    """Whether it is mathematics alone, of more than one operand: 1, 2 or x > 3, and not 72, (72) or "It is 72"."""
+    words = re.sub(rf"\b(?:{_NAMES})\b", "", _COMMAND.sub(" ", text))
+    return not re.search("[A-Za-z]{2}", words) and bool(_OPERATION.search(text.strip("()[]{}$ ")))
+
+
+def _bracket(text: str) -> str:
+    """Of a set "{", of a point or an interval "("; "" of what is not in brackets."""
+    return "{" if text.startswith(r"\{") else "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") else ""
+
+
 def has_unit(text: str) -> bool:
     return bool(split_unit(plainly(text))[1])
 
@@ -135,6 +146,8 @@ def same(prediction: str, gold: str) -> bool:
         case "mathematics":
             if (ratio := _ratio(wanted)) is not None:
                 return _ratio(given) == ratio
+            if {_bracket(given), _bracket(wanted)} == {"(", "{"}:
+                return False
             (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
             in_one_unit = not unit or not gold_unit or unit_of(unit) == unit_of(gold_unit)
             return in_one_unit and same_mathematics(given, wanted)

@@ -67,6 +67,6 @@ def endings(text: str, splits: bool = True) -> list[str]:
 
 def endings_of_line(text: str, splits: bool = True) -> list[str]:
     """endings_of_line("So the line is y = 2x.") == ["So the line is y = 2x", "y = 2x", "2x"]"""
-    line = text[-_READ:].replace("**", "").strip().rpartition("\n")[2].rstrip(" .!")
+    line = text[-_READ:].replace("**", "").strip().rpartition("\n")[2].rstrip(" .,;!")
     led = _LEAD.split(line)[-1]
     return [*dict.fromkeys((line, led, *([led.rpartition("=")[2].strip()] if splits else ())))]
