@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from launcher.machine import GIB, ROOT, count_gpus, is_cpu_build, memory_bytes, nvidia_smi
+from launcher.machine import GIB, ROOT, count_gpus, is_cpu_build, memory_limit, nvidia_smi, usable_cores
 
 OLDEST_DRIVER = 580  # for CUDA 13
 OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
@@ -65,6 +65,7 @@ def before_install(on_gpu: bool) -> Iterator[Check]:
 def checks() -> Iterator[Check]:
     """The machine first, then what is installed."""
     yield memory()
+    yield cores()
     yield shared_memory()
     yield disk()
     yield hub()
@@ -77,9 +78,14 @@ def checks() -> Iterator[Check]:
 
 def memory(needed_gib: int = 8) -> Check:
     """8 GiB: vLLM and one rank, each with torch, and the quick start's model take about 5."""
-    total = memory_bytes()
-    fix = f"needs {needed_gib} GiB; use a larger machine"
-    return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB", fix)
+    total, whose = memory_limit()
+    fix = f"needs {needed_gib} GiB; use a larger machine, or start the container with --memory={needed_gib}g"
+    return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB, {whose}", fix)
+
+
+def cores() -> Check:
+    """What a container may use can be less than what it sees."""
+    return Check(True, f"CPU cores: {len(usable_cores())} of {os.cpu_count()}", "")
 
 
 def shared_memory() -> Check:

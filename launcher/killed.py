@@ -1,7 +1,7 @@
-"""Who killed a process: the kernel for want of memory, or somebody outside. Linux, cgroup v2.
+"""Who killed a process: the kernel for want of memory, or somebody outside. Linux.
 
-The kernel counts the processes that it has killed for want of memory: `oom_kill` in the memory.events of our cgroup, or
-in /proc/vmstat for the whole machine. A counter that has grown since the process started tells. Only the host of a
+The kernel counts the processes that it has killed for want of memory: `oom_kill` in a file of our cgroup, or in
+/proc/vmstat for the whole machine. A counter that has grown since the process started tells. Only the host of a
 process has this evidence: on another one on_host.py looks. Left out: who sent the signal if it was not the kernel.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from launcher.machine import GIB, control_groups, memory_limit
 
-from launcher.machine import GIB
+_COUNTERS = ("memory.events", "memory.oom_control")  # of cgroup v2, v1
 
 
 def why_killed(who: str, kills_before: int | None, advice: str, root: Path = Path("/")) -> tuple[bool, str]:
@@ -20,7 +20,8 @@ def why_killed(who: str, kills_before: int | None, advice: str, root: Path = Pat
 
     kills_before: `oom_kills` when it started. advice: which settings need less memory.
     """
-    kills, limit = oom_kills(root), memory_limit(root)
+    kills, (size, name) = oom_kills(root), memory_limit(root)
+    limit = f"{name} is {size / GIB:.2f} GiB"
     if kills is None or kills_before is None:
         said = (
             "was killed by SIGKILL, by the kernel for want of memory or from outside: its counter cannot be read here"
@@ -33,32 +34,9 @@ def why_killed(who: str, kills_before: int | None, advice: str, root: Path = Pat
 
 def oom_kills(root: Path = Path("/")) -> int | None:
     """Processes that the kernel has killed for want of memory, in our cgroup or else on this machine."""
-    for file in (*(folder / "memory.events" for folder in _cgroup_folders(root)), root / "proc/vmstat"):
+    ours = [folder / name for folder in control_groups("memory", root) for name in _COUNTERS]
+    for file in (*ours, root / "proc/vmstat"):
         with suppress(OSError, KeyError, ValueError):
             pairs = (line.partition(" ") for line in file.read_text().splitlines())
             return int({name: value for name, _, value in pairs}["oom_kill"])
     return None
-
-
-def memory_limit(root: Path = Path("/")) -> str:
-    """The smallest of our cgroup, those above it, and the machine.  "the machine's memory is 8.00 GiB" """
-    found = [(psutil.virtual_memory().total, "the machine's memory")]
-    for folder in _cgroup_folders(root):
-        with suppress(OSError, ValueError):  # "max"
-            found.append((int((folder / "memory.max").read_text()), f"the limit of the cgroup {folder}"))
-    size, name = min(found)
-    return f"{name} is {size / GIB:.2f} GiB"
-
-
-def _cgroup_folders(root: Path) -> list[Path]:
-    """Our cgroup's folder and those above it.
-
-    In a container the path in /proc may be the host's, which does not exist here: what exists above it is ours.
-    """
-    mount = root / "sys/fs/cgroup"
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                inside = mount / line.removeprefix("0::").lstrip("/")
-                return [folder for folder in (inside, *inside.parents) if folder.is_relative_to(mount)]
-    return []

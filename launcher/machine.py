@@ -3,9 +3,12 @@ before anything is installed, and within a second, because it never imports torc
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -86,6 +89,50 @@ def smallest_gpu() -> int:
         return 0
 
 
-def memory_bytes() -> int:
-    """Memory of the host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that the host has, or that our control groups allow."""
+    return memory_limit(root)[0]
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
+    """The smallest of our control group, those above it, and the machine: (bytes, whose it is)."""
+    found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
+    for folder in control_groups("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # v2, v1
+            with suppress(OSError, ValueError):  # "max"
+                found.append((int((folder / name).read_text()), f"the limit of the cgroup {folder}"))
+    return min(found)
+
+
+def usable_cores(root: Path = Path("/")) -> list[int]:
+    """Numbers of the CPU cores that our affinity and our control groups' share of time leave.
+
+    Which of many is the same at every start, and another in each container, so that not all take the first.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [float(len(cores))]
+    for folder in control_groups("cpu", root):
+        with suppress(OSError, ValueError):  # v2: "150000 100000", or "max 100000"
+            quota, period = (folder / "cpu.max").read_text().split()
+            shares.append(int(quota) / int(period))
+        with suppress(OSError, ValueError):  # v1: -1 without a limit
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            shares += [int(quota) / int(period)] if int(quota) > 0 else []
+    first = zlib.crc32(os.uname().nodename.encode()) % len(cores)
+    return sorted((cores[first:] + cores[:first])[: max(1, math.ceil(min(shares)))])
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Folders of our control group and of those above it, of cgroup v2 and of a v1 controller.
+
+    In a container the path in /proc may be the host's, which does not exist here: what exists above it is ours.
+    """
+    base, found = root / "sys/fs/cgroup", []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():  # 4:cpu,cpuacct:/job   0::/job
+            _, controllers, inside = line.split(":", 2)
+            of_v1 = (base / controllers, base / controller) if controller in controllers.split(",") else ()
+            for mount in dict.fromkeys((base, base / "unified") if not controllers else of_v1):
+                folder = mount / inside.lstrip("/")
+                found += [one for one in (folder, *folder.parents) if one.is_relative_to(mount)]
+    return found

@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR, say
 from common.out_of_memory import less_memory
 from launcher.killed import oom_kills, why_killed
-from launcher.machine import ROOT
+from launcher.machine import ROOT, usable_cores
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
 
@@ -83,7 +83,7 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     if not gpus:
         env["DS_ACCELERATOR"] = "cpu"
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        threads = max(1, len(os.sched_getaffinity(0)) // order["processes"])
+        threads = max(1, len(usable_cores()) // order["processes"])
         env.setdefault("OMP_NUM_THREADS", str(threads))
     elif first + count > len(gpus):
         raise UserError(

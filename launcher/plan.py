@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.types import Problem
 from launcher.batch_plan import batch_line, run_line
 from launcher.fit import fit
-from launcher.machine import GIB, Machine, this_machine
+from launcher.machine import GIB, Machine, this_machine, usable_cores
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.run import parse, require_built
 from launcher.workload import workload_of
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load(path, overrides)
         machine = _machine(options.gpus)
-        place = placement(config, range(machine.gpus), sorted(os.sched_getaffinity(0)))
+        place = placement(config, range(machine.gpus), usable_cores())
         return _plan(config, place, machine)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)

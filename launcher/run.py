@@ -25,7 +25,7 @@ from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
-from launcher.machine import ROOT, this_machine
+from launcher.machine import ROOT, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
             config = load(path, overrides)
             place = placement_over(hosts, config)
         else:
-            place = placement(config, visible_gpus(os.environ), sorted(os.sched_getaffinity(0)))
+            os.sched_setaffinity(0, usable_cores())  # all that is started counts its cores by this
+            place = placement(config, visible_gpus(os.environ), usable_cores())
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
         folder = config.run.output_dir

@@ -1,15 +1,23 @@
 """Who killed a process, from files as the kernel writes them."""
 
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launcher.killed import memory_limit, oom_kills, why_killed
+from launcher.killed import oom_kills, why_killed
+from launcher.machine import memory_limit, usable_cores
 from tests.processes import test_supervisor
 from tests.processes.test_supervisor import WAITS, Run
 
 MIB = 2**20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(root: Path, **files: str) -> None:
@@ -41,11 +49,71 @@ def test_the_counter_is_that_of_our_cgroup_and_else_of_the_machine(tmp_path: Pat
 def test_the_limit_is_the_smallest_above_us_and_no_limit_is_the_machines_memory(tmp_path: Path) -> None:
     folder = make_cgroup(tmp_path, 0)
     (folder / "memory.max").write_text("max\n")
-    assert memory_limit(tmp_path) == f"the machine's memory is {psutil.virtual_memory().total / 2**30:.2f} GiB"
+    assert memory_limit(tmp_path) == (psutil.virtual_memory().total, "the machine's memory")
     (folder.parent / "memory.max").write_text(f"{500 * MIB}\n")
-    assert memory_limit(tmp_path) == f"the limit of the cgroup {folder.parent} is 0.49 GiB"
+    assert memory_limit(tmp_path) == (500 * MIB, f"the limit of the cgroup {folder.parent}")
     write(tmp_path, proc__self__cgroup="0::/a/of/the/host\n")  # in a container, which does not have it
-    assert memory_limit(tmp_path) == f"the limit of the cgroup {folder.parent} is 0.49 GiB"
+    assert memory_limit(tmp_path) == (500 * MIB, f"the limit of the cgroup {folder.parent}")
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "cores"),
+    [
+        ({"unified/a/memory.max": f"{500 * MIB}", "unified/a/b/cpu.max": "50000 100000"}, 500, 1),
+        ({"memory/job/memory.limit_in_bytes": f"{300 * MIB}", "memory/memory.limit_in_bytes": f"{2**63 - 4096}"},
+         300, 8),
+        ({"cpu,cpuacct/cpu.cfs_quota_us": "250000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None, 3),  # of a host's
+        ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000", "a/b/cpu.max": "max 9"}, None, 8),
+        ({"a/cpu.max": "200000 50000", "a/b/cpu.max": "400000 50000"}, None, 4),
+    ],
+)  # fmt: skip
+def test_memory_and_cores_are_those_of_the_container_in_both_kinds_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], memory: int | None, cores: int
+) -> None:
+    write(tmp_path, proc__self__cgroup="4:memory:/job\n2:cpu,cpuacct:/job\n0::/a/b\n")
+    write(tmp_path, **{f"sys/fs/cgroup/{name}": text + "\n" for name, text in files.items()})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert len(usable_cores(tmp_path)) == cores and set(usable_cores(tmp_path)) <= set(range(8))
+    whole = psutil.virtual_memory().total
+    assert memory_limit(tmp_path)[0] == (whole if memory is None else memory * MIB)
+
+
+@contextlib.contextmanager
+def a_control_group(controller: str, **files: str) -> Iterator[Path]:
+    """A real one, of cgroup v1, into which a process may go."""
+    folder = Path(f"/sys/fs/cgroup/{controller}/tandem-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(text)
+    except OSError as error:
+        pytest.skip(f"needs root and cgroup v1: {error}")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def in_group(folder: Path, code: str) -> str:
+    enter = f"import os; open('{folder}/cgroup.procs', 'w').write(str(os.getpid())); {code}"
+    return subprocess.run([sys.executable, "-c", enter], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
+    with a_control_group("memory", memory__limit_in_bytes=str(300 * MIB)) as folder:
+        said = in_group(folder, "from launcher import doctor; print(doctor.memory().text, doctor.memory().ok)")
+        assert said.startswith("memory: 0.3 GiB, the limit of the cgroup") and said.endswith("False\n")
+        lines = """
+            import subprocess, sys
+            from launcher.killed import oom_kills, why_killed
+            before = oom_kills()
+            eats = [sys.executable, "-c", "x = bytearray(400 << 20)"]
+            assert subprocess.run(eats).returncode == -9
+            print(why_killed("trainer", before, "less"))
+        """
+        assert '(True, "trainer was killed by the kernel' in in_group(folder, f"exec({textwrap.dedent(lines)!r})")
+    with a_control_group("cpu", cpu__cfs_quota_us="50000") as folder:
+        assert in_group(folder, "from launcher.machine import usable_cores as f; print(len(f()))") == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +131,8 @@ def test_a_counter_that_has_grown_blames_the_kernel(
     if now is not None:
         make_cgroup(tmp_path, now)
     found, told = why_killed("trainer", before, "less", tmp_path)
-    assert found == for_memory and told.endswith(said.replace("LIMIT", memory_limit(tmp_path)))
+    limit = f"the machine's memory is {psutil.virtual_memory().total / 2**30:.2f} GiB"
+    assert found == for_memory and told.endswith(said.replace("LIMIT", limit))
 
 
 def test_a_counter_that_grows_while_the_trainer_is_killed_ends_the_run_the_second_time_without_a_step(

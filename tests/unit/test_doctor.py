@@ -81,7 +81,7 @@ def test_an_installation_and_a_run_need_room_and_memory(
     def of(free_gib: float, total_gib: float) -> list[bool]:
         usage = shutil._ntuple_diskusage(0, 0, int(free_gib * 2**30))
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(doctor, "memory_bytes", lambda: total_gib * 2**30)
+        monkeypatch.setattr(doctor, "memory_limit", lambda: (total_gib * 2**30, "the machine's memory"))
         if on_gpu is None:
             return [check.ok for check in (doctor.disk(), doctor.memory(), doctor.shared_memory())]
         return [check.ok for check in doctor.before_install(on_gpu)][:2]
