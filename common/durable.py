@@ -101,13 +101,17 @@ def write_with(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o64
 def commit_dir(temporary: Path, final: Path) -> None:
     """Makes a finished temporary folder visible under its final name. Its files must be fsynced already or here.
 
-    Raises FileExistsError if the final name is taken: a committed folder is never overwritten.
+    Its files become as readable as their folders: safetensors gives its own to nobody else. Raises FileExistsError if
+    the final name is taken: a committed folder is never overwritten.
     """
     if final.exists():
         raise FileExistsError(f"{final} is committed already and is never overwritten")
     for folder, _, names in os.walk(temporary):
+        readable = os.stat(folder).st_mode & 0o444
         for name in names:
-            fsync_path(Path(folder, name))
+            path = Path(folder, name)
+            path.chmod(path.stat().st_mode | readable)
+            fsync_path(path)
         fsync_path(Path(folder))
     failpoint("dir.synced")
     file_operation("rename", final)

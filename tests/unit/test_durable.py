@@ -53,6 +53,15 @@ def test_an_error_before_the_rename_leaves_the_old_file_and_nothing_else(
     require_only(old, NEW)
 
 
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_files_of_a_committed_folder_are_as_readable_as_it_is(tmp_path: Path, folder: int, file: int) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "model.safetensors").touch(0o600)  # as safetensors makes it
+    (tmp_path / "new").chmod(folder)
+    durable.commit_dir(tmp_path / "new", tmp_path / "final")
+    assert (tmp_path / "final" / "model.safetensors").stat().st_mode & 0o777 == file
+
+
 def test_a_committed_folder_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     durable.commit_dir(tmp_path / "temporary", tmp_path / "final")
