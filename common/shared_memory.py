@@ -1,17 +1,28 @@
-"""What killed vLLM workers leave in /dev/shm: the buffers by which tensor-parallel ones exchange tensors on a CPU.
+"""/dev/shm: what fits into it, and what killed vLLM workers leave there.
 
-They are named after their engine, not after a run or a process, so the sign that nobody needs one is that no process
-has it mapped. Left out: processes of other containers that share /dev/shm; a buffer that is deleted serves on where it
-is mapped.
+These are the buffers by which tensor-parallel ones exchange tensors on a CPU. They are named after their engine, not
+after a run or a process, so the sign that nobody needs one is that no process has it mapped. Left out: processes of
+other containers that share /dev/shm; a buffer that is deleted serves on where it is mapped.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 PATTERN = "vllm_dist_*"
+FOLDER = Path("/dev/shm")
+NO_BUFFERS = "TANDEM_NO_SHARED_BUFFERS"  # environment variable: ranks on CPUs exchange by gloo alone
+RANK_BUFFER = 67 << 20  # bytes of DeepSpeed's, of each rank on CPUs
+
+
+def has_room(size: float, folder: Path = FOLDER) -> bool:
+    """Whether so many bytes fit there. Containers often have 64 MiB."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free >= size
+    return False
 
 
 def remove_orphans(folder: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> list[str]:

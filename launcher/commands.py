@@ -10,9 +10,10 @@ from pathlib import Path
 
 from common.config import Config
 from common.durable import run_tag
-from common.exits import RETRYABLE, STARTED_AT, started_at
+from common.exits import RETRYABLE, STARTED_AT, say, started_at
 from common.ports import free_port
 from common.run_folder import checkpoints
+from common.shared_memory import NO_BUFFERS, RANK_BUFFER, has_room
 from launcher.machine import ROOT
 from launcher.placement import Placement, SamplerPlace
 from launcher.processes import PID, Child
@@ -56,7 +57,7 @@ class Commands:
         return Child(
             name="trainer",
             argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),
-            env=_environment(self.place.trainer_env, without="CUDA_VISIBLE_DEVICES"),
+            env=_environment({**self.place.trainer_env, **self._buffers()}, without="CUDA_VISIBLE_DEVICES"),
             log=self._logs / "trainer.log",
             cores=self.place.trainer_cores,
             echo=True,
@@ -67,6 +68,16 @@ class Commands:
                 f"{tempfile.gettempdir()}/{self._tag}",  # the socket's folder
             ),
         )
+
+    def _buffers(self) -> dict[str, str]:
+        """Where ranks on CPUs find no room for what they share, DeepSpeed's would wait for each other in vain."""
+        needed = self.place.num_ranks * RANK_BUFFER
+        if self.place.trainer_gpus or has_room(needed):
+            return {}
+        say(
+            f"/dev/shm has less than {needed >> 20} MiB free: ranks exchange without it, slower; --shm-size=1g has room"
+        )
+        return {NO_BUFFERS: "1"}
 
     def restart_trainer(self, code: int) -> Child | str:
         """What to start after this exit code, or why nothing may be started."""

@@ -91,7 +91,7 @@ def cores() -> Check:
 def shared_memory() -> Check:
     """Weights are published there by default; containers often have 64 MiB of it."""
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    fix = "start the container with --shm-size=2g, or set weights.dir=runs/weights"
+    fix = "start the container with --shm-size=2g; with less, weights take the disk, and ranks exchange slower"
     return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
 
 

@@ -8,6 +8,7 @@ hostfile the processes are on its hosts, and started from here (hosts.py).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -21,11 +22,12 @@ from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
+from common.shared_memory import has_room
 from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
-from launcher.machine import ROOT, this_machine, usable_cores
+from launcher.machine import ROOT, gib, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str]) -> int:
             if code := _build(config):
                 return code
             require_models(config)
+            if not hosts:
+                overrides = [*overrides, *_outside_memory(config)]
+                config = load(path, overrides)
             if shares.is_undivided(config, place):
                 model = read_dims(config.model.path, config.model.revision)
                 machine = this_machine(len(visible_gpus(os.environ)))
@@ -70,6 +75,17 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         say(str(error))
         return USER_ERROR
+
+
+def _outside_memory(config: Config) -> list[str]:
+    """The setting for published versions where /dev/shm has no room for them."""
+    files = Path(config.model.path).expanduser().glob("*.safetensors")  # of a hub id none: not known before it is here
+    needed = (8 if config.model.dtype == "float32" else 4) * sum(file.stat().st_size for file in files)
+    if config.weights.dir or config.channel.endpoint or config.lora.publishes_adapters or has_room(needed):
+        return []
+    folder = config.run.output_dir / "weights"
+    say(f"/dev/shm has no room for {gib(needed)}: published versions go to {folder}; a container: --shm-size=2g")
+    return [f"weights.dir={json.dumps(str(folder))}"]
 
 
 def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> str:

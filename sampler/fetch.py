@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from common import durable, weights
 from common.config import Config
 from common.failpoints import failpoint
+from common.shared_memory import FOLDER, has_room
 from common.watchdog import report_progress
 from common.weights import Manifest, Published
 from sampler.verify import checked_tensors, copy_files
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOOK_S = 0.2
+_SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,10 @@ def fetch(published: Published, config: Config, progressed: Callable[[], None] =
     """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
-    private = scratch_dir(config)
+    manifest = weights.read_manifest(published)
+    size = sum(manifest.files.values())
+    private = scratch_dir(config, size)
     try:
-        manifest = weights.read_manifest(published)
         copy_files(published, manifest, private, progressed)
         tensors = checked_tensors(private, manifest, config, progressed)
     except BaseException:
@@ -115,22 +118,18 @@ class Fetcher:
             shutil.rmtree(outcome.folder, ignore_errors=True)
 
 
-def scratch_dir(config: Config) -> Path:
-    """A folder of this process alone, in memory if there is any: the copy lives for one reload."""
-    return _scratch_parent() / f"{_scratch_prefix(config)}{os.getpid()}"
+def scratch_dir(config: Config, size: int = 0) -> Path:
+    """A folder of this process alone, in memory if it has room: the copy lives for one reload."""
+    parent = _SCRATCH_PARENTS[0 if has_room(size) else 1]
+    return parent / f"{_scratch_prefix(config)}{os.getpid()}"
 
 
 def remove_stale_scratch(config: Config) -> None:
     """What samplers of this run left that were killed inside a reload."""
-    for path in _scratch_parent().glob(f"{_scratch_prefix(config)}*"):
+    for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{_scratch_prefix(config)}*")):
         if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _scratch_prefix(config: Config) -> str:
     return f"{durable.run_tag(config.run.output_dir)}-reload-"
-
-
-def _scratch_parent() -> Path:
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -1,48 +1,75 @@
 """Locks of compiled ops that killed processes leave, for which torch would wait without end."""
 
 import os
+import shutil
 import signal
-from contextlib import ExitStack
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
-from trainer.engine.build_locks import loading_ops
+from common.errors import UserError
+from tests.support.speed import limit
+from trainer.engine.build_locks import KernelLock, guard_ops, require_folder
 
-
-@pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    (tmp_path / "ops" / "py311" / "op").mkdir(parents=True)
-    return tmp_path / "ops" / "py311" / "op" / "lock"
-
-
-def test_a_lock_stays_while_others_are_loading_and_is_removed_when_nobody_is(lock: Path) -> None:
-    first, second = ExitStack(), ExitStack()
-    first.enter_context(loading_ops())
-    lock.touch()
-    second.enter_context(loading_ops())
-    first.close()
-    with loading_ops():
-        assert lock.exists(), "the second is not done yet"
-    second.close()
-    with loading_ops():
-        assert not lock.exists()
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensions")) / "deepspeed_shm_comm"
+LOAD = (ROOT / "launch.sh").read_text().partition("build_cpu_op()")[2].split("'")[1]  # as the setup does
 
 
-def test_what_a_process_leaves_that_is_killed_while_it_loads_holds_nobody_up(lock: Path) -> None:
-    if not (pid := os.fork()):
-        with loading_ops():
-            lock.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert lock.exists()
-    with loading_ops():
-        assert not lock.exists()
+def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_goes_on(tmp_path: Path) -> None:
+    (reads, writes), path = os.pipe(), str(tmp_path / "lock")
+    builder = os.fork()
+    if not builder:
+        KernelLock(path).try_acquire()
+        os.write(writes, b"has it")
+        time.sleep(60)
+    os.read(reads, 10)
+    waiting = [os.fork() for _ in range(2)]
+    if 0 in waiting:
+        lock = KernelLock(path)
+        assert lock.try_acquire()
+        lock.release()
+        os._exit(7)
+    time.sleep(0.1)
+    assert os.waitpid(waiting[0], os.WNOHANG) == (0, 0), "it waits"
+    os.kill(builder, signal.SIGKILL)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (*waiting, builder)] == [7, 7, -9]
 
 
-def test_a_folder_that_cannot_be_written_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not BUILT.is_dir(), reason="DeepSpeed's op for CPUs is not built here")
+def test_torchs_own_lock_that_somebody_left_holds_nobody_up(tmp_path: Path) -> None:
+    shutil.copytree(BUILT, tmp_path / BUILT.name)
+    (tmp_path / BUILT.name / "lock").touch()
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", LOAD], cwd=ROOT, env=environment) for _ in range(2)]
+    assert [one.wait(limit(60)) for one in both] == [0, 0]
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ops").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    with loading_ops():
-        pass
+    with pytest.raises(UserError, match=r"ops.* File exists.*; export TORCH_EXTENSIONS_DIR=/a/folder/of/yours"):
+        require_folder()
+
+
+@pytest.mark.parametrize("name", ["a b", "it's (ü) & #1 %2;x[3]*"])
+def test_the_linker_gets_a_folder_with_a_space_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (folder := tmp_path / name).mkdir()
+    libraries = ("c10", "torch_cpu", "torch", "torch_python")  # empty ones in torch's place
+    for library in libraries:
+        subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", folder / f"lib{library}.so"], check=True)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(folder))
+    monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
+    for _ in range(2):
+        guard_ops()
+    flags = cpp_extension._prepare_ldflags([], False, False, False)
+    subprocess.run(f"g++ -shared -o linked.so {' '.join(flags)}", shell=True, check=True, cwd=tmp_path)
+    assert all(f"-l{library}" in flags for library in libraries)

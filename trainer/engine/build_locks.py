@@ -1,35 +1,59 @@
-"""torch's locks of compiled ops: whoever is killed with one leaves it, and the next would wait for it without end.
+"""Compiled ops: whoever is killed while one is built or loaded leaves torch's lock, and all others would wait for ever.
 
-torch takes the lock of an op on every load, not only on a build, and waits for another's by looking whether the file is
-still there (torch/utils/file_baton.py). So all that load ops here hold a lock of the kernel's meanwhile, which ends
-with its process: where nobody holds it, no lock of torch's is anybody's.
+torch takes the lock of an op on every load, not only on a build, and waits for another's by looking whether its file
+is still there (torch/utils/file_baton.py). A lock of the kernel's ends with its process. Whoever gets it looks anew
+what is left to build, which is nothing as a rule. Left out: others' processes that build in the same folder.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+import shlex
+from contextlib import suppress
+from typing import Any
+
+from common.errors import UserError
 
 
-def build_folder() -> Path:
-    """Where torch puts the ops that DeepSpeed compiles."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+class KernelLock:
+    """Takes the place of torch's FileBaton."""
+
+    def __init__(self, path: str, *_: Any, **__: Any) -> None:
+        self._path = f"{path}.kernel"  # its own file: a `lock` that stays would hold up who takes torch's
+        self._file = -1
+
+    def try_acquire(self) -> bool:
+        """Waits for whoever has it."""
+        self._file = os.open(self._path, os.O_RDONLY | os.O_CREAT, 0o666)  # another user's can be read
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        os.close(self._file)
 
 
-@contextmanager
-def loading_ops() -> Iterator[None]:
-    """Around what loads compiled ops. What killed processes left is removed first, unless others are loading now."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks, or a folder of another user's
-            build_folder().mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(build_folder() / ".tandem", "a"))
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in build_folder().glob("**/lock"):
-                    left.unlink(missing_ok=True)
-            fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+def guard_ops() -> None:
+    """Before the first op is loaded."""
+    from torch.utils import cpp_extension
+
+    cpp_extension.FileBaton = KernelLock  # type: ignore[assignment, misc]
+    if os.path.isdir(cpp_extension.TORCH_LIB_PATH):  # not quoted yet: torch quotes all paths of a command but this one
+        cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+
+
+def require_folder() -> None:
+    """Raises UserError where no op can be built or loaded."""
+    from torch.utils import cpp_extension
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        trouble = "" if os.access(folder, os.W_OK) else "it cannot be written"
+    except OSError as error:
+        trouble = str(error)
+    if trouble:
+        raise UserError(
+            f"DeepSpeed's ops are compiled in {folder}: {trouble}; export TORCH_EXTENSIONS_DIR=/a/folder/of/yours"
+        )

@@ -4,8 +4,8 @@ tests/gloo/test_deepspeed_insides.py names what an upgrade took away. Everything
 engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters and deepspeed.utils.
 
     read        the buffer in /dev/shm that ranks on a CPU share; float32 masters without ZeRO
-    replaced    how an engine writes and reads its state; its script for recovery; its clipping without ZeRO; how its
-                ZeRO stage is pickled
+    replaced    what asks for that buffer, where it has no room; how an engine writes and reads its state; its script
+                for recovery; its clipping without ZeRO; how its ZeRO stage is pickled
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ def unlink_shared_buffer() -> None:
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
     buffer.unlink(missing_ok=True)
+
+
+def without_shared_buffers() -> None:
+    """Ranks on CPUs exchange by gloo alone. DeepSpeed asks for its op in this function."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
 
 
 def pickle_the_stage_by_value() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.ports import free_port
+from common.shared_memory import NO_BUFFERS
 from model import devices
 from model.checksum import all_finite
 from model.layout import packing_of
@@ -30,9 +31,14 @@ from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
-from trainer.engine.build_locks import loading_ops
+from trainer.engine.build_locks import guard_ops, require_folder
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
-from trainer.engine.deepspeed_insides import clip_with, pickle_the_stage_by_value, unlink_shared_buffer
+from trainer.engine.deepspeed_insides import (
+    clip_with,
+    pickle_the_stage_by_value,
+    unlink_shared_buffer,
+    without_shared_buffers,
+)
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
@@ -65,8 +71,10 @@ def init_distributed(config: Config) -> None:
         os.environ["MASTER_PORT"] = str(free_port())
     devices.use(int(os.environ["LOCAL_RANK"]))
     chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
-    with loading_ops():  # on CPUs
-        deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    guard_ops()
+    if not devices.count():
+        require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
+    deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not devices.count():
         unlink_shared_buffer()
 
@@ -114,14 +122,13 @@ class DeepSpeedModel:
         import deepspeed
 
         pickle_the_stage_by_value()
-        with loading_ops():  # of an optimizer
-            self.ds, self.optimizer, *_ = deepspeed.initialize(
-                model=self._forward,
-                model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
-                optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
-                lr_scheduler=scheduler(self.config, self._optimized),
-                config=self._ds_config,
-            )
+        self.ds, self.optimizer, *_ = deepspeed.initialize(
+            model=self._forward,
+            model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
+            optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
+            lr_scheduler=scheduler(self.config, self._optimized),
+            config=self._ds_config,
+        )
         leave_the_grid(self.model, self.optimizer, self.stage)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
