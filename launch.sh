@@ -90,8 +90,9 @@ drop_half_installed() { # RECORD is the last file that pip writes; without it pi
 }
 
 build_cpu_op() { # otherwise the first rank compiles it, while the sampler waits
-  find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true # of a setup that was killed
   .venv/bin/python -c '
+from trainer.engine.build_locks import guard_ops
+guard_ops()
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 ShareMemCommBuilder().load()'
 }
@@ -100,7 +101,8 @@ setup() {
   local backend python begun=$SECONDS
   backend=$(pick_backend)
   if is_installed "$backend"; then return; fi
-  mkdir -p .cache
+  mkdir -p .cache 2>/dev/null && [[ -w .cache ]] || die "$root is not installed, or not with a Python that this user" \
+    "may start, and cannot be written; its owner first: PYTHON=/usr/bin/python3.11 bash launch.sh setup"
   exec 9>.cache/setup.lock
   if ! flock -n 9; then # a second launch.sh waits until the first has installed everything
     printf 'tandem: waiting for another launch.sh, which installs into %s/.venv (log: %s)\n' "$root" "$log"
@@ -134,12 +136,31 @@ setup() {
 
 export TANDEM_CALLED_FROM=$called_from # what is named from there keeps its meaning
 export PATH="$root/.venv/bin:$PATH" # ninja, for compiled ops
-export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM-false}
+
+case $root in # PATH, ninja and the shell's lines in its files; everything else they take
+  *[:\"\\\$\`]* | *$'\n'*) die "this folder is $root, and compilers and PATH take no : \" \\ \$ \` in a path; rename it" ;;
+esac
+if [[ ! -w ${HOME:-~} ]]; then # as in a container whose user has no name: caches need a place
+  scratch=${TMPDIR:-/tmp}/tandem-$UID
+  mkdir -p -m 700 "$scratch" 2>/dev/null && [[ -O $scratch && -w $scratch && ! -L $scratch ]] ||
+    die "neither your home nor $scratch can be written; export HOME=/a/folder/of/yours"
+  [[ ! -d ${HOME:-}/.cache/huggingface ]] || export HF_HOME=${HF_HOME:-$HOME/.cache/huggingface}
+  [[ ${HOME:-/} != / ]] || export HOME=$scratch
+  export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$scratch/.cache}
+  export XDG_CONFIG_HOME=${XDG_CONFIG_HOME:-$scratch/.config} TRITON_HOME=${TRITON_HOME:-$scratch}
+fi
+export HOME=${HOME:-~} USER=${USER:-${LOGNAME:-uid$UID}} # torch asks for both
+ops=$root/.venv/torch_extensions
+if [[ -z ${TORCH_EXTENSIONS_DIR:-} && -d .venv ]] && ! { mkdir -p "$ops" && [[ -w $ops ]]; } 2>/dev/null; then
+  ops=${XDG_CACHE_HOME:-$HOME/.cache}/tandem/${root//\//_} # the installation is not ours to write
+  mkdir -p "$ops" && cp -rpn .venv/torch_extensions/. "$ops" 2>/dev/null || true
+fi
 
 case ${1:-} in
   -h | --help | help) sed -n '/^#!/d; /^set/q; s/^# \{0,1\}//p' launch.sh; exit ;;
 esac
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ops}
 if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi
 "$python" -m launcher --known "$@" || exit # before anything is installed
 if [[ ${1:-} != doctor ]]; then

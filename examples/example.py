@@ -91,8 +91,10 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
 
     Waits while another process builds it.
     """
+    wanted = stamp(example)
+    if _is_made(folder, wanted):  # perhaps by another user, in a place that is not ours to write
+        return False
     with durable.waiting_lock(folder.with_name(f"{folder.name}.lock"), f"waiting for another process: {folder}"):
-        wanted = stamp(example)
         if _is_made(folder, wanted):
             return False
         began = time.perf_counter()

@@ -292,10 +292,13 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def check_model_folder(path: str) -> None:
-    """Raises UserError if this is a folder of adapters, or has an index that names anything but its own files."""
+    """Raises UserError for a folder of adapters, an unreadable file, an index that names other than its files."""
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds LoRA adapters, not a model; merge them first, see docs/lora.md")
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.is_file() and not os.access(file, os.R_OK):
+            raise UserError(f"{file} is another user's and cannot be read; have them run: chmod a+r {file.parent}/*")
     for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else []:
         for name in _shard_names(index):
             if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):

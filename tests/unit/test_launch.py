@@ -1,12 +1,14 @@
 """launch.sh with a recorded Python in the place of pip and torch, and its table of commands."""
 
 import fcntl
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,8 @@ case $* in
     mkdir -p .venv/bin && cp "$0" .venv/bin/python && touch .venv/bin/pip && chmod +x .venv/bin/pip
     echo "VIRTUAL_ENV=$PWD/.venv" >.venv/bin/activate ;;
   *"$FAILS_ON"*) echo "no luck with: $*" >&2; exit 1 ;;
-  "-m launcher run") echo "usage stats: $VLLM_NO_USAGE_STATS, called from: $TANDEM_CALLED_FROM" ;;
+  "-m launcher run") echo "usage stats: $VLLM_NO_USAGE_STATS, called from: $TANDEM_CALLED_FROM"
+    echo "ops: $TORCH_EXTENSIONS_DIR, home: $HOME, caches: ${XDG_CACHE_HOME:-}, user: $USER" ;;
 esac
 """
 
@@ -51,13 +54,16 @@ class Copy:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def launch(self, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    def launch(
+        self, *arguments: str, cwd: Path | None = None, through: Sequence[str] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """through: a command that starts it."""
         self.calls_file.write_text("")
         base = {"PATH": str(self.bin), "CALLS": str(self.calls_file), "FAILS_ON": "nothing", "HOME": str(self.folder)}
         return subprocess.run(
-            ["bash", str(self.folder / "launch.sh"), *arguments],
+            [*through, "bash", str(self.folder / "launch.sh"), *arguments],
             cwd=cwd or self.folder,
-            env=base | environment,
+            env={name: value for name, value in (base | environment).items() if value},
             capture_output=True,
             text=True,
         )
@@ -197,7 +203,7 @@ def test_what_the_user_set_is_kept_and_the_callers_folder_is_told(copy: Copy, tm
     assert copy.launch("doctor").returncode == 0
     assert copy.calls() == ["-m launcher doctor"], "it needs no installation"
     copy.launch("setup")
-    assert copy.launch("run", cwd=tmp_path).stdout == f"usage stats: 1, called from: {tmp_path}\n"
+    assert copy.launch("run", cwd=tmp_path).stdout.startswith(f"usage stats: 1, called from: {tmp_path}\n")
     assert "usage stats: 0" in copy.launch("run", VLLM_NO_USAGE_STATS="0").stdout
 
 
@@ -255,3 +261,73 @@ def test_each_command_starts_its_program_with_the_callers_paths(caller: Path, ty
     name, words = command(typed.split(), caller)
     assert " ".join(program(name, words, caller)) == started.replace("HERE", str(caller))
     assert program("plan", ["configs/quickstart.yaml", ""], Path())[2:] == ["configs/quickstart.yaml", ""], "our folder"
+
+
+@pytest.mark.parametrize("name", ["a:b", "a$b", 'say "a"', "a\\b", "a\nb"])
+def test_a_folder_whose_name_compilers_cannot_take_is_refused_before_anything_is_done(copy: Copy, name: str) -> None:
+    copy.folder = copy.folder.rename(copy.folder.with_name(name))
+    done = copy.launch("setup")
+    assert done.returncode == 2 and "rename it" in done.stderr and copy.calls() == []
+
+
+@pytest.mark.parametrize("name", ["a b", "it's (ü) & #1 %2;x[3]*"])
+def test_a_folder_with_a_space_and_other_characters_is_a_folder(copy: Copy, name: str) -> None:
+    copy.folder = copy.folder.rename(copy.folder.with_name(name))
+    assert copy.launch("setup").returncode == 0 and copy.calls() == INSTALL
+    assert copy.launch("setup").returncode == 0 and copy.calls() == ["-m launcher setup"]
+    assert f"ops: {copy.folder}/.venv/torch_extensions," in copy.launch("run").stdout
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for mounts and other users")
+ANOTHER = ("/usr/bin/setpriv", "--reuid=12345", "--regid=12345", "--clear-groups")  # a user without a name
+
+
+@pytest.fixture
+def shared() -> Iterator[Copy]:
+    """Installed by root where others may look, with a compiled op."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        copy = Copy(Path(folder))
+        copy.calls_file.touch()
+        copy.calls_file.chmod(0o666)
+        assert copy.launch("setup").returncode == 0
+        (copy.folder / ".venv/torch_extensions/op").mkdir(parents=True)
+        (copy.folder / ".venv/torch_extensions/op/op.so").touch()
+        yield copy
+
+
+@needs_root
+@pytest.mark.parametrize("home", ["", "/", "/root"])
+def test_a_user_without_a_name_or_a_home_gets_places_of_its_own(shared: Copy, tmp_path: Path, home: str) -> None:
+    scratch = Path(f"/tmp/tandem-test-{os.getpid()}")
+    scratch.mkdir(exist_ok=True)
+    scratch.chmod(0o777)
+    try:
+        done = shared.launch("run", through=ANOTHER, HOME=home, TMPDIR=str(scratch))
+        mine, ops = scratch / "tandem-12345", f"/.cache/tandem/{str(shared.folder).replace('/', '_')}"
+        said = f"ops: {mine}{ops}, home: {'/root' if home == '/root' else mine}, caches: {mine}/.cache, user: uid12345"
+        assert done.returncode == 0 and said in done.stdout, done
+        assert (Path(f"{mine}{ops}") / "op/op.so").is_file() and mine.stat().st_mode & 0o777 == 0o700
+        mine.chmod(0o777)
+        shutil.rmtree(mine)
+        mine.mkdir()  # somebody else's
+        done = shared.launch("run", through=ANOTHER, HOME=home, TMPDIR=str(scratch))
+        assert done.returncode == 2 and "export HOME=/a/folder/of/yours" in done.stderr
+    finally:
+        shutil.rmtree(scratch)
+
+
+@needs_root
+def test_an_installation_that_cannot_be_written_has_its_ops_in_the_users_cache(shared: Copy, tmp_path: Path) -> None:
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    through = ("/usr/bin/unshare", "-m", "/bin/bash", "-c", mount, str(shared.folder))
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    done = shared.launch("run", through=through, HOME=str(tmp_path), PATH=f"{shared.bin}:{path}")
+    if "mount" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr}")
+    name = str(shared.folder).replace("/", "_")
+    assert done.returncode == 0 and f"ops: {tmp_path}/.cache/tandem/{name}, home: {tmp_path}" in done.stdout
+    assert (tmp_path / ".cache/tandem" / name / "op/op.so").is_file()
+    (shared.folder / ".venv/.tandem-stamp").unlink()
+    done = shared.launch("run", through=through, HOME=str(tmp_path), PATH=f"{shared.bin}:{path}")
+    assert done.returncode == 2 and "cannot be written; its owner first: PYTHON=" in done.stderr
