@@ -30,6 +30,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 OURS = frozenset(
     ("common", "environments", "examples", "launcher", "model", "report", "rewards", "sampler", "tools", "trainer")
 )
+_EVERYBODYS = frozenset(("", "tandem", *sys.builtin_module_names))
 _not_theirs = [str(_ROOT), *sysconfig.get_paths().values()]
 _folders: list[str] = []  # that users' files were found in
 _import, _import_module = builtins.__import__, importlib.import_module
@@ -89,7 +90,7 @@ def _import_module_for(name: str, package: str | None = None) -> ModuleType:
 def _package_for(name: str, importer: Mapping[str, Any] | None) -> str:
     """The package in which whoever has these globals finds a module; "" for the one that everybody finds."""
     file, top = (importer or {}).get("__file__"), name.partition(".")[0]
-    if not isinstance(file, str) or top in ("", "tandem", *sys.builtin_module_names):
+    if not isinstance(file, str) or top in _EVERYBODYS:
         return ""
     folder = _folder_of(file, len(_folders))
     if folder == str(_ROOT) or (folder not in _folders and top not in OURS):

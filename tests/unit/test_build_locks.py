@@ -70,6 +70,6 @@ def test_the_linker_gets_a_folder_with_a_space_in_one_piece(
     monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
     for _ in range(2):
         guard_ops()
-    flags = cpp_extension._prepare_ldflags([], False, False, False)
+    flags = cpp_extension._prepare_ldflags([], *[False] * 4)
     subprocess.run(f"g++ -shared -o linked.so {' '.join(flags)}", shell=True, check=True, cwd=tmp_path)
     assert all(f"-l{library}" in flags for library in libraries)
