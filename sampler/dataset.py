@@ -112,7 +112,8 @@ def _load(
                 images = sources(look_up(row, image_key), folder) if image_key is not None else ()
             except ValueError as error:
                 bad[len(problems)] = f"data.image_key {image_key!r}: {error}"
-            problems.append(Problem(len(problems), {name: row.get(name) for name in columns}, images))
+            row = row if row.keys() == columns.keys() else {name: row.get(name) for name in columns}
+            problems.append(Problem(len(problems), row, images))
     return problems, bad
 
 

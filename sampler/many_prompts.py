@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from common.config import Config
 from common.errors import UserError
 from common.exits import say
 from common.types import Problem, Prompt
-from common.watchdog import report_progress
 from sampler.bad_rows import usable
 from sampler.messages import leaves_gold_off
 from sampler.pictures import encode_problem, image_size
+from sampler.progress import counted
 from sampler.prompts import about_first_token, make_prompt, rendered
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from model.images import Vision
 
-_SAYS_EVERY_S = 10.0
 _AT_ONCE = 1000  # prompts that are tokenised together
 
 
@@ -81,16 +79,12 @@ def make_prompts(
     vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Rows that
     make no prompt are named, and a few are left out. Raises UserError when none is left.
     """
-    sizes, bad, said = list[tuple[int, int]](), dict[int, str](), time.monotonic()
-    for start in range(0, len(problems), _AT_ONCE):
+    sizes, bad = list[tuple[int, int]](), dict[int, str]()
+    for start in counted(range(0, len(problems), _AT_ONCE), "making prompts", len(problems), _AT_ONCE):
         part = problems[start : start + _AT_ONCE]
         sizes += _sizes(part, tokenizer, config, vision, tools, bad)
         if len(bad) == start + len(part):  # the chat template, say
             raise UserError(f"row {min(bad)}: {bad[min(bad)]}")
-        report_progress("making prompts")
-        if time.monotonic() - said > _SAYS_EVERY_S:
-            said = time.monotonic()
-            say(f"prompts: {start + len(part):,} of {len(problems):,} are made")
     lengths, largest = np.array(sizes, np.int64).reshape(-1, 2).T
     problems = usable("prompts", problems, bad, config.data)
     limit = config.data.max_prompt_length

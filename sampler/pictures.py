@@ -14,11 +14,10 @@ import io
 import os
 import re
 import struct
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from common.config import Data
@@ -26,8 +25,8 @@ from common.errors import UserError
 from common.exits import say
 from common.outcomes import shorten
 from common.types import EncodedImage, ImageFile, Problem
-from common.watchdog import report_progress
 from model.images import MAX_ASPECT, ImageFormat, encode_image
+from sampler.progress import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,8 +41,6 @@ _ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z
 _URL_SAFE = str.maketrans("-_", "+/")
 _LONGEST_PATH = 4096  # of Linux
 _ORIENTATION = 0x0112  # in EXIF
-_SAY_EVERY_S = 10.0
-T = TypeVar("T")
 
 
 def sources(value: Any, folder: Path) -> tuple[ImageFile, ...]:
@@ -128,8 +125,9 @@ def open_picture(source: ImageFile) -> Image:
 def unreadable(option: str, problems: Sequence[Problem]) -> dict[int, str]:
     """By index of the row, what is wrong with the first of its images that cannot be decoded. Takes its time."""
     shown = [problem for problem in problems if problem.images]
-    found = zip(shown, _on_all_cores(_trouble, shown, f"{option}: images of", "are tried"), strict=True)
-    return {problem.index: trouble for problem, trouble in found if trouble}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # PIL decodes without Python's lock
+        found = counted(threads.map(_trouble, shown), f"{option}: trying images", len(shown))
+        return {problem.index: trouble for problem, trouble in zip(shown, found, strict=True) if trouble}
 
 
 def _trouble(problem: Problem) -> str:
@@ -186,15 +184,3 @@ def image_size(source: ImageFile) -> tuple[int, int]:
     except (SyntaxError, struct.error, TypeError, KeyError):
         is_turned = False
     return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
-
-
-def _on_all_cores(work: Callable[[Problem], T], problems: Sequence[Problem], what: str, done: str) -> Iterator[T]:
-    """Of each, in order: PIL decodes, resizes and compresses without Python's lock. Says how far it is."""
-    said = time.monotonic()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for count, result in enumerate(threads.map(work, problems)):
-            report_progress("reading images")
-            if time.monotonic() - said > _SAY_EVERY_S:
-                said = time.monotonic()
-                say(f"{what} {count:,} of {len(problems):,} rows {done}")
-            yield result

@@ -9,6 +9,7 @@ are needed. Left out: streaming (group g must be addressable).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.hub import not_to_be_had
+from sampler.progress import counted
 from sampler.tables import rows_of_table
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_JSON = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
 _SUBSETS_THERE = re.compile(
     r"(?:pick one among the available configs|Available|Available configs in the cache): (\[[^\]]*\])"
@@ -117,37 +120,37 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
 
     [["a", "b"]] → [{"conversation": ["a", "b"]}]. Raises UserError with the line that is no JSON or no row.
     """
+    rows, names = list[dict[str, Any]](), dict[str, str]()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        for number, row in enumerate(counted(_values(path), "reading rows"), 1):
+            if not isinstance(row, dict | list):
+                raise UserError(f"data: {path}: row {number} is {row!r:.80}, not an object; write one per line")
+            row = row if isinstance(row, dict) else {"conversation": row}
+            rows.append({names.setdefault(name, name): value for name, value in row.items()})  # one text for each name
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data: {path} cannot be read: {error}") from None
-    try:
-        found = _loads(text) if text.lstrip().startswith("[") else None
-    except ValueError:
-        found = None  # one list per line
-    rows = []
-    for number, row in enumerate(_lines(path, text) if found is None else found, 1):
-        if not isinstance(row, dict | list):
-            raise UserError(f"data: {path}: row {number} is {row!r:.80}, not an object; write one per line")
-        rows.append(row if isinstance(row, dict) else {"conversation": row})
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in columns} for row in rows]
+    columns = list(names)
+    return [row if list(row) == columns else {name: row.get(name) for name in columns} for row in rows]
 
 
-def _loads(text: str) -> Any:
-    """JSON, with None for NaN."""
-    return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
-
-
-def _lines(path: Path, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would break at U+2028, which JSON may hold
-        if line.strip():
-            try:
-                yield _loads(line)
-            except ValueError as error:
-                raise UserError(
-                    f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
-                ) from None
+def _values(path: Path) -> Iterator[Any]:
+    """Of a file with one value per line, which is never held whole, or with one list of them."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:  # JSON may hold other ends of lines, such as U+2028
+        first = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if first.lstrip().startswith("["):
+            with contextlib.suppress(ValueError):  # else one list per line
+                yield from _JSON.decode(file.read())
+                return
+            file.seek(0)
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield _JSON.decode(line)
+                except ValueError as error:
+                    raise UserError(
+                        f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
+                    ) from None
 
 
 def _explained(error: Exception, name: str, subset: str, is_local: bool) -> UserError:

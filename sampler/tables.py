@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from common.watchdog import report_progress
+from sampler.progress import counted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,8 +24,7 @@ def rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
     arrow = table.with_format("arrow")
     with_files = [field.name for field in arrow.data.schema if _holds_bytes(field.type)]
     plain = table.remove_columns(with_files)
-    for start in range(0, len(table), _READ_AT_ONCE):
-        report_progress("reading rows")
+    for start in counted(range(0, len(table), _READ_AT_ONCE), "reading rows", len(table), _READ_AT_ONCE):
         rows = plain[start : start + _READ_AT_ONCE] if plain.column_names else {}
         files = arrow[start : start + _READ_AT_ONCE] if with_files else {}
         columns = {name: files[name] if name in with_files else rows[name] for name in table.column_names}

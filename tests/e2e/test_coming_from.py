@@ -150,7 +150,7 @@ def test_a_parquet_file_with_images_for_easyr1_with_its_format_prompt_and_functi
         "sampler": {"num_generations": 4, "max_completion_length": 16, "temperature": 1.0},
         "algorithm": {"adv_estimator": "grpo", "beta": 0.01, "kl_estimator": "k3", "epsilon": 0.2, "epsilon_high": 0.3},
         "trainer": {"learning_rate": 1e-6, "max_steps": 2, "prompts_per_step": 2, "groups_per_micro_batch": 1,
-                    "max_grad_norm": 1.0, "save_limit": 1},
+                    "max_grad_norm": 1.0, "save_limit": 3},
         "eval": {"steps": 2, "before": True, "temperature": 0.5},
         "run": {"output_dir": f"{tmp_path}/run"},
     })  # fmt: skip
