@@ -10,18 +10,18 @@ import functools
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rewards import text_of
 from rewards.algebra import mentions, within
-from rewards.gold import MAX_CHARS, TIME, golds, has_unit, is_expression, kind_of, same
+from rewards.gold import MAX_CHARS, golds, has_unit, is_expression, kind_of, same
 from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
+from rewards.times import TIME
 
 _SECONDS = 1.0  # of work for one completion
 _SECONDS_OF_GROUP = 3.0  # for those of one call, of which each has its share; behind it stands rewards.timeout_s
-_LEAST_SECONDS = 0.1
+_LEAST_SECONDS = 0.05
 _READ = 2000  # characters at the end of a completion that math-verify reads
 # A number, here "#", that is not all that stands there: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
 _PART = re.compile(
@@ -56,22 +56,9 @@ def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | 
     for number, (completion, answer) in enumerate(zip(completions, answers, strict=True)):
         share = (until - time.process_time()) / (len(completions) - number)
         wanted = tuple(gold for gold in golds(answer) if kind_of(gold).name)
-        asked = _Question(judge or _is_right, text_of(completion), wanted, min(_SECONDS, max(_LEAST_SECONDS, share)))
-        found.append(_verdict(asked) if wanted else None)
+        question = functools.partial(judge or _is_right, text_of(completion), wanted)
+        found.append(within(min(_SECONDS, max(_LEAST_SECONDS, share)), question, False) if wanted else None)
     return found
-
-
-@dataclass(frozen=True)
-class _Question:
-    judge: Judge
-    text: str
-    wanted: tuple[str, ...]
-    seconds: float = field(compare=False)
-
-
-@functools.lru_cache(256)  # several rewards of one job ask the same
-def _verdict(asked: _Question) -> bool:
-    return within(asked.seconds, lambda: asked.judge(asked.text, asked.wanted), False)
 
 
 def judged(

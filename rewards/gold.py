@@ -11,15 +11,15 @@ import functools
 import math
 import re
 import unicodedata
-from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from rewards.algebra import IN_LATEX, expression, load, rational, same_mathematics, within
+from rewards.algebra import IN_LATEX, expression, rational, same_mathematics, within
 from rewards.numbers import last_number, plain_number
 from rewards.reading import last_boxed
-from rewards.units import ONE, is_percent, unit_of
+from rewards.times import TIME, same_time
+from rewards.units import is_scale, same_amount, unit_of
 
 MAX_CHARS = 400  # a longer answer equals only itself
 
@@ -43,26 +43,14 @@ _OPERATION = re.compile(  # of two operands
     r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
     r"\b\w (?:or|and) \w\b"
 )
-_TEN_TO = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_POWERS = "|".join(_TEN_TO)
 _SUFFIX = re.compile(
-    rf"(.*?(?:[\d}})]|\\pi)(?: (?:{_POWERS}))?)( ?)"
+    r"(.*?(?:[\d})]|\\pi))( ?)"
     r"(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)"
 )
-_NO_UNIT = re.compile(rf"(?:{_NAMES}|{_POWERS}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
+_NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
-_DIGITS_OF_DATE = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{4}")
-_HALF = re.compile(r"[ap]\.?m\b", re.IGNORECASE)
 _SENTENCE = re.compile(r"[A-Z][a-z]* [a-z]+ .*[A-Za-z%\d][.!]")
 _SECONDS = 2.0
-TIME = re.compile(
-    r"(?<![\w:/.])(?:\d{1,2}(?::[0-5]\d){1,2}(?: ?[ap]\.?m\.?)?|\d{1,2} ?[ap]\.?m\.?|\d{4}-\d\d?-\d\d?|"
-    rf"\d{{1,2}}[/.]\d{{1,2}}[/.]\d{{4}}|{_MONTH} {_DAY}(?:,? \d{{4}})?|"
-    rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? \d{{4}})?|{_MONTH},? \d{{4}})(?![\w:/])",
-    re.IGNORECASE,
-)
 
 
 def gold_kind(gold: Any) -> GoldKind:
@@ -140,12 +128,10 @@ def same(prediction: str, gold: str) -> bool:
         case "letter":
             return _letter(given) == _letter(wanted)
         case "time":
-            return _same_time(given, wanted)
+            return same_time(given, wanted)
         case "text":
             return folded(given) == folded(wanted)
         case "mathematics":
-            if (ratio := _ratio(wanted)) is not None:
-                return _ratio(given) == ratio
             if {_bracket(given), _bracket(wanted)} == {"(", "{"}:
                 return False
             (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
@@ -163,13 +149,13 @@ def kind_of(text: str) -> GoldKind:
     if TIME.fullmatch(plain):
         return GoldKind("time")
     number, _ = split_unit(plain)
-    if _plain_value(number) is not None:
+    if plain_number(number) is not None:
         return GoldKind("number")
     if _LETTER.fullmatch(plain) and len(plain) < len("(B)."):
         return GoldKind("letter")
-    if _has_words(number) or not _OPERATION.search(plain):
+    if _has_words(number) or not _OPERATION.search(plain) or plain.count(":") > 1:
         return GoldKind("text")
-    if "=" not in number and _ratio(number) is None and rational(number) is not None:
+    if "=" not in number and rational(number) is not None:
         return GoldKind("number")
     return GoldKind("mathematics") if expression(number) is not None else GoldKind(None, "math-verify cannot read it")
 
@@ -201,14 +187,15 @@ def plainly(text: str) -> str:
 def split_unit(text: str) -> tuple[str, str]:
     """split_unit("5 cm") == ("5", "cm")   split_unit("-$5") == ("-5", "$")   split_unit("2x") == ("2x", "")"""
     if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
-        return f"{money[1]}{money[3]}{money[4]}", money[2]
+        number, unit = split_unit(money[4])
+        return f"{money[1]}{money[3]}{number}", f"{unit} {money[2]}".strip()
     match = _SUFFIX.fullmatch(text.removesuffix("."))
     if match is None or plain_number(text) is not None:
         return text, ""
     number, space, unit = match.groups()
     is_word = bool(space) and not _NO_UNIT.match(unit)  # of anything: 72 clips
     is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
-    has_variables = _plain_value(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
+    has_variables = plain_number(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
     if (is_word or is_known) and not has_variables:
         return number, unit
     return text, ""
@@ -220,35 +207,16 @@ def _same_quantity(given: str, wanted: str) -> bool:
     value, gold = _value(number), _value(gold_number)
     if value is None or gold is None:
         return False
-    if not gold_unit and not is_percent(unit):
+    if not gold_unit and not is_scale(unit):
         return value == gold
-    size, gold_size = unit_of(unit), unit_of(gold_unit)
-    if value == gold and (size is None or gold_size is None):
-        return True
-    (base, size_of_one), (gold_base, size_of_gold) = size or ONE, gold_size or ONE
-    return base == gold_base and value * size_of_one == gold * size_of_gold
-
-
-def _plain_value(text: str) -> Fraction | None:
-    """_plain_value("1.5 million") == 1500000"""
-    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\Z", "", text)
-    number, _, word = text.rpartition(" ")
-    power = _TEN_TO.get(word.lower())
-    value = plain_number(text if power is None else number)
-    return value if value is None or power is None else value * 10**power
+    return same_amount(value, unit, gold, gold_unit)
 
 
 def _value(number: str) -> Fraction | None:
-    value = _plain_value(number)
+    value = plain_number(number)
     if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
         return rational(number)
     return value
-
-
-def _ratio(text: str) -> list[Fraction] | None:
-    """_ratio("6:8:10") == [1, 4/3, 5/3]"""
-    parts = [part for part in map(plain_number, text.split(":")) if part]
-    return [part / parts[0] for part in parts] if len(parts) == text.count(":") + 1 > 2 else None
 
 
 # ---- letters, times, texts ----
@@ -257,28 +225,6 @@ def _ratio(text: str) -> list[Fraction] | None:
 def _letter(text: str) -> str | None:
     match = _LETTER.fullmatch(text.strip("*_ "))
     return match[1].upper() if match else None
-
-
-def _same_time(given: str, wanted: str) -> bool:
-    """What the gold one leaves open may be said, its year or half of the day: 3:45 is 3:45 PM. Not vice versa."""
-    time, gold = _time(given), _time(wanted)
-    if time is None or gold is None:
-        return False
-    if _DIGITS_OF_DATE.fullmatch(wanted):
-        first, second, year = map(int, re.findall(r"\d+", wanted))
-        if max(first, second) < 13:  # who knows which is the month
-            return re.findall(r"[1-9]\d*", given) == [str(first), str(second), str(year)]
-    if _HALF.search(given) and not _HALF.search(wanted):
-        return (time.hour - gold.hour) % 12 == 0 and time.minute == gold.minute
-    return (time if re.search(r"\d{4}|:", wanted) else time.replace(year=1)) == gold
-
-
-def _time(text: str) -> datetime | None:
-    """Of a date its midnight, of a time that of the year 1."""
-    try:
-        return load("dateutil.parser").parse(text, default=datetime(1, 1, 1)) if TIME.fullmatch(text) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def folded(text: str) -> str:

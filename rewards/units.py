@@ -17,15 +17,35 @@ _MONEY = {
     **{"euro": "euro", "euros": "euro", "£": "sterling", "¥": "yen", "yen": "yen", "₹": "rupee", "rupees": "rupee"},
     **{"°c": "celsius", "°f": "fahrenheit"},
 }
-_HUNDREDTHS = {"%": "", "percent": "", "pct": "", "percentage": "", "¢": "dollar", "cent": "dollar", "cents": "dollar"}
+_SCALES: dict[str, Unit] = {
+    **dict.fromkeys(("%", "percent", "pct", "percentage"), ("", Fraction(1, 100))),
+    **dict.fromkeys(("¢", "cent", "cents"), ("dollar", Fraction(1, 100))),
+    **{word: ("", Fraction(10**n)) for word, n in {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}.items()},
+    **dict.fromkeys(("st", "nd", "rd", "th"), ("", Fraction(1))),
+}
 _NAMES = {"hr": "hour", "hrs": "hour", "min": "minute", "mins": "minute", "sec": "second", "secs": "second"}
 _NAMES |= {"lb": "pound", "lbs": "pound", "°": "degree", "metre": "meter", "metres": "meter", "litre": "liter"}
 _NAMES |= {"litres": "liter"}
 _FACTOR = re.compile(r"(/?) ?([A-Za-z]+|°[CF]?|[%$€£¥₹¢])(?:\^?\{?(-?\d)\}?)? ?")
 
 
-def is_percent(text: str) -> bool:
-    return _HUNDREDTHS.get(text.split(" ")[0].lower()) == ""
+def is_scale(text: str) -> bool:
+    """Percent or million: also of a number of nothing."""
+    return text.split(" ")[0].lower() in _SCALES
+
+
+def same_amount(value: Fraction, unit: str, gold: Fraction, gold_unit: str) -> bool:
+    """A unit may be left out: 50 for 50 %, 5 for 5 cm. Not so a million; but 2000000 is 2 million, and $2 million."""
+    size, gold_size = unit_of(unit), unit_of(gold_unit)
+    (base, one), (gold_base, gold_one) = size or ONE, gold_size or ONE
+    has_power = _is_power(unit) or _is_power(gold_unit)
+    if (base == gold_base or (has_power and "" in (base, gold_base))) and value * one == gold * gold_one:
+        return True
+    return value == gold and (size is None or gold_size is None) and not has_power
+
+
+def _is_power(unit: str) -> bool:
+    return _SCALES.get(unit.split(" ")[0].lower(), ONE)[1] >= 100
 
 
 @functools.lru_cache(1024)
@@ -41,10 +61,11 @@ def unit_of(text: str) -> Unit | None:
     text = text.replace("²", "^2").replace("³", "^3").replace(" per ", "/").replace("mph", "mile/hour")
     text = re.sub(r"degrees? ?(?=[CF]\b)", "°", text)
     text = re.sub(r"\b(?:square|sq\.?) ([a-z]+)", r"\1^2", re.sub(r"\b(?:cubic|cu\.?) ([a-z]+)", r"\1^3", text))
-    if (hundredth := _HUNDREDTHS.get(text.split(" ")[0].lower())) is not None:
-        return hundredth, Fraction(1, 100)
-
-    if (money := _MONEY.get(text.split(" ")[0].lower())) is not None:
+    first, _, rest = text.partition(" ")
+    if (scale := _SCALES.get(first.lower())) is not None:
+        base, size = unit_of(rest) or ONE
+        return scale[0] or base, scale[1] * size
+    if (money := _MONEY.get(first.lower())) is not None:
         return money, Fraction(1)
     sympy, units = load("sympy"), load("sympy.physics.units")
     product: Any = sympy.Integer(1)
@@ -55,6 +76,8 @@ def unit_of(text: str) -> Unit | None:
         product *= quantity ** (int(power or 1) * (-1 if over else 1))
     if product == 1:
         return None
-    base = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin]
-    number, rest = units.convert_to(product, base).as_coeff_Mul()
-    return (str(rest), Fraction(int(number.p), int(number.q))) if number.is_Rational else (str(product), Fraction(1))
+    of_si = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin]
+    number, dimension = units.convert_to(product, of_si).as_coeff_Mul()
+    return (
+        (str(dimension), Fraction(int(number.p), int(number.q))) if number.is_Rational else (str(product), Fraction(1))
+    )

@@ -38,6 +38,8 @@ $18.00 | 18 ; \$18 ; $18 ; 18 dollars ; USD 18 ; 1800 cents | $81 ; €18 ; 18 e
 30^\circ | 30° ; 30 degrees ; 30 ; 30^{\circ} ; 30\text{ degrees} | 60° ; 3° ; 30\pi
 20 °C | 20 ; 20 degrees C ; 20^\circ\text{C} ; 20°C | 20 °F ; -20 °C ; 200
 1.5 million | 1500000 ; 1,500,000 ; 1.5 \times 10^6 ; 1.5 Million | 1.5 billion ; 1.5 ; 15 million ; 150000
+5 thousand | 5000 ; 5,000 ; 5 \times 10^3 | 5 ; 50000 ; 5 million
+5 km | 5000 m ; 5 ; 5 kilometers | 5 miles ; 5000 ; 5 m
 $2 billion | 2,000,000,000 ; 2 billion dollars ; $2000 million | $2 million ; 2 ; €2 billion
 3 | 3rd ; 3 of them ; 6/2 ; \frac{9}{3} ; +3. | 3x ; 33 ; \frac{3}{2} ; 3^2 ; 3 + 1
 72 clips | 72 ; 72 clips in all | 73 clips ; 27
@@ -68,6 +70,7 @@ True | true ; \text{True} ; TRUE | False ; not true ; 1
 The Eiffel Tower | Eiffel Tower ; the eiffel tower ; \text{Eiffel Tower} | Eiffel ; Tower ; The Leaning Tower
 \text{Evelyn} | Evelyn ; evelyn ; \mathrm{Evelyn} | Eve ; Adam ; nylevE
 seventy-two | Seventy-two ; seventy two | seventy ; 72 apples ; seventy-three
+3:4:5 | $3:4:5$ ; \text{3:4:5} | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20
 H2O | \text{H2O} ; h2o | CO2 ; 2 ; H2
 Route 66 | route 66 ; \text{Route 66} | 66 ; Route 67 ; Route
 左 | \text{左} | 右 ; 左右""",
@@ -104,7 +107,6 @@ e^{x} | e^x ; \exp(x) | x ; e ; e^{2x} ; x^e
 \sqrt[3]{2} | 2^{1/3} ; 2^{\frac{1}{3}} | \sqrt{2} ; 2 ; 3 ; \sqrt[3]{3} ; 3\sqrt{2}
 \sin x | \sin(x) ; sin(x) ; \sin{x} | \cos x ; x ; \sin 2x ; \sin
 f(x)=2x | f(x) = 2x ; 2x ; f(x)=x+x | 2 ; x ; f(x)=3x ; g(x)=x
-3:4:5 | 6:8:10 ; 3 : 4 : 5 | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20
 \frac{x+1}{x-1} | (x+1)/(x-1) ; \frac{1+x}{x-1} | 1 ; \frac{x-1}{x+1} ; x+1 ; -1
 \emptyset | \varnothing ; \{\} ; ∅ | 0 ; \{0\} ; \{1\}
 \infty | ∞ ; +\infty ; infinity | -\infty ; 0 ; 8""",

@@ -30,8 +30,8 @@ KINDS = {
         60 km/h ; 72 clips ; 30^\circ ; 1{,}000 ; $5$ ; 265252859812191058636308480000000""",
     "letter": r"B ; (B) ; \text{(B)} ; \textbf{(C)} ; d ; A. ; \boxed{B}",
     "time": "3:45 ; 03:45 PM ; 7 p.m. ; 2020-12-25 ; December 25, 2020 ; 5 March ; 12/25/2020",
-    "text": r"Paris ; the number 7 ; no solution ; \text{Evelyn} ; New York ; unknown ; C++ ; Yes! ; 3 to 5 days",
-    "mathematics": r"""x+1 ; 2\sqrt{3} ; x^2+1 ; (1,2) ; [0,1) ; \{1,2\} ; 1, 2 ; 1 or 2 ; x=5 ; 2x ; pi/2 ; 3:4:5 ;
+    "text": r"Paris ; the number 7 ; no solution ; \text{Evelyn} ; New York ; C++ ; Yes! ; 3 to 5 days ; 3:4:5",
+    "mathematics": r"""x+1 ; 2\sqrt{3} ; x^2+1 ; (1,2) ; [0,1) ; \{1,2\} ; 1, 2 ; 1 or 2 ; x=5 ; 2x ; pi/2 ;
         (-\infty, 3] ; \pi ; 1 \le x < 2 ; \begin{pmatrix}1&2\\3&4\end{pmatrix} ; sin(x) ; n! ; |x| ; f(x)=2x""",
 }
 
