@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 GIB = 2**30
+MACHINE = "the machine's memory"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """The smallest of our control group, those above it, and the machine: (bytes, whose it is)."""
-    found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
+    found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), MACHINE)]
     for folder in control_groups("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):  # v2, v1
             with suppress(OSError, ValueError):  # "max"

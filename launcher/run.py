@@ -26,11 +26,13 @@ from common.shared_memory import has_room
 from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
+from launcher.fit import fit
 from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
-from launcher.machine import ROOT, gib, this_machine, usable_cores
+from launcher.machine import MACHINE, ROOT, gib, memory_limit, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
-from launcher.placement import placement, visible_gpus
+from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
+from launcher.workload import workload_of
 from model.counted_dims import read_dims
 from model.folder import looks_local, require_models
 from report.sinks import require_packages
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             if not hosts:
                 overrides = [*overrides, *_outside_memory(config)]
                 config = load(path, overrides)
+                _require_memory(config, place)
             if shares.is_undivided(config, place):
                 model = read_dims(config.model.path, config.model.revision)
                 machine = this_machine(len(visible_gpus(os.environ)))
@@ -75,6 +78,16 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         say(str(error))
         return USER_ERROR
+
+
+def _require_memory(config: Config, place: Placement) -> None:
+    """Raises UserError where a container has less than the estimates, before the kernel kills what it started."""
+    size, whose = memory_limit()
+    model = None if place.trainer_gpus or whose == MACHINE else read_dims(config.model.path, config.model.revision)
+    if model is not None:
+        work = workload_of(config, place.num_ranks, model, on_gpu=False)
+        if problems := fit(config, work, place, this_machine(0)).problems:
+            raise UserError(f"{whose} is {gib(size)}: {problems[0]}")
 
 
 def _outside_memory(config: Config) -> list[str]:

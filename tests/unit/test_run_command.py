@@ -13,9 +13,10 @@ from common.config import Config
 from common.durable import lock
 from common.errors import UserError
 from common.run_folder import checkpoints
+from launcher import machine
 from launcher import run as launcher_run
 from launcher.commands import Commands
-from launcher.machine import ROOT
+from launcher.machine import MACHINE, ROOT
 from launcher.output_dir import LOCK, make_room
 from launcher.placement import placement
 from launcher.run import main, parse, to_resume
@@ -145,3 +146,18 @@ def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeyp
         launcher_run.require_built(missing)
     (tmp_path / ".cache/quickstart/model").mkdir(parents=True)
     launcher_run.require_built(missing)
+
+
+def test_a_container_that_is_too_small_ends_the_start_before_anything_is_loaded(tmp_path, monkeypatch):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 512, **shape}))
+    given = config_of(model={"path": str(tmp_path)})
+    place = placement(given, (), [0, 1])
+    for gib, whose, fits in ((2, "the limit of the cgroup /job", False), (2, MACHINE, True), (16, "the limit", True)):
+        for module in (launcher_run, machine):
+            monkeypatch.setattr(module, "memory_limit", lambda *_, given=(gib << 30, whose): given)
+        if fits:
+            launcher_run._require_memory(given, place)
+        else:
+            with pytest.raises(UserError, match=r"the limit of the cgroup /job is 2.0 GiB: .*rank needs about"):
+                launcher_run._require_memory(given, place)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import UserError
+from common.exits import say
 
 
 class KernelLock:
@@ -27,7 +28,11 @@ class KernelLock:
         """Waits for whoever has it."""
         self._file = os.open(self._path, os.O_RDONLY | os.O_CREAT, 0o666)  # another user's can be read
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that compiles or loads DeepSpeed's op: {self._path}")
+                fcntl.flock(self._file, fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:
