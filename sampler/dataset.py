@@ -50,9 +50,10 @@ def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Proble
         if named := [problem for problem in problems if problem.index not in bad]:
             check_images(option, named, data)
         bad |= unreadable(option, named)
-    bad |= {
-        problem.index: f"{HALF} in the answer" for problem in problems if not all_whole(problem.columns.get("answer"))
-    }
+    for problem in problems:
+        for name in (data.prompt_key, "answer"):
+            if not all_whole(problem.columns.get(name)):
+                bad[problem.index] = f"{HALF} in {name!r}"
     problems = usable(option, problems, bad, data)
     if data.answer_key is None:
         return problems

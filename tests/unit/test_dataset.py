@@ -315,18 +315,18 @@ def test_another_column_as_the_answer_is_said_to_stand_in_the_place_of_the_one_o
         assert capsys.readouterr().err == ""
 
 
-def test_half_a_character_in_an_answer_is_named_by_row_and_left_out_and_elsewhere_it_stays(tmp_path, capsys):
+def test_half_a_character_in_a_question_or_answer_is_named_by_row_and_left_out_and_elsewhere_it_stays(tmp_path, capsys):
     rows = [{"question": "?", "answer": "4", "note": "4 \ud83d"}] * 9
     rows[3] = {"question": "?", "answer": "\ud83d", "note": ""}
     rows[5] = {"question": "?", "answer": {"golds": ["a", "\udc00b"]}, "note": ""}
+    rows[6] = {"question": [{"role": "user", "content": "\ud83d?"}], "answer": "4", "note": ""}
     path = write_jsonl(tmp_path / "x.jsonl", rows)
     found = load_data("data.train", path, Data(train=path))
-    assert [problem.index for problem in found] == [0, 1, 2, 4, 6, 7, 8]
+    assert [problem.index for problem in found] == [0, 1, 2, 4, 7, 8]
     assert found[0].columns["note"] == "4 \ud83d"
     said = capsys.readouterr().err
-    assert (
-        "2 of 9 rows cannot be used and are left out" in said and "row 3: half a character" in said and "row 5:" in said
-    )
+    for part in ("3 of 9 rows", "are left out", "row 3: half a character", "in 'answer'", "row 5:", "in 'question'"):
+        assert part in said
 
 
 def test_several_data_sets_are_one_after_the_other_with_the_columns_of_all(tmp_path):
