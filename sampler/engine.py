@@ -10,7 +10,6 @@ in, token ids come out.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from common.certain_errors import said_once
 from common.config import TIES, Config
 from common.errors import UserError
 from common.types import EncodedImage
@@ -28,7 +28,6 @@ from model.folder import load_config
 from model.images import vision_of
 from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
-from sampler.certain_errors import certain, would_repeat
 from sampler.completions import Completion, SamplingParams, completions_of
 from sampler.engine_arguments import ends, engine_arguments, has_right_prefix_cache, set_environment
 from sampler.in_flight import InFlight
@@ -71,18 +70,14 @@ class Engine:
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
-        try:
-            _mend_vllm(config, arguments)
-            if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
-                arguments = {"enable_prefix_caching": False} | arguments
-            self._llm = vllm.LLM(**arguments)
-        except ValidationError as error:
-            raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
-        except Exception as error:
-            if not would_repeat(error):
-                raise
-            traceback.print_exc()
-            raise certain(f"vLLM {vllm.__version__} does not start with {config.model.path}", error) from error
+        with said_once(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
+            try:
+                _mend_vllm(config, arguments)
+                if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
+                    arguments = {"enable_prefix_caching": False} | arguments
+                self._llm = vllm.LLM(**arguments)
+            except ValidationError as error:
+                raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
         if self._engine.vllm_config.parallel_config.world_size > 1:  # workers in processes of their own
             self._llm.collective_rpc("end_with_engine")

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from common import wire
+from common.certain_errors import would_repeat
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from model.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
+_MAX_REASON = 500  # characters
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 
 
@@ -186,8 +188,17 @@ class Sampler:
             if isinstance(key, GroupKey):
                 failpoint("sampler.leased")
             report_progress(self.phase)
-            self._working[key] = None
-            self.turns.start(key, self.task.prompt(key, self.config), sampling_params(key, self.config))
+            self._submit(key)
+
+    def _submit(self, key: Key) -> None:
+        self._working[key], prompt = None, self.task.prompt(key, self.config)
+        try:
+            self.turns.start(key, prompt, sampling_params(key, self.config))
+        except Exception as error:
+            if not would_repeat(error):
+                raise
+            self._working[key] = Sampled(prompt, ())
+            self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:_MAX_REASON])
 
     def generate(self) -> None:
         """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""

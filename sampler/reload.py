@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from common.certain_errors import certain, would_repeat
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.failpoints import failpoint
 from common.types import EncodedImage
 from common.weights import Manifest, Published, TensorInfo
 from model.folder import experts_in
-from sampler.certain_errors import certain, would_repeat
 from sampler.fetch import Fetched, Fetcher, fetch
 
 if TYPE_CHECKING:

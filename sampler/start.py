@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from common import durable, out_of_memory, wire
+from common.certain_errors import said_once
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.exits import RETRYABLE, USER_ERROR, say
@@ -93,8 +94,10 @@ def _run(config: Config, sampler_id: str) -> None:
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
         problems, held_out = judged("data.train", problems, config), judged("data.eval", held_out, config)
-        try_rewards(pool, problems, config)
-        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        for rows in filter(None, (problems, held_out)):
+            try_rewards(pool, rows, config)
+        with said_once(f"the tokenizer of {config.model.path} does not load"):
+            tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
         multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
         tools = multi_turn.pool.tools if multi_turn else None
@@ -133,16 +136,19 @@ def _sample(
     from sampler.engine import Engine
     from sampler.fetch import remove_stale_scratch
     from sampler.loop import Sampler
+    from sampler.rehearsal import rehearse
 
     remove_stale_scratch(config)
     remove_orphans()  # of an engine that was killed
     num_gpus = devices.count()
     reference = None
-    if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
-        reference = Reference(config, devices.first())
-        reference.check_vocabulary(vocabulary_size)
-    engine = Engine(config, num_gpus)
-    turns = multi_turn.episodes(engine, task.decode) if multi_turn else None
+    with said_once(f"the sampler does not start with {config.model.path}"):
+        if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
+            reference = Reference(config, devices.first())
+            reference.check_vocabulary(vocabulary_size)
+        engine = Engine(config, num_gpus)
+        rehearse(config, task, engine, reference)
+        turns = multi_turn.episodes(engine, task.decode) if multi_turn else None
     Sampler(config, task, engine, link, pool, reference, turns).run()
 
 

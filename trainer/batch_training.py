@@ -73,7 +73,7 @@ class BatchTraining:
         lent_cores: LentCores,
     ):
         self.config = config
-        self._models, self._exchange, self._source = models, exchange, source
+        self.models, self._exchange, self._source = models, exchange, source
         self._record_seconds, self._lent_cores = record_seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
 
@@ -117,7 +117,7 @@ class BatchTraining:
     def _step_sums(self, step: Step) -> StepSums:
         """Once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them."""
         policy = step_denominator(self.slots.at(step.places), len(step.places), self.config)
-        critic = self._models.critic
+        critic = self.models.critic
         return StepSums(policy, critic.num_tokens(self.slots.training(step.places)) if critic else 0)
 
     @property
@@ -148,8 +148,8 @@ class BatchTraining:
         if self._is_scored or self.slots.num_filled < self.slots.size:
             return
         self._is_scored = True
-        if self._models.critic:
-            self._score_values(self._models.critic)
+        if self.models.critic:
+            self._score_values(self.models.critic)
         elif needs_batch_statistics(algorithm):
             self.slots.replace(score_rewards(batch, self.config))
         if corrects_later_steps(algorithm):
@@ -168,11 +168,11 @@ class BatchTraining:
     def _score_proximal(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
         start, scored = time.monotonic(), dict[int, Tensor]()
-        algorithm, packing = self.config.algorithm, self._models.packing
+        algorithm, packing = self.config.algorithm, self.models.packing
         for round_ in self._plan(range(self.slots.size)):
             report_progress("scoring a batch of rollouts with the weights that sampled it")
             own = self._own(round_)
-            logprobs = self._models.policy.score(policy_row(own, algorithm, packing), self.config.sampler.temperature)
+            logprobs = self.models.policy.score(policy_row(own, algorithm, packing), self.config.sampler.temperature)
             if lengths := self._lengths(own):
                 ids = [experience.group.group_id for experience, _ in lengths]
                 scored |= zip(ids, logprobs.split([n for _, n in lengths]), strict=True)
@@ -190,7 +190,7 @@ class BatchTraining:
     # ---- plan ----
 
     def _works(self, places: Sequence[int]) -> dict[int, Work]:
-        algorithm, packing, dims = self.config.algorithm, self._models.packing, self._models.policy.dims
+        algorithm, packing, dims = self.config.algorithm, self.models.packing, self.models.policy.dims
         return {place: work_of(self.slots.training([place]), algorithm, packing, dims) for place in places}
 
     def _plan(self, places: Sequence[int]) -> list[Round]:
@@ -227,25 +227,25 @@ class BatchTraining:
             batch = None if self.critic_only else self._with_reference(self._packed(own, sums.policy))
             report_progress(f"training a micro-batch of step {self._progress.step + 1}")
             start = time.monotonic()
-            if self._models.critic:
-                self._models.critic.backward(own, sums.critic)
+            if self.models.critic:
+                self.models.critic.backward(own, sums.critic)
             if batch:
-                logprobs = self._models.policy.backward(batch, self._progress.policy_version)
+                logprobs = self.models.policy.backward(batch, self._progress.policy_version)
                 self._remember(batch, logprobs)
             self._record_seconds("timing/backward_s", time.monotonic() - start)
 
     def _packed(self, own: Sequence[Experience], denominator: Denominator) -> MicroBatch:
-        awaits_reference = self._models.reference is not None
-        return micro_batch(own, denominator, self.config.algorithm, self._models.packing, awaits_reference)
+        awaits_reference = self.models.reference is not None
+        return micro_batch(own, denominator, self.config.algorithm, self.models.packing, awaits_reference)
 
     def _with_reference(self, batch: MicroBatch) -> MicroBatch:
         """The same with the log-probs of a reference that this rank scores: once for all passes."""
-        if self._models.reference is None or batch.is_filler:
+        if self.models.reference is None or batch.is_filler:
             return batch
         start = time.monotonic()
         if batch.ref_logprobs is None:
             report_progress("scoring a micro-batch with the reference model")
-            batch = replace(batch, ref_logprobs=self._models.reference.score(batch.row))
+            batch = replace(batch, ref_logprobs=self.models.reference.score(batch.row))
             assert batch.ref_logprobs is not None
             for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
                 self.slots.replace([replace(self.slots.of_group(group_id), ref_logprobs=logprobs)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import address, durable, exits, out_of_memory
+from common.certain_errors import said_once
 from common.config import Config, world_size
 from common.errors import UserError
 from common.run_folder import sampler_log
@@ -51,6 +52,17 @@ def _taken(config: Config) -> Any:
 
 
 def _run(config: Config) -> None:
+    rank, what = int(os.environ.get("RANK", "0")), f"the trainer does not start with {config.model.path}"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory.with_memory_advice("trainer"))
+        with said_once(what) if rank == 0 else contextlib.nullcontext():  # another rank may fail because rank 0 did
+            trainer = _started(config, rank, stack)
+        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
+        exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
+        trainer.run()
+
+
+def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
@@ -58,9 +70,10 @@ def _run(config: Config) -> None:
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import connect
     from trainer.record.rank_zero import open_rank_zero
+    from trainer.rehearsal import rehearse
     from trainer.save import checkpoint, resume
 
-    rank, ranks = int(os.environ.get("RANK", "0")), world_size()
+    ranks = world_size()
     try_own_estimator(config)
     try_own_objective(config.algorithm)
     stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
@@ -71,29 +84,27 @@ def _run(config: Config) -> None:
             return resume.read_progress(Path(resumed), ranks, stage, resume.stream_settings(config))
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(out_of_memory.with_memory_advice("trainer"))
-        resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
-        if rank == 0:
-            resume_from = resume.find_checkpoint(config, lambda text: print(f"tandem: {text}", flush=True))
-            begun = progress_of(resume_from, run_id)
-            resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)
-            rank_zero = open_rank_zero(stack, config, begun.run_id, begun.batch, begun.cursor, resumed_at)
-        init_distributed(config)
-        exchange = connect(config)
-        resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
-        engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
-        tokens = min(len(tokenizer), vocabulary(config.model))
-        critic = _critic(config, exchange, tokens)
-        if resume_from:
-            checkpoint.restore(engine, Path(resume_from), critic)
-        reference = _reference(config, engine, exchange, tokens)
-        progress = progress_of(resume_from, run_id)
-        _agree_on_layout(exchange, engine.packing)
-        trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
-        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
-        exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
-        trainer.run()
+    resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
+    if rank == 0:
+        resume_from = resume.find_checkpoint(config, lambda text: print(f"tandem: {text}", flush=True))
+        begun = progress_of(resume_from, run_id)
+        resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)
+        rank_zero = open_rank_zero(stack, config, begun.run_id, begun.batch, begun.cursor, resumed_at)
+    init_distributed(config)
+    exchange = connect(config)
+    resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
+    engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
+    tokens = min(len(tokenizer), vocabulary(config.model))
+    critic = _critic(config, exchange, tokens)
+    if resume_from:
+        checkpoint.restore(engine, Path(resume_from), critic)
+    reference = _reference(config, engine, exchange, tokens)
+    progress = progress_of(resume_from, run_id)
+    _agree_on_layout(exchange, engine.packing)
+    trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
+    if progress.step == 0:
+        rehearse(trainer)
+    return trainer
 
 
 def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:

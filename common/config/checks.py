@@ -178,7 +178,12 @@ def _critic(config: Settings) -> Iterator[str]:
 
 
 def _evaluation(config: Settings) -> Iterator[str]:
-    metric = config.eval.metric_for_best_model
+    metric, n = config.eval.metric_for_best_model, config.eval.num_generations
+    if n > 1 and config.eval.temperature == 0 and config.data.eval is not None:
+        yield (
+            f"eval.num_generations {n} at eval.temperature 0 are {n} times the same completion; set "
+            "eval.temperature=0.6, or eval.num_generations=1"
+        )
     if metric is not None and config.data.eval is None:
         yield "eval.metric_for_best_model needs held-out problems; set data.eval=openai/gsm8k:main@test"
     known = [f"{name}/{kind}" for name in config.rewards.names for kind in ("accuracy", "mean")]

@@ -52,14 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if Path(target.model).is_dir() and not target.rank:
         overrides.append("model.revision=null")
     config = load(target.config, overrides)
-    n = config.eval.num_generations
     if config.data.eval is None:
         raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
-    if n > 1 and config.eval.temperature == 0:
-        raise UserError(
-            f"eval.num_generations={n} at eval.temperature=0 are {n} times the same completion; set "
-            "eval.temperature=0.6, or eval.num_generations=1"
-        )
     run(config, target)
 
 

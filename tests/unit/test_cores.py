@@ -122,7 +122,7 @@ def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(
     monkeypatch.setenv("TANDEM_CPU_TRICKS", tricks)
     monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
     run, threads = Run(config(4, max_staleness=max_staleness), samplers_rest=rest), list[int]()
-    policy: Any = run.training._models.policy
+    policy: Any = run.training.models.policy
     backward = policy.backward
 
     def noted(*given: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.episodes import Sampled, SingleTurns
 from sampler.loop import Sampler, Task
-from sampler.task import GroupKey
+from sampler.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
@@ -145,6 +145,27 @@ def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: 
     assert result.failures == (EvalFailure(1, "row 1: no reward within 10 s, killed"),)
     loop.credited(0, [], request)
     assert loop.sent == [result, result], "asked for again, so it was lost: the same answer, failures included"
+
+
+class Picky(OneStepEngine):
+    def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
+        if key in (GroupKey(1, 0, 0), EvalKey("v0", 0, 1, 0, 0)):
+            raise ValueError("The decoder prompt (length 99) is longer than the maximum model length of 64.")
+        super().submit(key, ids, params, images)
+
+
+def test_a_prompt_that_the_engine_refuses_costs_its_group_or_problem_by_row(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, Picky(), data={"shuffle": False})
+    loop.credited(0, [0, 1, 2], EvalRequest("v0", 0, (0, 1)))
+    loop.answer_all(SCORED * 2)
+    loop.turn()
+    loop.answer_all()
+    refused, *groups, result = loop.sent
+    assert isinstance(refused, Tombstone)
+    assert refused.reason.startswith("row 1: the engine refuses its prompt: ValueError: The decoder prompt (length 99)")
+    assert [g.group_id for g in groups] == [0, 2]
+    assert [f.problem_index for f in result.failures] == [1]
+    assert [s.problem_index for s in result.samples] == [0]
 
 
 def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:

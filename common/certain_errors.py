@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+from collections.abc import Iterator
+
 from common.durable import disk_trouble
 from common.errors import Retryable, UserError
 from common.out_of_memory import memory_advice
@@ -24,8 +28,20 @@ def would_repeat(error: Exception) -> bool:
     return isinstance(error, _CERTAIN)
 
 
-def certain(what: str, error: Exception | None = None) -> UserError:
+@contextlib.contextmanager
+def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
+    """Around what a start does: raises `certain` in the place of what the next start would repeat."""
+    try:
+        yield
+    except Exception as error:
+        if not would_repeat(error):
+            raise
+        traceback.print_exc()
+        raise certain(what, error, remedy) from error
+
+
+def certain(what: str, error: Exception | None = None, remedy: str = _ELSE) -> UserError:
     """what: happened, such as "vLLM does not start". error: in whose last line is why."""
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
     why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_WORDS] if error else ""
-    return UserError(f"{what}{why}. The next start would end the same. {_ELSE}")
+    return UserError(f"{what}{why}. The next start would end the same. {remedy}")

@@ -1,0 +1,141 @@
+"""What a run will do later, once and small, before its first step: what cannot work ends it now.
+
+    longest row   forward and backward of the longest prompt and completion, by policy, critic and reference; its weight
+                  is 0, so that it adds nothing to the first step
+    save          every file of a checkpoint and of final/, with one tensor in the place of all, in a folder beside them
+                  that is renamed, read back and removed
+    room          on the disk, for the model and one checkpoint
+
+Not here: the bytes of weights and optimizer, which cost as much as a save; an optimizer step, which moves the weights
+and comes seconds later; publishing, reload and proof, which version 0 goes through before any group. The sampler
+rehearses its own part (sampler/rehearsal.py). A resumed run has done all of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from common import durable
+from common.config import Config
+from common.errors import UserError
+from common.exits import say
+from common.run_folder import CHECKPOINTS, COMMIT
+from common.watchdog import report_progress
+from model import devices
+from model.packing import PackedRow, Packing, pack
+from model.tokenizer import load_tokenizer
+from report.model_card import write_model_card
+from trainer.data.tensors import MicroBatch, ValueBatch
+from trainer.loop import Trainer
+from trainer.save.checkpoint import CRITIC, save_model
+from trainer.save.disk import DiskTrouble, on_rank_0
+
+_OPTIMIZER = 12  # bytes of a parameter: AdamW's moments, and weights in float32
+_SAMPLE = "1 + 1 = 2, and <b>é</b>\n"
+
+
+def rehearse(trainer: Trainer) -> None:
+    """Every rank calls it. Raises UserError, on the rank that met the trouble."""
+    start = time.monotonic()
+    _train_longest(trainer)
+    _save(trainer)
+    if trainer.exchange.rank == 0:
+        say(f"rehearsal: the longest row and a save work ({time.monotonic() - start:.1f} s)")
+
+
+def longest_row(config: Config, packing: Packing) -> PackedRow:
+    """On a CPU one completion is enough: it is about time there, and about memory on a GPU."""
+    count = config.sampler.num_generations if devices.count() else 1
+    completion = [0] * config.sampler.max_completion_length
+    return pack([([0] * config.data.max_prompt_length, [completion] * count)], packing)
+
+
+def _train_longest(trainer: Trainer) -> None:
+    report_progress("rehearsing the longest row")
+    models = trainer.batch.models
+    row = longest_row(trainer.config, models.packing)
+    zeros = torch.zeros(sum(row.lengths))
+    if models.reference:
+        models.reference.score(row)
+    if trainer.critic:
+        trainer.critic.backward(ValueBatch(row, zeros, zeros, zeros))
+    found = trainer.engine.backward(MicroBatch(row, zeros, None, zeros, zeros, zeros.long()))
+    if not found.isfinite().all():
+        config = trainer.config
+        raise UserError(
+            f"{config.model.path} has no finite log-probs for {config.data.max_prompt_length} + "
+            f"{config.sampler.max_completion_length} tokens (data.max_prompt_length, sampler.max_completion_length): "
+            "smaller ones, or another model.dtype, may work"
+        )
+
+
+def _save(trainer: Trainer) -> None:
+    report_progress("rehearsing a save")
+    config, exchange, output_dir = trainer.config, trainer.exchange, trainer.config.run.output_dir
+    folder, lacks = output_dir / f"{durable.TEMPORARY}rehearsal", list[str]()
+    save = partial(save_model, exchange=exchange, tokenizer=trainer.tokenizer, tensors=slice(1))
+    try:
+        on_rank_0(exchange, partial(_prepare, config, folder))
+        lacks += save(trainer.engine, folder=folder)
+        lacks += save(trainer.critic, folder=folder / CRITIC) if trainer.critic else []
+        on_rank_0(exchange, partial(_finish, trainer, folder))
+    except (OSError, DiskTrouble) as error:
+        raise UserError(f"nothing can be saved in {output_dir}: {error}; set another run.output_dir") from error
+    if lacks:
+        raise UserError(f"final/ would not be whole: {'; '.join(lacks)}. Mend the files of {config.model.path}")
+
+
+def _prepare(config: Config, folder: Path) -> None:
+    durable.remove_dir(folder)
+    durable.make_dir(folder)
+    if config.trainer.saves_checkpoints:  # it may lie on another disk
+        other = folder.parent / CHECKPOINTS / folder.name
+        durable.make_dir(other)
+        durable.write_file(other / COMMIT, b"{}")
+        durable.remove_dir(other)
+
+
+def _finish(trainer: Trainer, folder: Path) -> None:
+    """What a save ends with: the card, the record, the new name."""
+    write_model_card(folder.parent, folder, version=0)
+    durable.write_file(folder / COMMIT, b"{}")
+    renamed = folder.with_name(f"{folder.name}-renamed")
+    durable.replace_dir(folder, renamed)
+    _read_back(trainer, renamed)
+    durable.remove_dir(renamed)
+    _require_room(trainer)
+
+
+def _read_back(trainer: Trainer, folder: Path) -> None:
+    try:
+        again = load_tokenizer(str(folder), None, trainer.config.model.trust_remote_code)
+        same = again(_SAMPLE)["input_ids"] == trainer.tokenizer(_SAMPLE)["input_ids"]
+        wrong = "" if same else "it reads texts as other tokens"
+    except Exception as error:  # a tokenizer's own code may raise what it likes
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong:
+        say(f"the tokenizer that is saved with the model differs from that of model.path: {wrong[:300]}")
+
+
+def _require_room(trainer: Trainer) -> None:
+    """For final/, and where checkpoints are saved for one of them. Adapters are small."""
+    if trainer.config.lora.r:
+        return
+    output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
+    weights = sum(size for model in models for _, size in model.parameter_names())
+    trained = sum(tensor.form.numel() for model in models for tensor in model.tensors)
+    needs = {output_dir: weights}
+    if trainer.config.trainer.saves_checkpoints:
+        needs[output_dir / CHECKPOINTS] = weights + _OPTIMIZER * trained
+    for place, size in needs.items():
+        usage = shutil.disk_usage(place)
+        if usage.total and usage.free < size:
+            has, needed = f"{usage.free / 1e9:.1f} GB free", f"{size / 1e9:.1f}"
+            raise UserError(
+                f"{place} has {has}, and what is saved there takes {needed}; make room, or set another run.output_dir"
+            )
