@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+L = TypeVar("L")
 _TIMER, _RINGS = signal.ITIMER_PROF, signal.SIGPROF
 _AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
 IN_LATEX = str.maketrans(
@@ -36,7 +37,7 @@ class _TooLong(BaseException):
     """Not an Exception, which sympy catches."""
 
 
-def within(seconds: float, function: Callable[[], T], late: T) -> T:
+def within(seconds: float, function: Callable[[], T], late: L) -> T | L:
     """What the function returns, or `late` where that takes more than so much of the processor's time."""
     if threading.current_thread() is not threading.main_thread():
         return function()

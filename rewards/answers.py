@@ -6,9 +6,9 @@ answer is wrong, so that it costs its group nothing.
 
 from __future__ import annotations
 
-import functools
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +20,9 @@ from rewards.reading import answer_part, behind_thoughts, endings, endings_of_li
 from rewards.times import TIME
 
 _SECONDS = 1.0  # of work for one completion
-_SECONDS_OF_GROUP = 3.0  # for those of one call, of which each has its share; behind it stands rewards.timeout_s
-_LEAST_SECONDS = 0.05
+_SECONDS_OF_GROUP = 2.0  # for those of one call: a hard one may take a quarter of what is left
+_LEAST_SECONDS = 0.02  # for each, and no more once others have taken all, or a busy machine
+_WAIT_S = 3.0  # well before rewards.timeout_s
 _READ = 2000  # characters at the end of a completion that math-verify reads
 # A number, here "#", that is not all that stands there: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
 _PART = re.compile(
@@ -31,6 +32,8 @@ _PART = re.compile(
 _CHOICE = re.compile(r"\(([A-Za-z])\)|(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ([A-Z])\b|\b([A-H]) is (?:correct|right|the )")
 _SCALE = re.compile(r" ?%| (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _UNIT = re.compile(r" ?(?:%|°|¢|€|£|°?[A-Za-z][A-Za-z/²³^]*(?: [A-Za-z/]+){0,2}(?:\^?[23])?)")
+
+_too_hard = deque[tuple[str, tuple[str, ...]]](maxlen=256)
 
 Judge = Callable[[str, Sequence[str]], bool]
 
@@ -51,14 +54,24 @@ def is_right(text: str, gold: Any) -> bool | None:
 
 def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | None = None) -> list[bool | None]:
     """Whether completions are right; None where the gold answer cannot be judged. In time, however many they are."""
-    until = time.process_time() + _SECONDS_OF_GROUP
+    wanted = [tuple(gold for gold in golds(answer) if kind_of(gold).name) for answer in answers]
+    until, late = time.process_time() + _SECONDS_OF_GROUP, time.monotonic() + _WAIT_S
     found: list[bool | None] = []
-    for number, (completion, answer) in enumerate(zip(completions, answers, strict=True)):
-        share = (until - time.process_time()) / (len(completions) - number)
-        wanted = tuple(gold for gold in golds(answer) if kind_of(gold).name)
-        question = functools.partial(judge or _is_right, text_of(completion), wanted)
-        found.append(within(min(_SECONDS, max(_LEAST_SECONDS, share)), question, False) if wanted else None)
+    for completion, right in zip(completions, wanted, strict=True):
+        share = (until - time.process_time()) / 4 if time.monotonic() < late else 0.0
+        seconds = min(_SECONDS, max(_LEAST_SECONDS, share))
+        found.append(_in_time(judge or _is_right, text_of(completion), right, seconds) if right else None)
     return found
+
+
+def _in_time(judge: Judge, text: str, wanted: tuple[str, ...], seconds: float) -> bool:
+    """What took too long is not tried again by the other rewards of a job."""
+    if (text, wanted) in _too_hard:
+        return False
+    verdict = within(seconds, lambda: judge(text, wanted), None)
+    if verdict is None:
+        _too_hard.append((text, wanted))
+    return bool(verdict)
 
 
 def judged(

@@ -1,7 +1,6 @@
 """TRL's own reward functions under their names, and `environment`, what the rollout's environment said.
 
-Not the same: `accuracy_reward` is 0 and not None where the gold answer cannot be parsed, and what
-`get_soft_overlong_punishment` is called with stands in rewards.reward_kwargs.
+Not the same: what `get_soft_overlong_punishment` is called with stands in rewards.reward_kwargs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from common.config import ROUNDING, Rewards
 from report.escape import strip_escapes
 from report.full_marks import wilson_interval
 from rewards.numbers import last_number, plain_number
-from rewards.reading import answer_part, last_boxed
+from rewards.reading import answer_part, behind_thoughts, last_boxed
 
 Sample = dict[str, Any]  # a line of completions.jsonl
 
@@ -45,6 +45,7 @@ def final_answer(text: str) -> str | None:
 
     Numbers are compared by value: "72", "72.0" and "\boxed{\frac{144}{2}}" are one answer.
     """
+    text = behind_thoughts(text)
     boxed = last_boxed(text)
     if boxed is not None:
         value = plain_number(boxed)

@@ -346,6 +346,16 @@ def test_metrics_appear_with_the_jobs_that_logged_them_and_never_while_the_calle
         assert one(pool)[0] == 1 and pool.logged == {"new": 2.0}
 
 
+def test_algebra_that_never_ends_costs_its_group_seconds_and_no_right_answer():
+    hostile = [rf"\boxed{{{n}^{{9^{{9^{{9}}}}}}}}" for n in range(3, 18)]
+    with RewardPool(Rewards(reward_funcs=["answer", "gated_format", "boxed"])) as pool:
+        submit(pool, 1, *hostile, r"\boxed{\sqrt{12}}", columns={"answer": r"2\sqrt{3}"})
+        _, scores = one(pool)
+        submit(pool, 2, "4", columns={"answer": r"\frac{1}{"})
+        assert one(pool)[1].reason.endswith("Of the gold answer: math-verify cannot read it")
+    assert [total for _, total in scores] == [-1.0] * 15 + [2.0]
+
+
 def test_an_import_that_takes_too_long_names_its_setting(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     for pool, name in (
