@@ -94,6 +94,8 @@ def unreadable(gold: Any) -> str:
 def _unreadable(text: str) -> str:
     if len(text) > MAX_CHARS:
         return f"it has {len(text)} characters, more than {MAX_CHARS}"
+    if len(re.findall(r"(?<!\\){", text)) != len(re.findall(r"(?<!\\)}", text)):
+        return "its braces do not match"
     return "" if re.search(r"[\w∞∅√]", text) else "it has neither letters nor digits"
 
 

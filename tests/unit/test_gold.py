@@ -50,7 +50,8 @@ def test_a_gold_answer_is_of_one_kind(kind, gold):
         ({"value": 7}, "it is a dict"),
         ("…", "it has neither letters nor digits"),
         ("so " * 200, "it has 599 characters, more than 400"),
-        (r"\frac{1}{", "math-verify cannot read it"),
+        (r"\frac{1}{", "its braces do not match"),
+        (r"\angle A = 30^\circ", "math-verify cannot read it"),
     ],
 )
 def test_what_cannot_be_judged_has_a_reason(gold, reason):

@@ -351,7 +351,7 @@ def test_algebra_that_never_ends_costs_its_group_seconds_and_no_right_answer():
     with RewardPool(Rewards(reward_funcs=["answer", "gated_format", "boxed"])) as pool:
         submit(pool, 1, *hostile, r"\boxed{\sqrt{12}}", columns={"answer": r"2\sqrt{3}"})
         _, scores = one(pool)
-        submit(pool, 2, "4", columns={"answer": r"\frac{1}{"})
+        submit(pool, 2, "4", columns={"answer": r"\angle A = 30^\circ"})
         assert one(pool)[1].reason.endswith("Of the gold answer: math-verify cannot read it")
     assert [total for _, total in scores] == [-1.0] * 15 + [2.0]
 
