@@ -144,7 +144,7 @@ def test_a_parquet_file_with_images_for_easyr1_with_its_format_prompt_and_functi
         "model": {"path": f"{tmp_path}/model", "freeze_vision_tower": True},
         "data": {"train": f"{tmp_path}/train.parquet@train[:12]", "eval": f"{tmp_path}/train.parquet@train[12:]",
                  "prompt_key": "problem", "answer_key": "answer", "image_key": "images", "limit_images": 1,
-                 "min_pixels": 3136, "max_pixels": 50176, "max_prompt_length": 256},
+                 "min_pixels": 3136, "max_pixels": 50176, "max_prompt_length": 200},
         "prompt": {"format_prompt": f"{tmp_path}/r1v.jinja"},
         "rewards": {"reward_funcs": [f"{tmp_path}/ours.py:accuracy"]},
         "sampler": {"num_generations": 4, "max_completion_length": 16, "temperature": 1.0},
