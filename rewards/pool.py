@@ -11,10 +11,8 @@ one interpreter until it is killed.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +21,13 @@ from typing import Any, Literal
 
 from common.config import MAX_REWARD_WORKERS, Rewards
 from common.errors import UserError
+from common.exits import say
 from common.outcomes import shorten
 from common.worker.owner import LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted
+from rewards.load import Load
 from rewards.service import Job, JobReply, RewardSetup
-
-_WORTH_S = 0.5  # of work that waits: what another process takes to start, its imports included
-_WAITING = 0.1  # less of a core than this, and a function mostly waits
-_WAITERS = 8  # processes for each core where functions wait
-_MOST = 32  # processes, unless rewards.num_workers says more
 
 
 @dataclass(frozen=True)
@@ -149,27 +144,23 @@ class RewardPool:
     def _start_waiting(self) -> None:
         """As many jobs as processes are there or may be."""
         with self._lock:
-            while self._waiting and self._num_busy < max(1, self._most(self._num_busy + len(self._idle))):
+            while self._waiting:
+                there = self._num_busy + len(self._idle)
+                if self._num_busy >= max(1, self._num_workers or self._load.pays(there, len(self._waiting))):
+                    return
                 worker = self._idle.pop() if self._idle else None
                 self._num_busy += 1
                 self._threads.submit(self._serve, worker, *self._waiting.popleft())
-
-    def _most(self, there: int) -> int:
-        """How many processes may be busy, if so many are there."""
-        if self._num_workers is not None:
-            return self._num_workers
-        if self._load.seconds * len(self._waiting) < _WORTH_S:
-            return there
-        cores = len(os.sched_getaffinity(0))
-        return max(there, min(_MOST, cores * _WAITERS if self._load.waits else cores))
 
     # ---- in the threads ----
 
     def _serve(self, worker: Worker | None, key: Hashable, job: Job) -> None:
         """Every job gets exactly one result."""
-        trouble = ""
+        is_another, trouble = worker is None, ""
         if worker is None or worker.has_ended():
             worker, trouble = self._replaced(worker)
+        if worker is None and is_another and self._serves_without(key, job, trouble):
+            return
         result, logged = self._scored(worker, job) if worker else (RewardFailure("crash", trouble), {})
         self._results.put((key, result, logged))
         if isinstance(result, RewardFailure) and result.kind != "error":  # behind the result, which need not wait
@@ -179,6 +170,17 @@ class RewardPool:
             if worker is not None:
                 self._idle.append(worker)
         self._start_waiting()
+
+    def _serves_without(self, key: Hashable, job: Job, trouble: str) -> bool:
+        """Whether others are there and serve on: a file may take at its import what one process alone can have."""
+        with self._lock:
+            if (others := self._num_busy + len(self._idle) - 1) < 1:
+                return False
+            self._num_workers, self._num_busy = others, others - len(self._idle)
+            self._waiting.appendleft((key, job))
+        say(f"rewards: no more than {others} processes: {trouble}")
+        self._start_waiting()
+        return True
 
     def _replaced(self, worker: Worker | None) -> tuple[Worker | None, str]:
         """Another one in its place, or why there is none."""
@@ -206,7 +208,6 @@ class RewardPool:
 
     def _scored(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
-        begun = time.monotonic()
         try:
             reply = worker.ask(job, JobReply, self._timeout_s)
             if not reply.reason and len(reply.scores) != len(job.completions):
@@ -218,26 +219,8 @@ class RewardPool:
             reason = f"the row cannot be sent to the reward functions: {error}. {about}"
             return RewardFailure("error", reason), {}
         with self._lock:
-            self._load.note(time.monotonic() - begun, reply.cpu_s)
+            self._load.note(reply.seconds, reply.cpu_s)
         return (RewardFailure("error", reply.reason), {}) if reply.reason else (reply.scores, reply.logged)
-
-
-@dataclass
-class Load:
-    """What a job of late took: seconds of the clock, and of a core."""
-
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-
-    def note(self, seconds: float, cpu_s: float) -> None:
-        keep = 0.7 if self.seconds else 0.0
-        self.seconds = keep * self.seconds + (1 - keep) * seconds
-        self.cpu_s = keep * self.cpu_s + (1 - keep) * cpu_s
-
-    @property
-    def waits(self) -> bool:
-        """Mostly. What computes gets less of a core when more share it: then it must not look like waiting."""
-        return self.cpu_s < _WAITING * self.seconds
 
 
 def _holds_bytes(value: Any) -> bool:

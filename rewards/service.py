@@ -6,7 +6,9 @@ live through a fork. Nothing here imports torch, vllm or pydantic: killing and r
 
 from __future__ import annotations
 
-import os
+import contextlib
+import resource
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,8 +47,18 @@ class JobReply(msgspec.Struct, frozen=True):
     scores: Scores = []
     reason: str = ""  # not empty: failed, and why
     logged: dict[str, float] = {}  # by log_metric
+    seconds: float = 0.0  # that it took, without those in which the machine let it wait for a core
     cpu_s: float = 0.0  # of this process, and of those that it waited for
     wanted: Wanted | None = None  # answers null, which finds the functions
+
+
+def _clocks() -> tuple[float, float]:
+    """Monotonic seconds without those in which our thread could have run and did not, and seconds of a core."""
+    delayed_s = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/thread-self/schedstat") as file:
+        delayed_s = int(file.read().split()[1]) / 1e9
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - delayed_s, time.process_time() + children.ru_utime + children.ru_stime
 
 
 class RewardService:
@@ -58,9 +70,10 @@ class RewardService:
         job = decode(request, Job | None)
         if job is None:
             return encode(self._find())
-        before = sum(os.times()[:4])
+        before = _clocks()
         reply = self._score(job)
-        reply = msgspec.structs.replace(reply, cpu_s=sum(os.times()[:4]) - before)
+        seconds, cpu_s = (now - then for now, then in zip(_clocks(), before, strict=True))
+        reply = msgspec.structs.replace(reply, seconds=seconds, cpu_s=cpu_s)
         try:
             return encode(reply)
         except UnicodeEncodeError:  # the message of an error quotes half a surrogate of the row

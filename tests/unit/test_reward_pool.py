@@ -16,7 +16,8 @@ from common.config import Rewards, Rollouts
 from common.errors import UserError
 from common.types import Problem
 from environments.pool import EnvironmentPool
-from rewards.pool import Load, RewardFailure, RewardPool
+from rewards.load import Load
+from rewards.pool import RewardFailure, RewardPool
 from sampler.start import try_rewards
 from tests.support.configs import config_of
 from tests.support.speed import is_gone, limit, overdue, until
@@ -329,13 +330,19 @@ def test_a_judge_that_waits_costs_seconds_and_quick_functions_need_no_second_pro
     assert processes > 4 and not overdue(seconds, 12.0), "one after the other it is 32 s"
 
 
-def test_functions_that_compute_get_a_process_a_core_even_on_a_busy_machine(sleeps, monkeypatch):
+def test_functions_that_compute_get_a_process_a_core_even_on_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    pool = RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"]))
-    pool._waiting.extend([("key", None)] * 64)
     for cpu_s, most in ((1.9, 2), (0.3, 2), (0.01, 16)):
-        pool._load = Load(2.0, cpu_s)
-        assert (pool._most(1), pool._most(9)) == (most, max(9, most))
+        load = Load(2.0, cpu_s)
+        assert (load.pays(1, 64), load.pays(9, 64), load.pays(1, 0)) == (most, max(9, most), 1)
+
+
+def test_a_file_that_one_process_alone_can_import_is_served_by_that_one(sleeps, capfd):
+    takes = f"\nimport socket\nport = socket.socket(socket.AF_UNIX)\nport.bind('\\0tandem-test-{os.getpid()}')\n"
+    sleeps.write_text(SLEEPS + takes)
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"], num_workers=4)) as pool:
+        assert time_of(pool, 6, 0.2)[1] == 1
+    assert "rewards: no more than 1 processes" in capfd.readouterr().err
 
 
 def test_metrics_appear_with_the_jobs_that_logged_them_and_never_while_the_caller_reads(sleeps):

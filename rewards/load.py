@@ -1,0 +1,36 @@
+"""How many processes of reward functions pay, by what a group took of late."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_WORTH_S = 0.5  # of work that waits: what another process takes to start, its imports included
+_WAITING = 0.1  # less of a core than this, and a function mostly waits
+_WAITERS = 8  # processes for each core where functions wait
+_MOST = 32  # processes, unless rewards.num_workers says more
+
+
+@dataclass
+class Load:
+    """What a group would take on an idle machine: seconds, and those of a core."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+    def note(self, seconds: float, cpu_s: float) -> None:
+        keep = 0.7 if self.seconds else 0.0
+        self.seconds = keep * self.seconds + (1 - keep) * seconds
+        self.cpu_s = keep * self.cpu_s + (1 - keep) * cpu_s
+
+    def pays(self, there: int, waiting: int) -> int:
+        """How many processes, where so many are there and so many groups wait.
+
+        What computes in processes of its own gets less of a core when more share it, but not so little: it must not
+        look like waiting.
+        """
+        if self.seconds * waiting < _WORTH_S:
+            return there
+        cores = len(os.sched_getaffinity(0))
+        waits = self.cpu_s < _WAITING * self.seconds
+        return max(there, min(_MOST, cores * _WAITERS if waits else cores))
