@@ -10,6 +10,7 @@ engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,9 +34,8 @@ def unlink_shared_buffer() -> None:
 
 def without_shared_buffers() -> None:
     """Ranks on CPUs exchange by gloo alone. DeepSpeed asks for its op in this function."""
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    module: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute this is torch itself
+    module.build_shm_op = lambda: None
 
 
 def pickle_the_stage_by_value() -> None:
