@@ -49,6 +49,7 @@ _SUFFIX = re.compile(
 )
 _NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
+_OPTION = re.compile(r"\(?([A-H])[).:]+ ([^a-z].*)")
 _SENTENCE = re.compile(r"[A-Z][a-z]* [a-z]+ .*[A-Za-z%\d][.!]")
 _SECONDS = 2.0
 
@@ -103,6 +104,7 @@ def golds(value: Any) -> list[str]:
     r"""The texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
 
     golds(1e-05) == ["0.00001"]   golds("She has 72 clips left.") == ["72"]
+    golds("(B) Rome") == ["B", "Rome", "(B) Rome"]
     """
     if isinstance(value, list | tuple):
         return [text for item in value for text in golds(item)]
@@ -115,6 +117,8 @@ def golds(value: Any) -> list[str]:
     gold = text if box is None else box.strip()
     if _SENTENCE.fullmatch(gold) and (number := last_number(gold)) is not None:
         return [str(number)]
+    if option := _OPTION.fullmatch(gold):
+        return [option[1], option[2], gold]
     return [gold] if gold else []
 
 
