@@ -1,16 +1,27 @@
 """`bash launch.sh check config.yaml [key=value …]`: tries the rewards before any GPU time is spent.
 
-Runs the reward functions over gold and wrong answers of the config's data (rewards/gold_answers.py). Imports no torch.
+Runs the reward functions over right and wrong answers of the config's data (rewards/gold_answers.py). They go the way
+of a completion: behind the real prompt, through the tokenizer, its ids, the ends and the decoding of a run. Without the
+model's tokenizer at hand they reach the rewards as they are. Imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from common import config as settings
 from common import exits
+from common.config import Config
 from common.errors import UserError
-from rewards.gold_answers import GoldRow, check_gold
+from common.types import Problem, Prompt
+from rewards.gold_answers import Findings, check_gold
+from rewards.probes import Probe
+from rewards.tally import GoldRow
 from sampler.dataset import load_data, whole_row
 from sampler.messages import shown_to_rewards
 
@@ -28,21 +39,134 @@ def main() -> None:
         raise UserError(f"check --rows {arguments.rows}: at least 1 is tried")
     config = settings.load(arguments.config, arguments.overrides)
 
-    problems = load_data("data.train", config.data.train, config.data)
+    from sampler.start import judged
+
+    problems = judged("data.train", load_data("data.train", config.data.train, config.data), config)
     chosen = problems[:: -(-len(problems) // arguments.rows)]
     print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
-    rows = [
-        GoldRow(problem.index, shown_to_rewards(problem, config), whole_row(problem, config.data.image_key))
-        for problem in chosen
-    ]
-    found = check_gold(config.rewards, rows, config.trainer.max_steps)
+    found = check(config, chosen)
     print("\n".join(found.lines))
-    for kind, texts in (("problem", found.problems), ("warning", found.warnings)):
+    for kind, texts in (("problem", found.problems), ("doubt", found.doubts), ("warning", found.warnings)):
         for text in texts:
             print(f"{kind}: {text}", flush=True)
-    print(f"\ntandem: {len(found.problems)} problems" if found.problems else "\ntandem: the rewards look right")
+    doubts = f"no problem, {_count(found.doubts, 'doubt')}" if found.doubts else "the rewards look right"
+    print(f"\ntandem: {_count(found.problems, 'problem') if found.problems else doubts}")
     if found.problems:
         raise SystemExit(FAILED)
+
+
+def _count(texts: Sequence[str], what: str) -> str:
+    return f"{len(texts)} {what}{'s' * (len(texts) != 1)}"
+
+
+def check(config: Config, problems: Sequence[Problem]) -> Findings:
+    """Raises UserError as a run would, for rows that become no prompts and functions that cannot be called."""
+    way = _way(config, problems)
+    prompts = way.prompts.values() if way else ()
+    shown = [(p.problem, p.for_rewards) for p in prompts] or [(p, shown_to_rewards(p, config)) for p in problems]
+    rows = [GoldRow(p.index, prompt, whole_row(p, config.data.image_key)) for p, prompt in shown]
+    if way is not None:
+        found = check_gold(config.rewards, rows, config.trainer.max_steps, way.of, way.thinks)
+        way.report(found)
+        return found
+    found = check_gold(config.rewards, rows, config.trainer.max_steps)
+    found.warnings.append(
+        f"model {config.model.path} is not here: neither its prompts nor its tokenizer were tried; check again then"
+    )
+    return found
+
+
+@dataclass
+class _Way:
+    """What a run makes of a completion: between the prompt's last token and the text that rewards read."""
+
+    tokenizer: Any
+    reader: Any
+    ends: Any
+    prompts: dict[int, Prompt]  # by row
+    changed: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # by form: row, written, read
+    cut: set[str] = field(default_factory=set)  # forms that an end cuts off
+
+    @property
+    def thinks(self) -> bool:
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        return "<think>" in template or any("think" in p.text[-2000:].lower() for p in self.prompts.values())
+
+    def of(self, row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+        prompt = self.prompts.get(row.index)
+        begun = prompt.begun if prompt else ""
+        written = [probe.behind(begun) for probe in made_up]
+        ids = [self._until_its_end(text, probe.form) for text, probe in zip(written, made_up, strict=True)]
+        read = [begun + text for text in self.reader(ids)]
+        for probe, text, got in zip(made_up, written, read, strict=True):
+            if got != begun + text and probe.form not in self.cut:
+                self.changed.setdefault(probe.form, (row.index, begun + text, got))
+        return read, ids
+
+    def _until_its_end(self, text: str, form: str) -> list[int]:
+        end = min((at + len(stop) for stop in self.ends.texts if (at := text.find(stop)) >= 0), default=len(text))
+        ids = list(self.tokenizer(text[:end], add_special_tokens=False)["input_ids"])
+        place = next((i for i, token in enumerate(ids) if token in self.ends.ids), None)
+        if end < len(text) or (place is not None and place < len(ids) - 1):
+            self.cut.add(form)
+        whole = ids if place is None else ids[: place + 1]
+        return whole if place is not None or end < len(text) or not self.ends.own else [*whole, self.ends.own[0]]
+
+    def report(self, findings: Findings) -> None:
+        """What template, tokenizer and ends make of answers, beside what the rewards then say."""
+        begun = {prompt.begun for prompt in self.prompts.values() if prompt.begun}
+        findings.lines += [f"prompts begin the model's turn with {text!r}: rewards read it" for text in sorted(begun)]
+        if self.cut:
+            findings.problems.append(
+                f"sampler.stop ends completions inside of a right answer ({', '.join(sorted(self.cut))}); take "
+                "out what stands in it"
+            )
+        for form, (row, written, got) in list(self.changed.items())[:1]:
+            added = [str(token.content) for token in self.tokenizer.added_tokens_decoder.values()]
+            lost = [token for token in added if token in written and token not in got]
+            what = f"without the special tokens {', '.join(lost)}" if lost else f"as {got[:80]!r}"
+            findings.problems.append(
+                f"what the model writes reaches the rewards {what} (row {row}, {form}: {written[:80]!r}); set "
+                "rewards.special_tokens=auto, or take tags that are no special tokens"
+            )
+
+
+def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
+    """None where the tokenizer is not at hand."""
+    from model.tokenizer import load_tokenizer
+    from sampler.many_prompts import make_prompts
+    from sampler.reading import ends_of, said_reader
+
+    folder = Path(config.model.path).expanduser()
+    if not folder.is_dir() and _is_elsewhere(config):
+        return None
+    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    with _tools(config, tokenizer, problems[0]) as tools:
+        # the words of a prompt with images are tried without them
+        prompts = (
+            {}
+            if config.data.image_key
+            else {prompt.problem.index: prompt for prompt in make_prompts(problems, tokenizer, config, None, tools)[0]}
+        )
+    return _Way(tokenizer, said_reader(config, tokenizer), ends_of(config, tokenizer), prompts)
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Whether the model would have to be fetched or built first."""
+    from model.hub import present_file
+
+    return present_file(config.model.path, "tokenizer_config.json", config.model.revision) is None
+
+
+@contextlib.contextmanager
+def _tools(config: Config, tokenizer: Any, problem: Problem) -> Iterator[Any]:
+    if not config.rollout.is_multi_turn:
+        yield None
+        return
+    from sampler.multi_turn import opened
+
+    with opened(config, tokenizer, problem, problem.columns) as multi_turn:
+        yield multi_turn.pool.tools if multi_turn else None
 
 
 if __name__ == "__main__":

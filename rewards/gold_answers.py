@@ -1,9 +1,10 @@
-"""Scores gold and wrong answers, and says what does not add up.
+"""Scores right and wrong answers, and says what does not add up.
 
 The functions run together, in the process and under the deadline that they will have in the run. A function is a
 verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
-gold answers. Left out: the tokenizer, which costs seconds to import; white-spaced words stand in for tokens, so that
-length rewards see lengths that are too short.
+gold answers. Of each kind of gold answer some rows are tried in all notations and with many wrong answers. What a
+completion becomes on its way through the tokenizer is the caller's to say: without one, white-spaced words stand in
+for tokens.
 """
 
 from __future__ import annotations
@@ -11,68 +12,59 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.config import ROUNDING, Rewards
 from common.functions import short_name
 from rewards import Scores, shorten
+from rewards.gold import gold_kind, golds
+from rewards.notations import DOUBTFUL
 from rewards.pool import RewardFailure, RewardPool
-from rewards.probes import EMPTY, FORMS, Probe, probes
+from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, probes
+from rewards.tally import NO_KIND, SHOWN, GoldRow, ScoredRow, Tally, named_rows
 
 SLOW_S = 1.0
-SHOWN = 5  # rows named per kind of finding
-
-
-@dataclass(frozen=True)
-class GoldRow:
-    """One data set row: what a reward call gets."""
-
-    index: int
-    prompt: str | list[dict[str, str]]
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ScoredRow:
-    """What the functions gave for the probes of one row."""
-
-    row: GoldRow
-    probes: Sequence[Probe]
-    scores: Scores
-
-    def of(self, name: str) -> list[float]:
-        return [rewards[name] for rewards, _ in self.scores]
-
-    def split(self, scores: Sequence[float]) -> tuple[dict[str, float], dict[str, float], float]:
-        """Scores of the right and of the wrong answers by form, and of the empty one; None counts as −∞."""
-        by_probe = list(zip(self.probes, (-math.inf if math.isnan(s) else s for s in scores), strict=True))
-        right = {probe.form: score for probe, score in by_probe if probe.is_right}
-        wrong = {probe.form: score for probe, score in by_probe if not probe.is_right and probe.form != EMPTY}
-        return right, wrong, by_probe[-1][1]
+THOROUGH = 12  # rows of a kind that are tried in all notations
+GROUP = 8  # completions of a call: some rewards share their time among them
+FORMS_OF_THOUGHT = ("format", "strict_format", "boxed_format", "gated_format", "think_format_reward")
 
 
 @dataclass
 class Findings:
-    """Lines for people, and whether something is wrong. `problems` end the command with 1, `warnings` do not."""
+    """Lines for people, and whether something is wrong. `problems` end the command with 1; with `doubts` it does not
+    say that the rewards look right; `warnings` are for the reader."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
-def check_gold(config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0) -> Findings:
-    """Gold and wrong answers in every form: does each function, and does their sum, prefer the right one?
+Way = Callable[[GoldRow, Sequence[Probe]], tuple[list[str], list[list[int]]]]
 
-    Raises UserError for a function that cannot be found or called at all.
+
+def directly(row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+    """Texts as they are, and stand-ins for their tokens."""
+    texts = [probe.text for probe in made_up]
+    return texts, [list(range(len(text.split()) + 1)) for text in texts]
+
+
+def check_gold(
+    config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0, way: Way = directly, thinks: bool = False
+) -> Findings:
+    """Does each function, and does their sum, prefer right answers in every notation to wrong ones?
+
+    way: what completions are when they reach the rewards, and their tokens. thinks: completions begin with thoughts, in
+    which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
     """
     findings = Findings()
+    thinks = thinks or any(name in FORMS_OF_THOUGHT for name in config.reward_funcs)
     with RewardPool(config, rows[0].columns, max_steps, has_rollouts=False) as pool:
         untried = pool.wanted.needs_rollout
         tried = {short_name(spec): weight for spec, weight in zip(config.reward_funcs, config.weights, strict=True)}
         tried = {name: weight for name, weight in tried.items() if name not in untried}
-        scored = _score(pool, rows, findings) if tried else []
+        scored = _score(pool, _probed(rows, thinks, findings), way, findings) if tried else []
     with_gold = [one for one in scored if len(one.probes) > 1]
     for name, weight in tried.items():
         full_mark = config.full_mark(name)
@@ -87,20 +79,48 @@ def check_gold(config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0) -> 
     return findings
 
 
-def _score(pool: RewardPool, rows: Sequence[GoldRow], findings: Findings) -> list[ScoredRow]:
-    """One call per row. A row that fails, and a slow one, are findings."""
-    scored, failures, slowest = [], [], (0.0, -1)
+def _probed(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> list[tuple[GoldRow, list[Probe]]]:
+    """Every row with its probes: of each kind of gold answer some rows thoroughly, evenly spaced."""
+    by_kind: dict[str, list[GoldRow]] = {}
     for row in rows:
-        made_up = probes(row.columns.get("answer"))
-        texts = [probe.text for probe in made_up]
-        begun = time.monotonic()
-        pool.submit(row.index, row.prompt, texts, [list(range(len(text.split()) + 1)) for text in texts], row.columns)
-        [(_, result)] = pool.ready(pool.patience_s)
-        slowest = max(slowest, (time.monotonic() - begun, row.index))
-        if isinstance(result, RewardFailure):
-            failures.append(f"  ✗ row {row.index}: {result.reason}")
+        by_kind.setdefault(row.kind, []).append(row)
+    said = ", ".join(f"{kind} {len(some)}" for kind, some in by_kind.items() if kind != NO_KIND)
+    if unjudged := by_kind.get(NO_KIND, []):
+        reason = gold_kind(unjudged[0].columns.get("answer")).reason
+        said += f"{'; ' * bool(said)}{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
+    findings.lines.append(f"kinds of gold answers: {said}")
+    thorough = {row.index: some for some in by_kind.values() for row in some[:: -(-len(some) // THOROUGH)]}
+    made = list[tuple[GoldRow, list[Probe]]]()
+    for place, row in enumerate(rows):
+        answer, alike = row.columns.get("answer"), thorough.get(row.index)
+        after = [*(alike or ()), *(alike or ())][place % len(alike or [0]) :]
+        others = [text for other in after[1:5] for text in golds(other.columns.get("answer"))[:1]]
+        found = probes(answer, list(dict.fromkeys(others)), alike is not None)
+        made.append((row, [probe for probe in found if thinks or probe.what not in (UNFINISHED, THOUGHT_OF)]))
+    return made
+
+
+def _score(
+    pool: RewardPool, rows: Sequence[tuple[GoldRow, list[Probe]]], way: Way, findings: Findings
+) -> list[ScoredRow]:
+    """Calls of one row each, no larger than a group is. A row that fails, and a slow call, are findings."""
+    scored, failures, calls = list[ScoredRow](), list[str](), list[tuple[float, int]]()
+    for row, made_up in rows:
+        texts, ids = way(row, made_up)
+        scores: Scores = []
+        for at in range(0, len(texts), GROUP):
+            begun = time.monotonic()
+            pool.submit(row.index, row.prompt, texts[at : at + GROUP], ids[at : at + GROUP], row.columns)
+            [(_, result)] = pool.ready(pool.patience_s)
+            calls.append((time.monotonic() - begun, row.index))
+            if isinstance(result, RewardFailure):
+                failures.append(f"  ✗ row {row.index}: {result.reason}")
+                break
+            scores += result
         else:
-            scored.append(ScoredRow(row, made_up, result))
+            scored.append(ScoredRow(row, made_up, scores, [len(one) for one in ids]))
+    # those of the first row may import what functions need
+    slowest = max([call for call in calls if call[1] != rows[0][0].index] or calls)
     if failures:
         findings.problems.append(f"the rewards fail on {len(failures)} of {len(rows)} rows")
         findings.lines += failures[:SHOWN]
@@ -112,48 +132,76 @@ def _score(pool: RewardPool, rows: Sequence[GoldRow], findings: Findings) -> lis
 
 
 def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], findings: Findings) -> None:
-    """Full marks for gold answers, and none for wrong ones, if the function tells them apart at all."""
+    """Full marks for right answers in every notation, and none for wrong ones, if it tells them apart at all."""
     applies = [one for one in scored if not all(map(math.isnan, one.of(name)))]
-    findings.lines += [f"  scores: {distribution(score for one in scored for score in one.of(name))}"]
+    scores = [score for one in scored for score in one.of(name)]
+    findings.lines += [f"  scores: {distribution(scores)}"]
     if len(applies) < len(scored):
-        nones = [one for one in scored if one not in applies]
-        findings.warnings.append(
-            f"{name} does not apply (None) to {len(nones)} of {len(scored)} rows ({_named(nones)})"
+        nones = [one.row for one in scored if one not in applies]
+        reason = gold_kind(nones[0].columns.get("answer")).reason
+        text = f"{name} does not apply (None) to {len(nones)} of {len(scored)} rows ({named_rows(nones)}"
+        (findings.warnings if applies else findings.problems).append(f"{text}{f': {reason}' if reason else ''})")
+        if not applies:
+            return
+    if name in FORMS_OF_THOUGHT and max(s for s in scores if not math.isnan(s)) < full_mark - ROUNDING:
+        findings.problems.append(
+            f"{name}: no completion earns its full marks behind these prompts; take a form that they leave room for, "
+            "or leave it out of rewards.reward_funcs"
         )
-    is_verifier, forms = False, Counter[str]()
-    missed: list[tuple[ScoredRow, float]] = []
-    accepted: list[ScoredRow] = []
-    for one in applies:
-        right, wrong, _ = one.split(one.of(name))
-        is_verifier |= any(score > wrong[form] for form, score in right.items())
-        best = max(right.values())
-        if best < full_mark - ROUNDING:
-            missed.append((one, best))
-        else:
-            forms.update(form for form, score in right.items() if score >= best - ROUNDING)
-        accepted += [one] if max(wrong.values()) >= full_mark - ROUNDING else []
-    reached = f"{len(applies) - len(missed)} of {len(applies)}"
-    shown = ", ".join(form for form, _ in forms.most_common())
-    findings.lines += [f"  gold answers with full marks: {reached}, as {shown or 'nothing'}"]
-    if not is_verifier:
+        return
+    tally = [Tally.of(one, one.of(name), full_mark) for one in applies]
+    reached = [t for t in tally if t.forms]
+    shown = ", ".join(form for form, _ in Counter(form for t in tally for form in t.forms).most_common())
+    findings.lines += [f"  gold answers with full marks: {len(reached)} of {len(applies)}, as {shown or 'nothing'}"]
+    if not any(t.tells_apart for t in tally):
         findings.lines += ["  right and wrong answers score the same: no verifier, it judges form or length"]
         return
-    if len(missed) == len(applies):
+    if not reached:
         findings.warnings.append(
             f"no gold answer earns {name}'s full marks of {full_mark:g}; if that is intended, set "
             f"rewards.full_marks: {{{name}: <its best score>}}, or accuracies count nothing"
         )
         return
-    if missed:
+    _say_kinds(tally, findings)
+    if missed := [t for t in tally if not t.forms]:
         findings.problems.append(f"{name}: {len(missed)} of {len(applies)} gold answers do not earn full marks")
-    for one, best in missed[:SHOWN]:
-        gold = shorten(one.row.columns["answer"])
-        findings.lines.append(f"  ✗ row {one.row.index}: gold {gold} earns {best:g} at best in {len(FORMS)} forms")
-    if accepted:
-        findings.problems.append(
-            f"{name} gives a wrong answer full marks on {len(accepted)} of {len(applies)} rows ({_named(accepted)}); "
-            f"if a right one earns more, set rewards.full_marks: {{{name}: <what it earns>}}"
+    for t in missed[:SHOWN]:
+        gold = shorten(t.row.columns["answer"])
+        findings.lines.append(f"  ✗ row {t.row.index}: gold {gold} earns {t.best:g} at best in {len(FORMS)} forms")
+    less, more = f"{name} gives less than full marks to right answers", f"{name} gives a wrong answer full marks"
+    remedy = f"; if a right one earns more, set rewards.full_marks: {{{name}: <what it earns>}}"
+    unpaid, paid = [t.missed for t in tally], [t.paid for t in tally]
+    findings.problems += _said(f"{less} in other notations", unpaid, findings)
+    findings.problems += [f"{text}{remedy}" for text in _said(more, paid, findings)]
+    findings.doubts += [*_said(less, unpaid, findings, True), *_said(more, paid, findings, True)]
+
+
+def _say_kinds(tally: Sequence[Tally], findings: Findings) -> None:
+    """A verdict by kind of gold answer."""
+    by_kind: dict[str, list[Tally]] = {}
+    for t in tally:
+        by_kind.setdefault(t.row.kind, []).append(t)
+    for kind, some in by_kind.items():
+        right, wrong = sum(t.right for t in some), sum(t.wrong for t in some)
+        earn, paid = right - sum(len(t.missed) for t in some), sum(len(t.paid) for t in some)
+        findings.lines.append(f"  {kind}: {earn} of {right} right completions earn full marks, {paid} of {wrong} wrong")
+
+
+def _said(
+    what: str, found: Sequence[Sequence[tuple[GoldRow, Probe]]], findings: Findings, doubtful: bool = False
+) -> list[str]:
+    """A sentence, if there is something to say; the probes that it is about become lines."""
+    rows = [kept for some in found if (kept := [one for one in some if (one[1].what in DOUBTFUL) == doubtful])]
+    if not rows:
+        return []
+    first = {(row.index, probe.what, probe.answer): (row, probe) for some in rows for row, probe in reversed(some)}
+    for row, probe in list(first.values())[:SHOWN]:
+        gold = shorten(row.columns["answer"])
+        findings.lines.append(
+            f"  ✗ row {row.index}: gold {gold}: {probe.what}, {shorten(probe.answer)}, in {probe.form}"
         )
+    kinds = ", ".join(dict.fromkeys(probe.what for some in rows for _, probe in some))
+    return [f"{what} on {len(rows)} of {len(found)} rows ({named_rows([some[0][0] for some in rows])}): {kinds}"]
 
 
 def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
@@ -173,11 +221,12 @@ def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
     if flat:
         findings.problems.append(
             f"on {len(flat)} of {len(scored)} rows right, wrong and empty completions all score the same: no gradient "
-            f"({_named(flat)})"
+            f"({named_rows([one.row for one in flat])})"
         )
     if lost:
         findings.problems.append(
-            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one ({_named(lost)})"
+            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one "
+            f"({named_rows([one.row for one in lost])})"
         )
     if outranked:
         findings.warnings.append(
@@ -197,7 +246,3 @@ def distribution(scores: Iterable[float]) -> str:
     elif known:
         parts = [f"{known[0]:g} to {known[-1]:g}, median {known[len(known) // 2]:g}", *parts]
     return ", ".join(parts) or "none"
-
-
-def _named(scored: Sequence[ScoredRow]) -> str:
-    return "row " + ", ".join(str(one.row.index) for one in scored[:SHOWN]) + (", …" if len(scored) > SHOWN else "")

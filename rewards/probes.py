@@ -1,56 +1,119 @@
-"""Completions whose worth is known without a model: the gold answer in every usual form, and a wrong one in each.
+r"""Completions whose worth is known without a model: right and wrong answers, in every form that a model may choose.
 
-They try reward functions before anything is sampled. A gold answer that earns nothing in any form is an answer that
-no model can be rewarded for.
+    gold answer ─► notations (1/2, 0.5, \frac{1}{2}) ─► forms (tags, box, a sentence, …) ─► right completions
+               ─► near misses (7/2, 2, 1.5), answers of other rows, its parts ─► forms ─► wrong completions
+
+They try reward functions before anything is sampled. A notation is another way to write the same answer, by its kind;
+none is a matter of opinion (a unit left off is no notation). A near miss is another answer, by mathematics.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rewards.answers import golds
-from rewards.gsm8k import plain_number
+from rewards.gold import golds
+from rewards.notations import (
+    AS_WRITTEN,
+    ENDING,
+    ending_in,
+    is_equal,
+    near_misses,
+    notations,
+    of_another_unit,
+    wrong_answer,
+)
 
-FORMS = {
-    "tags": "<think>I work it out.</think><answer>{}</answer>",
-    "box in tags": r"<think>I work it out.</think><answer>\boxed{{{}}}</answer>",
-    "box": r"<think>I work it out.</think> The answer is \boxed{{{}}}.",
+THOUGHT = "I work it out."
+FORMS = {  # the thought comes before, except of the last two
+    "tags": "<answer>{}</answer>",
+    "box in tags": r"<answer>\boxed{{{}}}</answer>",
+    "box": r" The answer is \boxed{{{}}}.",
     "sentence": "The answer is {}.",
     "alone": "{}",
 }
+_THOUGHTLESS = ("sentence", "alone")
 EMPTY = "empty"
+UNIT = "another unit"
+NEAR, OTHER, THOUGHT_OF = (
+    "a near miss",
+    "the answer of another row",
+    "another answer, with the right one in its thought",
+)
+UNFINISHED = "a guess in an unfinished thought"
+
+_LATEX = re.compile(r"[\\^_{]")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One completion.  Probe("tags", True, "<think>…</think><answer>72</answer>")"""
+    """One completion.  Probe("tags", True, "<answer>72</answer>", thought="I work it out.", what="as written")"""
 
     form: str
     is_right: bool
-    text: str
+    rest: str
+    thought: str | None = None  # None: there is none
+    what: str = AS_WRITTEN  # the notation of a right answer; of a wrong one, what it is
+    answer: str = ""  # as it stands there
+
+    @property
+    def text(self) -> str:
+        return self.rest if self.thought is None else f"<think>{self.thought}</think>{self.rest}"
+
+    def behind(self, begun: str) -> str:
+        """What a model writes behind a prompt that has begun its turn: it ends the thought that is open already."""
+        opened = begun.strip()
+        if self.what == UNFINISHED:
+            return self.text.removeprefix(opened)
+        if not re.fullmatch(r"[<\[].*[>\]]", opened):
+            return self.text
+        return f"{self.thought or THOUGHT}{_closing(opened)}{self.rest}"
 
 
-def probes(answer: Any) -> list[Probe]:
-    """The right and the wrong answer in every form, and an empty completion; that one alone without a gold answer."""
+def _closing(tag: str) -> str:
+    """<think> -> </think>, [THINK] -> [/THINK], <|START_THINKING|> -> <|END_THINKING|>"""
+    if tag[1] == "|":
+        return re.sub("begin", "end", tag.replace("START", "END"))
+    return f"{tag[0]}/{tag[1:]}"
+
+
+def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> list[Probe]:
+    """The right and a wrong answer in every form, and an empty completion; that one alone without a gold answer.
+
+    thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
+    """
+    empty = Probe(EMPTY, False, "", what=EMPTY)
     right = golds(answer)
-    pairs = [(right[0], True), (wrong_answer(right[0]), False)] if right else []
-    filled = [
-        Probe(form, is_right, template.format(text)) for text, is_right in pairs for form, template in FORMS.items()
-    ]
-    return [*filled, Probe(EMPTY, False, "")]
+    if not right:
+        return [empty]
+    gold = right[0]
+    writings = notations(gold) if thorough else {AS_WRITTEN: gold}
+    wrong = {
+        NEAR: [wrong_answer(gold), *(near_misses(gold) if thorough else ())],
+        ENDING: ending_in(gold) if thorough else [],
+        OTHER: [text for text in others if gold not in text and text not in gold][:2],
+    }
+    made = [probe for what, text in writings.items() for probe in _in_forms(True, text, what)]
+    if thorough and (unit := of_another_unit(gold)):
+        made += _in_forms(False, unit, UNIT)
+    seen = set(right) | set(writings.values())
+    for what, texts in wrong.items():
+        for text in texts:
+            if text not in seen and not (thorough and is_equal(text, right)):
+                seen.add(text)
+                made += _in_forms(False, text, what)
+    if thorough:
+        said = [rf"Perhaps it is \boxed{{{gold}}}, but let me", f"Perhaps the answer is {gold}"]
+        made += [Probe(UNFINISHED, False, f"<think>{text}", what=UNFINISHED, answer=gold) for text in said]
+        wrongs = [probe for probe in made if probe.what == NEAR][: len(FORMS) - len(_THOUGHTLESS)]
+        made += [replace(probe, thought=f"{said[0]} see. No.", what=THOUGHT_OF) for probe in wrongs]
+    return [*made, empty]
 
 
-def wrong_answer(gold: str) -> str:
-    """Another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
-    value = plain_number(gold)
-    if value is not None:
-        return _decimal(value + 1)
-    if len(gold) == 1 and gold.isalpha():
-        return chr(ord(gold) + 1) if gold not in "zZ" else chr(ord(gold) - 1)
-    return "none of these" if gold != "none of these" else "something else"
-
-
-def _decimal(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+def _in_forms(is_right: bool, text: str, what: str) -> Iterator[Probe]:
+    for form, template in FORMS.items():
+        inline = f"${text}$" if form in _THOUGHTLESS and _LATEX.search(text) and "$" not in text else text
+        thought = None if form in _THOUGHTLESS else THOUGHT
+        yield Probe(form, is_right, template.format(inline), thought, what, text)

@@ -20,7 +20,7 @@ from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem
 from environments import Message
-from rewards.answers import golds
+from rewards.gold import golds
 
 IMAGE = "<image>"  # in the text of a row with images
 

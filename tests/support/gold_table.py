@@ -43,20 +43,20 @@ $18.00 | 18 ; \$18 ; $18 ; 18 dollars ; USD 18 ; 1800 cents | $81 ; €18 ; 18 e
 $2 billion | 2,000,000,000 ; 2 billion dollars ; $2000 million | $2 million ; 2 ; €2 billion
 3 | 3rd ; 3 of them ; 6/2 ; \frac{9}{3} ; +3. | 3x ; 33 ; \frac{3}{2} ; 3^2 ; 3 + 1
 72 clips | 72 ; 72 clips in all | 73 clips ; 27
-The answer is 72. | 72 ; 72 clips | 71 ; 7
+The answer is 72. | 72 ; 72 clips | 71 ; 7 ; \frac{7}{72} ; x+72
 2^{100} | 2^100 ; 4^{50} ; 1267650600228229401496703205376 | 100 ; 2 ; 2^{99} ; 2^{10} ; 200
 10011_2 | 10011_{2} ; 10011 | 10011_3 ; 19 ; 2 ; 10010_2
 3:2 | 6:4 ; 3/2 ; 1.5 ; 3 : 2 ; \frac{3}{2} | 2:3 ; 3:4 ; 2 ; 6:2""",
     "letter": r"""
 B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
 (B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}
-\text{(C)} | C ; (C) ; \text{C} ; C. | B ; (D) ; 3 ; CC
-d | D ; (d) ; \text{d} ; (D) | c ; (c) ; e ; dd""",
+\text{(C)} | C ; (C) ; \text{C} ; C. ; \textbf{(C)} | B ; (D) ; 3 ; CC
+d | D ; (d) ; \text{d} ; (D) ; \textbf{(d)} | c ; (c) ; e ; dd""",
     "time": r"""
-3:45 | 03:45 ; 3:45 PM ; \text{3:45} ; 3:45 p.m. | 7:45 ; 3:54 ; 45 ; 3 ; 1:15 ; 4:45 ; 3.45
+3:45 | 03:45 ; 3:45 PM ; \text{3:45} ; 3:45 p.m. | 7:45 ; 3:54 ; 45 ; 3 ; 1:15 ; 4:45 ; 3.45 ; 13:45
 3:45 PM | 15:45 ; 3:45 p.m. ; 3:45pm ; 03:45 PM | 3:45 AM ; 3:54 PM ; 4:45 PM ; 45 ; 3
 7 p.m. | 7 PM ; 19:00 ; 7:00 PM ; 7pm | 7 a.m. ; 8 p.m. ; 7
-10:05:30 | 10:05:30 | 10:05:31 ; 10:05 ; 30
+10:05:30 | 10:05:30 ; \text{10:05:30} ; \textbf{10:05:30} | 10:05:31 ; 10:05 ; 30 ; 110:05:30
 December 25, 2020 | 2020-12-25 ; 25 December 2020 ; Dec 25, 2020 ; December 25th, 2020 ; 12/25/2020 ; 25 Dec. 2020 | December 26, 2020 ; December 25, 2021 ; 2020 ; November 25, 2020 ; 25
 2021-03-04 | March 4, 2021 ; 4 March 2021 ; 2021-3-4 | 2021-04-03 ; April 3, 2021 ; 2021 ; 4
 March 5 | 5 March ; 5th of March ; Mar 5 ; March 5th ; March 5, 2020 | March 6 ; May 5 ; 5
@@ -64,16 +64,16 @@ March 5 | 5 March ; 5th of March ; Mar 5 ; March 5th ; March 5, 2020 | March 6 ;
     "text": r"""
 Paris | paris ; PARIS ; \text{Paris} ; **Paris** ; Paris. ; "Paris" ; \textbf{Paris} | London ; Pairs ; Paris or London ; Par ; not Paris ; Parisian ; P
 New York | new york ; New  York ; \text{New York} ; the New York ; New-York | York ; New Jersey ; York New ; New
-no solution | No solution ; \text{no solution} ; No solution. ; \text{No solution} | one solution ; solution ; no ; 0
-Yes | yes ; YES. ; \text{Yes} | No ; yes and no ; not yes ; Y
-True | true ; \text{True} ; TRUE | False ; not true ; 1
+no solution | No solution ; \text{no solution} ; No solution. ; \text{No solution} ; \textbf{no solution} | one solution ; solution ; no ; 0
+Yes | yes ; YES. ; \text{Yes} ; \textbf{Yes} | No ; yes and no ; not yes ; Y
+True | true ; \text{True} ; TRUE ; \textbf{True} | False ; not true ; 1
 The Eiffel Tower | Eiffel Tower ; the eiffel tower ; \text{Eiffel Tower} | Eiffel ; Tower ; The Leaning Tower
 \text{Evelyn} | Evelyn ; evelyn ; \mathrm{Evelyn} | Eve ; Adam ; nylevE
 seventy-two | Seventy-two ; seventy two | seventy ; 72 apples ; seventy-three
 3:4:5 | $3:4:5$ ; \text{3:4:5} | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20
-H2O | \text{H2O} ; h2o | CO2 ; 2 ; H2
-Route 66 | route 66 ; \text{Route 66} | 66 ; Route 67 ; Route
-左 | \text{左} | 右 ; 左右""",
+H2O | \text{H2O} ; h2o ; \textbf{H2O} | CO2 ; 2 ; H2
+Route 66 | route 66 ; \text{Route 66} ; \textbf{Route 66} | 66 ; Route 67 ; Route
+左 | \text{左} ; \textbf{左} | 右 ; 左右""",
     "mathematics": r"""
 2\sqrt{3} | \sqrt{12} ; 2 \sqrt{3} ; 2*\sqrt{3} ; 2√3 ; 2 sqrt(3) ; \sqrt{3} \cdot 2 ; $2\sqrt{3}$ ; \frac{6}{\sqrt{3}} | 3 ; 2 ; \sqrt{3} ; 3\sqrt{2} ; 2\sqrt{2} ; 23 ; -2\sqrt{3} ; 6
 x^2+1 | 1+x^2 ; x^{2}+1 ; x² + 1 ; x*x+1 ; $x^2 + 1$ | 1 ; x^2 ; x^2-1 ; 2 ; x^3+1 ; y^2+1 ; (x+1)^2 ; x^{21}

@@ -1,7 +1,9 @@
 """`launch.sh check`: what a reward gets wrong is found from gold answers, without a model."""
 
+import itertools
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,25 +11,38 @@ import pytest
 
 from common.config import Rewards
 from common.errors import UserError
-from launcher.check_rewards import main
+from common.types import Problem
+from launcher.check_rewards import check, main
 from rewards import gold_answers
-from rewards.gold_answers import GoldRow, check_gold, distribution
-from rewards.probes import EMPTY, FORMS, probes, wrong_answer
+from rewards.gold_answers import check_gold, distribution
+from rewards.notations import notations, wrong_answer
+from rewards.probes import EMPTY, FORMS, UNFINISHED, probes
+from rewards.tally import GoldRow
+from tests.support.configs import config_of
+from tests.support.gold_table import LINES
 from tests.support.speed import limit
+from tests.support.tier import full
+from tests.support.vision import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
 # Functions, by what each gives a completion c where the answer is a
 GIVES = {
-    "whole_numbers_only": "float(a.isdigit() and a in c)",
+    "whole_numbers_only": "float(a.isdigit() and right(c, a))",
     "substring": "float(a in c)",
-    "any_digit": "float(any(x.isdigit() for x in c) and (a in c or a == '4'))",
-    "half": "(a in c) / 2",
+    "any_digit": "float(any(x.isdigit() for x in c) and (right(c, a) or a == '4'))",
+    "half": "right(c, a) / 2",
     "flat": "0.25",
     "not_empty": "float(bool(c))",
-    "raises_on_five": "(a in c) / float(a != '5')",
+    "raises_on_five": "right(c, a) / float(a != '5')",
     "endless": "time.sleep(1000 if a == '4' else 0) or float(a in c)",
-    "none_on_five": "None if a == '5' else float(a in c)",
+    "none_on_five": "None if a == '5' else float(right(c, a))",
+    "never": "None",
+    "as_it_stands": r"float(f' {c}'.rstrip('.').endswith(f' {a}') or f'oxed{{{a}}}' in c.rpartition('</think>')[2])",
+    "any_box": r"float(f'oxed{{{a}}}' in c)",
+    "last_digits": r"float(re.findall(r'\d+', '0' + c)[-1] == re.findall(r'\d+', '0' + a)[-1])",
+    "prefix": r"float(re.split(r'oxed{|> |is |^', c)[-1].startswith(a[0]))",
+    "brief": "-len(c.split()) / 80",
 }
 
 
@@ -38,7 +53,9 @@ def file(tmp_path_factory):
         f"def {name}(completions, answer):\n    return [{gives} for c, a in zip(completions, answer)]\n"
         for name, gives in GIVES.items()
     ]
-    path.write_text("import time\n" + "".join(functions))
+    path.write_text(
+        "import re\nimport time\nfrom tandem.rewards.answers import is_right as right\n" + "".join(functions)
+    )
     return path
 
 
@@ -54,14 +71,24 @@ def test_probes_hold_the_right_and_a_wrong_answer_in_every_form_and_nothing():
     assert made_up[1].text == r"<think>I work it out.</think><answer>\boxed{72}</answer>"
     assert made_up[7].text.endswith(r"\boxed{73}.") and made_up[-1].text == ""
     assert [p.form for p in probes(None)] == [EMPTY]
-    kinds = {"1,200": "1201", r"\frac{1}{2}": "3/2", "B": "C", "z": "y", "x+1": "none of these"}
+    kinds = {
+        "1,200": "1201",
+        r"\frac{1}{2}": "3/2",
+        "B": "C",
+        "z": "y",
+        "x+1": "x+2",
+        r"2\sqrt{3}": r"2\sqrt{4}",
+        "3:45": "3:46",
+        "5 cm": "6 cm",
+        "Paris": "none of these",
+    }
     assert {right: wrong_answer(right) for right in kinds} == kinds
 
 
 def test_rewards_that_work_have_no_problem(file):
     found = gold(file, "answer", "gated_format", "strict_format")
     assert found.problems == found.warnings == []
-    assert "  scores: -1 × 18, 1 × 15" in found.lines
+    assert "  number: 45 of 45 right completions earn full marks, 0 of 138 wrong" in found.lines
     assert "  gold answers with full marks: 3 of 3, as tags, box in tags" in found.lines
     assert sum("no verifier" in line for line in found.lines) == 1  # strict_format, of which any box is right
     assert "weighted sum: a right answer beats a wrong and an empty one on 3 of 3 rows" in found.lines
@@ -90,7 +117,7 @@ ALL_SAME = "rows right, wrong and empty completions all score the same: no gradi
         (["whole_numbers_only"], {"answers": ("Paris", "Rome")}, [f"on 2 of 2 {ALL_SAME} (row 0, 1)"]),
         (["flat"], {}, [f"on 3 of 3 {ALL_SAME}"]),
         (["substring"], {"reward_weights": [-1.0]}, ["on 3 of 3 rows no right answer beats a wrong one (row 0, 1, 2)"]),
-        (["any_digit"], {}, ["any_digit gives a wrong answer full marks on 1 of 3 rows (row 0); if a right one earns"]),
+        (["any_digit"], {}, ["any_digit gives a wrong answer full marks on 1 of 3 rows (row 0): a near miss"]),
         (["not_empty"], {}, ["on 3 of 3 rows no right answer beats a wrong one"]),
         (["raises_on_five"], {}, ["the rewards fail on 1 of 3 rows"]),
         (["none_on_five"], {}, ["the rewards fail on 1 of 3 rows"]),
@@ -98,11 +125,11 @@ ALL_SAME = "rows right, wrong and empty completions all score the same: no gradi
 )
 def test_what_cannot_train_is_a_problem_with_its_rows(file, names, given, problems):
     found = gold(file, *names, **given)
-    assert [problem[: len(start)] for problem, start in zip(found.problems, problems, strict=False)] == problems
+    assert [start for start in problems if not any(p.startswith(start) for p in found.problems)] == []
     shown = [line.split(": ", 1)[1] for line in found.lines if "✗ row 1" in line]
     if names == ["raises_on_five"]:
         assert shown[0].startswith("raises_on_five raised ZeroDivisionError")
-    if len(problems) == 2:
+    if len(problems) == 2 and names == ["whole_numbers_only"] and "0.5" in str(given):
         assert shown == ["gold '0.5' earns 0 at best in 5 forms"]
 
 
@@ -124,12 +151,12 @@ def test_what_may_be_intended_is_a_warning(file, names, given, warning):
 
 def test_a_slow_call_is_a_warning_and_one_beyond_the_deadline_a_problem(file, monkeypatch):
     found = gold(file, "endless", timeout_s=max(1.0, limit(0.2)))
-    assert found.problems == ["the rewards fail on 1 of 3 rows"]
+    assert found.problems[0] == "the rewards fail on 1 of 3 rows"
     assert any("✗ row 0" in line and "gave no answer within" in line for line in found.lines)
-    clock = iter([0.0, 1.2, 2.0, 2.1, 3.0, 3.1])  # before and after each of three rows
-    monkeypatch.setattr(gold_answers, "time", SimpleNamespace(monotonic=clock.__next__))
+    ticks = itertools.count()  # before and after each of some seven calls a row
+    monkeypatch.setattr(gold_answers, "time", SimpleNamespace(monotonic=lambda: 1.2 * (next(ticks) > 20)))
     [warning] = gold(file, "substring").warnings
-    assert warning.startswith("the slowest call took 1.200 s, on row 0;")
+    assert warning.startswith("the slowest call took 1.200 s, on row 1;"), "the first row may import what is needed"
 
 
 def test_the_command_tries_gold_answers_evenly_spaced_and_ends_as_they_do(tmp_path, monkeypatch, capsys):
@@ -147,3 +174,126 @@ def test_the_command_tries_gold_answers_evenly_spaced_and_ends_as_they_do(tmp_pa
     monkeypatch.setattr(sys, "argv", ["check", f"{tmp_path}/run.yaml", "--rows", "0"])
     with pytest.raises(UserError, match="check --rows 0: at least 1 is tried"):
         main()
+
+
+# ---- notations and near misses
+
+
+@pytest.mark.parametrize("lines", [pytest.param(LINES[::4], id="a quarter"), pytest.param(LINES, id="all", marks=full)])
+def test_no_writing_of_a_gold_answer_is_wrong_and_no_near_miss_is_right(lines):
+    """By the verdicts that are written by hand."""
+    for line in lines:
+        made = probes(line.gold, thorough=True)
+        right = {probe.answer for probe in made if probe.is_right}
+        wrong = {probe.answer for probe in made if not probe.is_right and probe.form in FORMS}
+        assert not right & set(line.wrong) and not wrong & {line.gold, *line.right}, line.gold
+        assert len(right) > 1 and len(wrong) > 1, line.gold
+
+
+@pytest.mark.parametrize(
+    ("gold", "writings"),
+    [
+        ("0.5", ["1/2", r"\frac{1}{2}"]),
+        (r"-\frac{2}{3}", ["-2/3"]),
+        ("1e-05", ["1/100000", "0.00001"]),
+        ("1,234", ["1234"]),
+        ("B", ["(B)"]),
+        (r"\{1,2\}", [r"\{2, 1\}"]),
+        ("x^2+1", ["x^{2} + 1"]),
+        ("3:45 PM", ["3:45 p.m."]),
+        ("December 25, 2020", ["25 December 2020", "2020-12-25"]),
+        ("5 cm", [r"5\text{ cm}"]),
+    ],
+)
+def test_a_gold_answer_is_tried_in_the_writings_that_models_choose(gold, writings):
+    assert set(writings) <= set(notations(gold).values())
+
+
+# ---- rewards that are wrong, each in its way
+
+
+BY_KIND = {
+    "number": (r"\frac{1}{2}", "0.75", "-0.2"),
+    "letter": ("B", "(C)", "A"),
+    "text": ("New York", "no solution", "Paris"),
+    "mathematics": (r"2\sqrt{3}", "x^2+1", "(1, 2)"),
+    "time": ("3:45", "December 25, 2020", "10:30"),
+}
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+@pytest.mark.parametrize("reward", ["as_it_stands", "substring", "last_digits", "prefix", "any_box"])
+def test_a_reward_that_mistakes_a_kind_of_gold_answer_does_not_look_right(file, reward, kind):
+    found = gold(file, reward, "format", answers=BY_KIND[kind], reward_weights=[1.0, 0.1])
+    assert found.problems or found.doubts, found.lines
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_rewards_that_judge_every_kind_look_right(file, kind):
+    found = gold(file, "answer", "boxed", "gated_format", answers=BY_KIND[kind])
+    assert found.problems == found.doubts == []
+    assert sum(line.startswith(f"  {kind}: ") for line in found.lines) == 3, "a verdict by kind of each function"
+
+
+def test_what_a_strict_reward_may_mean_is_a_doubt_and_other_notations_and_wrong_answers_are_problems(file):
+    found = gold(file, "as_it_stands")
+    assert found.problems == [] and "a decimal of a whole number" in found.doubts[0]
+    [problem] = gold(file, "as_it_stands", answers=("0.5", "0.25")).problems
+    assert "right answers in other notations on 2 of 2 rows (row 0, 1): a fraction, a LaTeX fraction" in problem
+    found = gold(file, "last_digits", answers=(r"\frac{1}{2}", "1/4"))
+    assert any("gives a wrong answer full marks on 2 of 2 rows (row 0, 1): a near miss" in p for p in found.problems)
+    assert any(re.search(r"row 0: gold .*: a near miss, .*\{7\}\{2\}", line) for line in found.lines)
+
+
+def test_a_guess_in_a_thought_is_no_answer_where_models_think(file):
+    found = gold(file, "any_box", "format", reward_weights=[1.0, 0.1])
+    assert any(UNFINISHED in problem for problem in found.problems)
+    assert not any(UNFINISHED in problem for problem in gold(file, "any_box").problems)
+
+
+def test_a_reward_that_is_none_everywhere_is_a_problem_and_one_for_length_no_verifier(file):
+    assert "never does not apply (None) to 3 of 3 rows (row 0, 1, 2)" in gold(file, "never", "answer").problems
+    found = gold(file, "answer", "brief", answers=("9", "99", "12"), reward_weights=[1.0, 0.1])
+    assert found.problems == found.doubts == [] and sum("no verifier" in line for line in found.lines) == 1
+
+
+# ---- on the way of a completion
+
+
+CHATML = "configs/templates/chatml.jinja"
+THINKING = "tests/support/templates/qwen3_thinking.jinja"
+
+
+def checked(folder, template=CHATML, marks=(), reward_funcs=("answer", "format"), rewards=(), **sections):
+    byte_tokenizer("<|im_start|>", "<|im_end|>", *marks).save_pretrained(folder)
+    (folder / "config.json").write_text("{}")
+    problems = [Problem(i, {"question": f"{i}?", "answer": str(i + 4)}) for i in range(2)]
+    rewards = {"reward_funcs": list(reward_funcs), "reward_weights": [1.0, 0.5][: len(reward_funcs)], **dict(rewards)}
+    config = config_of(model={"path": str(folder)}, prompt={"chat_template": template}, rewards=rewards, **sections)
+    return check(config, problems)
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_probes_go_behind_the_real_prompt_with_what_it_has_begun(tmp_path, template):
+    found = checked(tmp_path, template, reward_funcs=("gated_format", "strict_format"))
+    assert found.problems == found.doubts == []
+    assert any("begin the model's turn with '<think>\\n'" in line for line in found.lines) == (template == THINKING)
+    assert any("full marks: 2 of 2, as tags" in line for line in found.lines)
+
+
+def test_what_a_template_or_a_tokenizer_makes_impossible_is_said_with_the_remedy(tmp_path):
+    tags = {"marks": ("<think>", "</think>", "<answer>", "</answer>")}
+    assert checked(tmp_path, **tags).problems == []
+    problems = checked(tmp_path, **tags, rewards={"special_tokens": "drop"}).problems
+    assert any(p.startswith("format: no completion earns its full marks") for p in problems)
+    assert any("without the special tokens <think>" in p and "rewards.special_tokens=auto" in p for p in problems)
+    problems = checked(tmp_path, sampler={"stop": ["</think>"]}).problems
+    assert any(p.startswith("sampler.stop ends completions inside of a right answer") for p in problems)
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}[THINK]")
+    problems = checked(tmp_path, tmp_path / "t.jinja").problems
+    assert any(p.startswith("format: no completion earns its full marks behind these prompts") for p in problems)
+
+
+def test_without_the_model_the_rewards_are_tried_alone_and_it_is_said():
+    found = check(config_of(model={"path": "none/here"}), [Problem(0, {"question": "2+2?", "answer": "4"})])
+    assert any("model none/here is not here" in warning for warning in found.warnings)
