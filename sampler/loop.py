@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from common import wire
-from common.certain_errors import would_repeat
+from common.certain_errors import certain, would_repeat
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
@@ -137,7 +137,7 @@ class Sampler:
             self.phase = f"refused version {credit.version}: {error}"
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
             if self._bad_weights >= _MAX_BAD_WEIGHTS:
-                raise Retryable(self.phase) from None
+                raise certain(self.phase) if credit.version == 0 else Retryable(self.phase) from None
             time.sleep(1.0)
 
     def _beat_at_work(self, doing: str) -> None:

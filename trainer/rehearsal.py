@@ -106,9 +106,10 @@ def _finish(trainer: Trainer, folder: Path) -> None:
     durable.write_file(folder / COMMIT, b"{}")
     renamed = folder.with_name(f"{folder.name}-renamed")
     durable.replace_dir(folder, renamed)
-    _read_back(trainer, renamed)
+    if not trainer.config.lora.r:  # adapters are small, and no model for themselves
+        _read_back(trainer, renamed)
+        _require_room(trainer)
     durable.remove_dir(renamed)
-    _require_room(trainer)
 
 
 def _read_back(trainer: Trainer, folder: Path) -> None:
@@ -123,9 +124,7 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
 
 
 def _require_room(trainer: Trainer) -> None:
-    """For final/, and where checkpoints are saved for one of them. Adapters are small."""
-    if trainer.config.lora.r:
-        return
+    """For final/, and where checkpoints are saved for one of them."""
     output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
     weights = sum(size for model in models for _, size in model.parameter_names())
     trained = sum(tensor.form.numel() for model in models for tensor in model.tensors)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from common import wire
+from common.errors import Retryable, UserError
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from common.weights import BadWeights
 from launcher.evaluation.main import sample
 from rewards.pool import RewardFailure
 from sampler.completions import Completion
@@ -145,6 +147,24 @@ def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: 
     assert result.failures == (EvalFailure(1, "row 1: no reward within 10 s, killed"),)
     loop.credited(0, [], request)
     assert loop.sent == [result, result], "asked for again, so it was lost: the same answer, failures included"
+
+
+@pytest.mark.parametrize(("version", "error"), [(0, UserError), (3, Retryable)])
+def test_weights_that_stay_refused_end_the_process_and_those_of_the_start_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, error: type[Exception]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise BadWeights("tensor embed is not finite")
+
+    monkeypatch.setattr("sampler.loop.reload", refuse)
+    monkeypatch.setattr("sampler.loop.time.sleep", lambda _: None)
+    loop = Loop(tmp_path)
+    loop.engine.version = None  # type: ignore[assignment]
+    loop.link.credit = wire.Credit(0, [], [], version, "", "", 1)
+    loop.sampler.reload_if_credited()
+    loop.sampler.reload_if_credited()
+    with pytest.raises(error, match=f"refused version {version}: tensor embed is not finite"):
+        loop.sampler.reload_if_credited()
 
 
 class Picky(OneStepEngine):
