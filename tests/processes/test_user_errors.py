@@ -169,7 +169,7 @@ MISTAKES = (
            'as the prompts are: not completion[0]["content"]'),
     reward("raises", "KeyError: 'reward_model' (rewards.py:5)"),
     M("flat reward", "sampling.py", f"rewards.reward_funcs=[TASK/rewards.py:flat] {SHORT}",
-      ("rewards: right, wrong and empty completions of row 0 all score 0.5: such a group has no gradient",), cpu_s=10),
+      ("rewards: right, wrong and cut-off completions of row 0 all score 0.5: such a group has no",), cpu_s=10),
 )  # fmt: skip
 
 
