@@ -66,7 +66,7 @@ def notations(gold: str) -> dict[str, str]:
     if kind == "number":
         found |= dict(_numbers(gold))
     elif kind == "letter":
-        letter = re.sub(r"\\(?:text|textbf|mathrm|mathbf)|[^A-Za-z]", "", gold)
+        letter = re.sub(r"[^A-Za-z]", "", plainly(gold))
         found |= {"a letter": letter, "in parentheses": f"({letter})", "a letter in \\text": rf"\text{{({letter})}}"}
         found["in bold"] = rf"\textbf{{({letter})}}"
     elif kind in ("text", "time"):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rewards.answers import same_answer
 from rewards.gold import golds
 from rewards.notations import (
     AS_WRITTEN,
@@ -93,7 +94,7 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     wrong = {
         NEAR: [wrong_answer(gold), *(near_misses(gold) if thorough else ())],
         ENDING: ending_in(gold) if thorough else [],
-        OTHER: [text for text in others if gold not in text and text not in gold][:2],
+        OTHER: [t for t in others if gold not in t and t not in gold and not same_answer(t, gold)][:2],
     }
     made = [probe for what, text in writings.items() for probe in _in_forms(True, text, what)]
     if thorough and (unit := of_another_unit(gold)):

@@ -70,7 +70,7 @@ True | true ; \text{True} ; TRUE ; \textbf{True} | False ; not true ; 1
 The Eiffel Tower | Eiffel Tower ; the eiffel tower ; \text{Eiffel Tower} | Eiffel ; Tower ; The Leaning Tower
 \text{Evelyn} | Evelyn ; evelyn ; \mathrm{Evelyn} | Eve ; Adam ; nylevE
 seventy-two | Seventy-two ; seventy two | seventy ; 72 apples ; seventy-three
-3:4:5 | $3:4:5$ ; \text{3:4:5} | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20
+3:4:5 | $3:4:5$ ; \text{3:4:5} | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20 ; 3:4:50
 H2O | \text{H2O} ; h2o ; \textbf{H2O} | CO2 ; 2 ; H2
 Route 66 | route 66 ; \text{Route 66} ; \textbf{Route 66} | 66 ; Route 67 ; Route
 左 | \text{左} ; \textbf{左} | 右 ; 左右""",

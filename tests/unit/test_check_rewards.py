@@ -16,7 +16,7 @@ from launcher.check_rewards import check, main
 from rewards import gold_answers
 from rewards.gold_answers import check_gold, distribution
 from rewards.notations import notations, wrong_answer
-from rewards.probes import EMPTY, FORMS, UNFINISHED, probes
+from rewards.probes import EMPTY, FORMS, OTHER, UNFINISHED, probes
 from rewards.tally import GoldRow
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES
@@ -198,6 +198,7 @@ def test_no_writing_of_a_gold_answer_is_wrong_and_no_near_miss_is_right(lines):
         ("1e-05", ["1/100000", "0.00001"]),
         ("1,234", ["1234"]),
         ("B", ["(B)"]),
+        (r"\textbf{(D)}", ["D", "(D)"]),
         (r"\{1,2\}", [r"\{2, 1\}"]),
         ("x^2+1", ["x^{2} + 1"]),
         ("3:45 PM", ["3:45 p.m."]),
@@ -243,6 +244,11 @@ def test_what_a_strict_reward_may_mean_is_a_doubt_and_other_notations_and_wrong_
     found = gold(file, "last_digits", answers=(r"\frac{1}{2}", "1/4"))
     assert any("gives a wrong answer full marks on 2 of 2 rows (row 0, 1): a near miss" in p for p in found.problems)
     assert any(re.search(r"row 0: gold .*: a near miss, .*\{7\}\{2\}", line) for line in found.lines)
+
+
+def test_the_answer_of_another_row_that_means_the_same_is_not_wrong():
+    for gold, others in (("5", ("5 km", "5.0", "7")), (r"0.\overline{3}", ("1/3", "7"))):
+        assert {p.answer for p in probes(gold, others, thorough=True) if p.what == OTHER} == {"7"}
 
 
 def test_a_guess_in_a_thought_is_no_answer_where_models_think(file):
