@@ -59,7 +59,7 @@ def strict_format(completions: Sequence[Any]) -> list[float]:
 
 
 def boxed_format(completions: Sequence[Any]) -> list[float]:
-    r"""1 for `<think>…</think>` at the start and a \boxed{} after it, else 0."""
+    r"""1 for one `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
 
 
@@ -70,4 +70,5 @@ def _is_strict(text: str) -> bool:
 def _is_thought_then_box(text: str) -> bool:
     text = without_end_of_turn(text)
     thought, end, rest = text.partition("</think>")
-    return thought.startswith("<think>") and bool(end) and last_boxed(rest) is not None
+    opens_once = thought.startswith("<think>") and text.count("<think>") == 1
+    return opens_once and bool(end) and last_boxed(rest) is not None

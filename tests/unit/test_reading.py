@@ -77,7 +77,7 @@ def test_a_template_that_opens_a_thought_lets_its_form_be_earned_and_a_second_ta
     ]
     gold = {"answer": ["4", "4"]} if reward is gated_format else {}
     right, twice = reward(completions=texts, **gold)
-    assert right in (1.0, 1.25) and (twice <= 0 or reward is boxed_format)
+    assert right in (1.0, 1.25) and twice <= 0
 
 
 def test_a_row_that_begins_the_answer_gives_its_words_back_and_the_gold_answer_is_left_off(qwen, capsys):
