@@ -54,6 +54,12 @@ def release_cache() -> None:
         torch.accelerator.empty_cache()
 
 
+def add_in_order() -> None:
+    """Gradients of picked rows (biases of experts): a CPU else adds them as its threads come."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and nothing here reads such memory
+
+
 def switch_off_planned_attention() -> None:
     """cuDNN's attention plans every new shape for a few hundred milliseconds, and nearly every group is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -35,3 +35,14 @@ def test_another_vendor_is_a_name(monkeypatch: pytest.MonkeyPatch, vendor: str, 
     assert asked == [("set_device_index", 1), ("synchronize",), ("empty_cache",)]
     assert (devices.first(), devices.is_accelerator(device), devices.name(device)) == (device, True, f"A {vendor}")
     assert devices.collectives() == collectives
+
+
+def test_gradients_of_picked_rows_have_the_same_bits_each_time() -> None:
+    torch.manual_seed(0)
+    rows, picked, x = torch.randn(8, 128, requires_grad=True), torch.randint(0, 8, (40_000,)), torch.randn(40_000, 128)
+    devices.add_in_order()
+    try:
+        found = {torch.autograd.grad((rows[picked] * x).sum(), rows)[0].numpy().tobytes() for _ in range(10)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(found) == 1

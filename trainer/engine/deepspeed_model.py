@@ -73,6 +73,7 @@ def init_distributed(config: Config) -> None:
     chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
     guard_ops()
     if not devices.count():
+        devices.add_in_order()
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
     deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
     if not devices.count():
