@@ -57,7 +57,7 @@ def release_cache() -> None:
 def add_in_order() -> None:
     """Gradients of picked rows (biases of experts): a CPU else adds them as its threads come."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and nothing here reads such memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
 
 
 def switch_off_planned_attention() -> None:

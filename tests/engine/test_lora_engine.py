@@ -10,7 +10,6 @@ import pytest
 from common.config import Config
 from common.weights import Published
 from model import lora
-from model.tokenizer import load_tokenizer
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
@@ -65,7 +64,7 @@ def test_a_saved_folder_loads_in_vllm(
     reload(engine, version(8), config)
     expected = greedy(engine)
     tensors = {name: tensor.clone() for name, tensor in policy.full_parameters(lambda _: True)}
-    _write_adapters(tmp_path, tensors, policy.published_settings, load_tokenizer(config.model.path))
+    _write_adapters(tmp_path, tensors, policy.published_settings)
     policy.disturb(9)
     reload(engine, version(9), config)
     assert greedy(engine) != expected
