@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.checksum import describe
+from sampler import vllm_insides
 from sampler.engine_arguments import set_environment
 from sampler.engine_tensors import Proof
 from tests.support.configs import config_of
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.timeout(300)
 
 ELSEWHERE = ("olmo2", "qwen3_5_text", "lfm2")  # engines of these need more than vLLM's own arguments
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
+NEVER_TIED = ("glm4_moe", "deepseek_v3", "gpt_oss")  # vLLM's classes keep a head of their own
 FIRST = ("qwen3_moe", False)
-CASES = [(kind, tied) for kind in KINDS if kind not in ELSEWHERE for tied in (False, True)]
+CASES = [(k, tied) for k in KINDS if k not in ELSEWHERE for tied in (False, True) if not (tied and k in NEVER_TIED)]
 PARAMETERS = [
     pytest.param(*case, id=f"{case[0]}{', tied' * case[1]}", marks=() if case == FIRST else full) for case in CASES
 ]
@@ -37,6 +39,7 @@ class Pair:
         from transformers import AutoModelForCausalLM
         from vllm import LLM
 
+        vllm_insides.rotate_every_head()
         self.llm: Any = kept(
             LLM(  # type: ignore[arg-type]
                 str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4,
@@ -81,11 +84,12 @@ def test_every_reload_is_right_and_proven_and_a_loader_that_does_nothing_is_refu
 ) -> None:
     """A worker whose first version is none that it started with, as one that was started again."""
     pair = Pair(save_kind(kind, tmp_path / kind, tie_word_embeddings=tied))
+    bound = 2e-5 if kind == "gemma4_text" else 1e-5
     for seed in range(3):
         tensors = pair.train(seed)
         proof = pair.load(tensors)
         assert (proof.wrong, proof.proven | proof.unproven.keys()) == ([], tensors.keys())
-        assert pair.distance() < 1e-5
+        assert pair.distance() < bound
     if kind in MIXTURES:
         assert {n for n in tensors if ".experts." in n} <= proof.proven, "experts are compared where they stand"
     reasons = {why.partition(": ")[2] for why in proof.unproven.values()}
@@ -103,5 +107,5 @@ def test_every_reload_is_right_and_proven_and_a_loader_that_does_nothing_is_refu
                 ),
             )
             assert pair.load(newest).wrong
-    assert pair.load(newest).wrong == [] and pair.distance() < 1e-5
+    assert pair.load(newest).wrong == [] and pair.distance() < bound
     assert not math.isnan(pair.distance())

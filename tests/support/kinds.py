@@ -23,7 +23,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, **_EXPERTS},  # experts in one tensor, and one by one in files
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # and under other names
     "glm4_moe": _ROUTED,  # a router with a correction, a buffer in float32
-    "deepseek_v3": {**_ROUTED, **_LATENT, "num_key_value_heads": 4, "head_dim": 16, "topk_method": "noaux_tc"},
+    "deepseek_v3": {**_ROUTED, **_LATENT, "num_key_value_heads": 4, "head_dim": 16}
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as published: vLLM takes softmax else
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},  # experts in one tensor in files, too, transposed
     "granitemoehybrid": {**_MAMBA, "num_local_experts": 0},
     "qwen3_5_text": {
