@@ -180,7 +180,7 @@ def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str
 def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
     """The adapter in a model's LoRA layers. B is published without alpha / r, expected with.
 
-    A layer that vLLM cuts into more own than were published (the one projection before a state) has A in each of
+    A layer that vLLM cuts into more parts than were published (the one projection before a state) has A in each of
     them, and B's rows one part after the other; several published ones share it in their order, and the first has what
     there is more. Around the published numbers, up to vLLM's largest rank and in layers without, there must be zeros.
     """
@@ -192,12 +192,12 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
         path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")
         whole, part = (leaf, 0) if path in layers else fused.get(leaf, (leaf, 0))
-        layer_path = path if path in layers else ".".join(filter(None, (parent, whole)))
+        layer_path = ".".join(filter(None, (parent, whole)))
         if layer_path not in layers:
             proof.wrong.append(f"the engine has no place for the published {name}")
             continue
         of_layer = layers[layer_path][which]
-        more = len(of_layer) - (1 if layer_path == path else published_in[whole])
+        more = len(of_layer) - (1 if whole == leaf else published_in[whole])
         own = range(part + more * (part > 0), part + more + 1)
         seen[layer_path] |= {(which, i) for i in own}
         taken, (rows, columns) = [of_layer[i] for i in own], info.shape
