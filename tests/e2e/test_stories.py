@@ -62,7 +62,7 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     assert asked == ["check", "plan", "run"]
     done = clone.run("\n".join(f"bash launch.sh {command} my.yaml {ours}" for command in asked))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tandem: the rewards look right" in done.stdout
+    assert "tandem: no problem, 1 doubt" in done.stdout and "in $…$" in done.stdout
     metrics = check_run(clone, "runs/mine", 2)
     assert all("rewards/right/mean" in step for step in metrics)
 
