@@ -36,6 +36,7 @@ class GoldKind(NamedTuple):
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname) *\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[,!()\[\]]|\*\*(?=\S)|(?<=\S)\*\*|`")
 _SPACE = re.compile(r"(?:\s|~|(?<!\\)\\[ ;:]|\\quad(?![a-z]))+")
+_THOUSANDS = re.compile(r"(?<=\d)(?:~|\\[ ;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|lcm|mod|det|pi|theta|alpha|beta"
 _WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
@@ -178,7 +179,7 @@ def plainly(text: str) -> str:
     for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
         text = text.replace(written, meant)
     return (
-        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", text)))
+        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text))))
         .strip()
         .replace("( ", "(")
         .replace(" )", ")")

@@ -11,7 +11,8 @@ import re
 from fractions import Fraction
 
 _MAX_CHARS = 100  # a longer number is no number: huge integers cost time and are never an answer
-_DIGITS = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_SEPARATORS = ",\u00a0\u2009\u202f"  # of thousands: a comma, or a space that does not break or is thin (ISO 80000)
+_DIGITS = f"(?:[0-9]{{1,3}}(?:[{_SEPARATORS}][0-9]{{3}})+|[0-9]+)"
 _DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?)"
 # A hyphen after a word, a digit or a bracket joins or subtracts ("covid-19", "10-5"); elsewhere it is a minus.
 _MINUS = r"(?:(?<![\w)\]}])[-−](?:\\?[$€£¥])?|(?<=[$€£¥])[-−])"
@@ -19,6 +20,7 @@ _PLAIN_NUMBER = re.compile(
     rf"(?:\\?\$)?([-−+]?)(?:([0-9]+) (?=[0-9]+/))?(?:({_DECIMAL})(?:/({_DECIMAL}))?|"
     rf"\\[dt]?frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}})\.?"
 )
+_JOINED = str.maketrans("", "", _SEPARATORS)
 _LAST_NUMBER = re.compile(rf"(?<![0-9])({_MINUS})?({_DECIMAL})(?:/({_DECIMAL}))?\Z")
 
 
@@ -36,8 +38,8 @@ def plain_number(text: str) -> Fraction | None:
 
 def _fraction(is_negative: bool, top: str, bottom: str | None) -> Fraction | None:
     try:
-        value = Fraction(top.replace(",", ""))
-        value = value / Fraction(bottom.replace(",", "")) if bottom else value
+        value = Fraction(top.translate(_JOINED))
+        value = value / Fraction(bottom.translate(_JOINED)) if bottom else value
     except ZeroDivisionError:
         return None
     return -value if is_negative else value
