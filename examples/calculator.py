@@ -143,7 +143,7 @@ class Calculator(Example):
     def lessons(self, problems: Sequence[ToolProblem], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from common.config import PromptTemplate
         from environments.tools import schemas
-        from sampler.prompts import render
+        from sampler.chat_template import render
         from sampler.turns import TurnTemplate
 
         tools = schemas({"calculator": calculator})

@@ -17,10 +17,11 @@ from common.errors import UserError
 from common.exits import say
 from common.types import Problem, Prompt
 from sampler.bad_rows import usable
+from sampler.chat_template import about_first_token
 from sampler.messages import leaves_gold_off
 from sampler.pictures import encode_problem, image_size
 from sampler.progress import counted
-from sampler.prompts import about_first_token, make_prompt, rendered
+from sampler.prompts import make_prompt, rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

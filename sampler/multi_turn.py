@@ -15,9 +15,10 @@ from common.config import Config, Model
 from common.types import Problem, Prompt
 from environments import Message
 from model.folder import vocabulary
+from sampler.chat_template import read_template, render
 from sampler.episodes import Episodes
 from sampler.messages import as_messages
-from sampler.prompts import begun_in, read_template, render
+from sampler.prompts import begun_in
 from sampler.task import Decode
 from sampler.turns import TurnTemplate
 

@@ -2,29 +2,25 @@
 asks a model makes it here: the run, `plan`, `check` and `eval`.
 
 Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
-the special tokens, so none are added; but for the first one that the model was trained on, where a template of the
-user's leaves it out.
+the special tokens, so none are added (but for the first, sampler/chat_template.py).
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from common.config import Config, PromptTemplate
 from common.errors import UserError
 from common.outcomes import is_whole
 from common.types import EncodedImage, Problem, Prompt
 from environments import Message
-from model.folder import NO_CHAT_TEMPLATE
 from sampler.bad_rows import HALF
-from sampler.messages import arguments_of, as_messages, for_rewards, read, tools_of, with_image_places
+from sampler.chat_template import render, require_template
+from sampler.messages import arguments_of, as_messages, for_rewards, tools_of, with_image_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,86 +108,3 @@ def begun_in(text: str, messages: Sequence[Message] = ()) -> str:
         return text[text.rindex(messages[-1]["content"].strip()) :]
     opened = _OPENED.search(text[-100:])
     return opened.group() if opened else ""
-
-
-def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
-    """Raises UserError for a tokenizer without a chat template, where the config has none either."""
-    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
-        raise UserError(NO_CHAT_TEMPLATE)
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    prompt: PromptTemplate,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> str:
-    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own.
-
-    arguments: more for the template than prompt.chat_template_kwargs. Raises UserError, also for arguments and tools
-    that the template does not read.
-    """
-    goes_on = messages[-1].get("role") == "assistant"
-    arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
-    template = read_template(prompt.chat_template)
-    source = prompt.chat_template or "the tokenizer's own; prompt.chat_template names another"
-    _require_read(tokenizer, template, tuple(arguments), bool(tools))
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **arguments,
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"chat template ({source}) fails on a prompt: {error}") from error
-    first = first_token(tokenizer)
-    return text if template is None or text.startswith(first) else first + text
-
-
-@functools.lru_cache(maxsize=16)
-def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
-    """Raises UserError for what a template would be told in vain."""
-    ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
-    if taken := ours & set(arguments):
-        raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")
-    text = template if template is not None else tokenizer.get_chat_template(None, [{}] if has_tools else None)
-    for name in arguments:
-        if not re.search(rf"\b{re.escape(name)}\b", text):
-            raise UserError(
-                f"the chat template reads no {name!r}: remove it from prompt.chat_template_kwargs, or take the rows' "
-                "away: data.rename={chat_template_kwargs: unused}"
-            )
-    if has_tools and not re.search(r"\btools\b", text):
-        raise UserError(
-            "the chat template has no place for tools, and the model would not see them; name one that has: "
-            "prompt.chat_template=configs/templates/hermes_tools.jinja, or take the rows' away: "
-            "data.rename={tools: unused_tools}"
-        )
-
-
-@functools.lru_cache(maxsize=4)
-def first_token(tokenizer: Any) -> str:
-    """The token that the tokenizer puts before each text by itself, as the model was trained; "" where it puts none."""
-    ids, first = tokenizer("a")["input_ids"], tokenizer.bos_token_id
-    return str(tokenizer.bos_token) if first is not None and ids[:1] == [first] else ""
-
-
-def about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
-    """Where the tokenizer and the chat template disagree about the first token, what prompts have."""
-    first, own = first_token(tokenizer), read_template(prompt.chat_template)
-    if not text.startswith(first):
-        return f"prompts do not begin with {first}, as the tokenizer's texts do: its own chat template leaves it out"
-    if first and own is not None and first not in own and "bos_token" not in own:
-        return f"prompts begin with {first}, as the tokenizer's texts do; {prompt.chat_template} leaves it out"
-    return None
-
-
-@functools.lru_cache(maxsize=4)
-def read_template(path: Path | None) -> str | None:
-    return None if path is None else read("prompt.chat_template", path)

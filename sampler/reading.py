@@ -19,7 +19,7 @@ from common.config import Config
 from common.errors import UserError
 from common.exits import say
 from rewards.find import BUILT_IN
-from sampler.prompts import render
+from sampler.chat_template import render
 
 _MARK = "⟦turn⟧"
 _TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
@@ -151,13 +151,18 @@ def _file_of(module: str) -> Path | None:
 
 
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
-    """What the chat template writes behind the assistant's words; "" where it cannot be seen."""
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, {"role": "user", "content": "?"}]
-    try:
-        _, mark, behind = render(tokenizer, said, prompt=config.prompt).rpartition(_MARK)
-    except (UserError, ValueError):
-        return ""  # no template, or one with other ideas of a conversation
-    return behind if mark else ""
+    """What the chat template writes behind the assistant's last words, or where nothing is, before the user's next; ""
+    where it cannot be seen. (gpt-oss ends the last in <|return|>, and each of several others in <|end|>.)"""
+    said = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
+    for some in (said[:2], said):
+        try:
+            text = render(tokenizer, some, prompt=config.prompt, is_over=True)
+        except (UserError, ValueError):
+            return ""  # no template, or one with other ideas of a conversation
+        behind = "".join(text.split(_MARK)[2:3])
+        if behind.strip():
+            return behind
+    return ""
 
 
 def _added(tokenizer: Any, text: str) -> int | None:

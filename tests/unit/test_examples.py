@@ -102,7 +102,7 @@ def test_the_calculator_and_its_cost() -> None:
 
 def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
     from common.config import PromptTemplate
-    from sampler.prompts import render
+    from sampler.chat_template import render
     from sampler.turns import TurnTemplate
 
     tokenizer = tokenizer_of(folder_of("quickstart_tools"))

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
-from sampler.prompts import render
+from sampler.chat_template import render
 from sampler.turns import TurnTemplate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_a_template_that_strips_thoughts_is_refused_where_the_user_speaks_next_a
         (
             "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
             "user",
-            "the assistant's turn exactly once",
+            "does not show a message of the role 'assistant'",
         ),
     ],
     ids=["without the role", "without the assistant's words"],

@@ -1,0 +1,179 @@
+"""Chat messages through the chat template, and proof that it shows them.
+
+Templates differ in how they take what is said: as text or as parts, a call's arguments as JSON or as what it says, no
+content beside a call as null or as "". One that is told otherwise leaves things out without an error. So each shape of
+a conversation is written once with marks in place of its words, and in the first way that shows all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from common.config import PromptTemplate
+from common.errors import UserError
+from common.exits import say
+from environments import Message
+from model.folder import NO_CHAT_TEMPLATE
+from sampler.messages import read
+
+_FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+Way = Callable[[Message], Message]
+
+_KEPT = ("role", "type", "id", "tool_call_id")  # what templates decide by
+
+
+def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
+    """Raises UserError for a tokenizer without a chat template, where the config has none either."""
+    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
+        raise UserError(NO_CHAT_TEMPLATE)
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    prompt: PromptTemplate,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    is_over: bool = False,
+) -> str:
+    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own.
+
+    arguments: more for the template than prompt.chat_template_kwargs. is_over: nobody says more. Raises UserError, also
+    for arguments, tools and messages that the template does not show.
+    """
+    goes_on = messages[-1].get("role") == "assistant" and not is_over
+    arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
+    template = read_template(prompt.chat_template)
+    _require_read(tokenizer, template, tuple(arguments), bool(tools))
+    told = arguments | {
+        "tools": list(tools) if tools else None,
+        "add_generation_prompt": not goes_on and not is_over,
+        "continue_final_message": goes_on,
+    }
+    shape = [_marked(message, f"Mark{i}") for i, message in enumerate(messages)]
+    way = _way(tokenizer, prompt.chat_template, json.dumps(told, default=str), json.dumps(shape))
+    try:
+        text = _write(tokenizer, template, map(way, messages), told)
+    except _FAILURES as error:
+        raise UserError(f"chat template ({_source(prompt.chat_template)}) fails on a prompt: {error}") from error
+    first = first_token(tokenizer)
+    return text if template is None or text.startswith(first) else first + text
+
+
+def _write(tokenizer: Any, template: str | None, messages: Iterable[Message], told: Mapping[str, Any]) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **told))
+
+
+def _source(path: Path | None) -> str:
+    return str(path or "the tokenizer's own; prompt.chat_template names another")
+
+
+def _marked(value: Any, mark: str, key: str = "") -> Any:
+    """With a mark of its own for every text that is not empty and that no template decides by."""
+    if isinstance(value, Mapping):
+        return {name: _marked(item, mark + name, name) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(item, f"{mark}{i}", key) for i, item in enumerate(value)]
+    if isinstance(value, str):
+        return ("0" * len(value) if key.endswith("id") else value) if key in _KEPT else f"{mark}." if value else ""
+    return value if value is None or isinstance(value, bool) else 1
+
+
+@functools.lru_cache(maxsize=256)
+def _way(tokenizer: Any, path: Path | None, told: str, shape: str) -> Way:
+    """The first in which the template shows the marks of all messages and calls. Raises UserError where none does."""
+    messages, lost_by = json.loads(shape), dict[Way, list[str]]()
+    ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=3)]
+    for way in ways:
+        try:
+            text = _write(tokenizer, read_template(path), map(way, messages), json.loads(told))
+        except _FAILURES:
+            continue
+        lost_by[way] = [what for message in messages for what in _lost(message, text)]
+    if not lost_by:
+        return ways[0]  # the real words say why
+    way, lost = min(lost_by.items(), key=lambda found: len(found[1]))
+    if lost == ["the system message"]:
+        say(f"the chat template ({_source(path)}) does not show {lost[0]}")
+    elif lost:
+        raise UserError(
+            f"the chat template ({_source(path)}) does not show {lost[0]}; leave it out of the rows, or name a "
+            "template that shows it: prompt.chat_template"
+        )
+    return way
+
+
+def _said(choice: Sequence[bool], message: Message) -> Message:
+    """One of the ways in which templates take a message."""
+    (in_parts, calls_in_json, calls_alone), made = choice, dict(message)
+    if calls := made.get("tool_calls"):
+        made["content"] = made["content"] or None if calls_alone else made["content"]
+        made["tool_calls"] = [_in_json(call) for call in calls] if calls_in_json else calls
+    if in_parts and made["content"]:
+        made["content"] = [{"type": "text", "text": made["content"]}]
+    return made
+
+
+def _in_json(call: Any) -> Any:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _in_json(call["function"])}
+    return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
+
+
+def _lost(message: Message, text: str) -> Iterator[str]:
+    if message["content"] not in text:
+        yield "the system message" if message["role"] == "system" else f"a message of the role {message['role']!r}"
+    calls = json.dumps(message.get("tool_calls"), ensure_ascii=False)
+    yield from ("the assistant's calls" for mark in re.findall(r'"(Mark[^"]*)"', calls) if mark not in text)
+
+
+@functools.lru_cache(maxsize=16)
+def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
+    """Raises UserError for what a template would be told in vain."""
+    ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
+    if taken := ours & set(arguments):
+        raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")
+    text = template if template is not None else tokenizer.get_chat_template(None, [{}] if has_tools else None)
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise UserError(
+                f"the chat template reads no {name!r}: remove it from prompt.chat_template_kwargs, or take the rows' "
+                "away: data.rename={chat_template_kwargs: unused}"
+            )
+    if has_tools and not re.search(r"\btools\b", text):
+        raise UserError(
+            "the chat template has no place for tools, and the model would not see them; name one that has: "
+            "prompt.chat_template=configs/templates/hermes_tools.jinja, or take the rows' away: "
+            "data.rename={tools: unused_tools}"
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def first_token(tokenizer: Any) -> str:
+    """The token that the tokenizer puts before each text by itself, as the model was trained; "" where it puts none."""
+    ids, first = tokenizer("a")["input_ids"], tokenizer.bos_token_id
+    return str(tokenizer.bos_token) if first is not None and ids[:1] == [first] else ""
+
+
+def about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
+    """Where the tokenizer and the chat template disagree about the first token, what prompts have."""
+    first, own = first_token(tokenizer), read_template(prompt.chat_template)
+    if not text.startswith(first):
+        return f"prompts do not begin with {first}, as the tokenizer's texts do: its own chat template leaves it out"
+    if first and own is not None and first not in own and "bos_token" not in own:
+        return f"prompts begin with {first}, as the tokenizer's texts do; {prompt.chat_template} leaves it out"
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def read_template(path: Path | None) -> str | None:
+    return None if path is None else read("prompt.chat_template", path)
