@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import UserError
-from common.types import Tombstone
+from common.types import Group, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
@@ -20,6 +21,7 @@ from tests.unit.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
     EPS,
     group_advantages,
+    is_dead_group,
     moves,
     normalized_sum,
     shaped_rewards,
@@ -127,6 +129,55 @@ def test_rewards_are_shaped_by_kl_and_length() -> None:
     config = settings(longest=12, beta=0.5, kl_in_reward=True, soft_punish_cache=12)
     assert shaped_rewards(g, config)[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
     assert shaped_rewards(g, settings(beta=0.5)).tolist() == [1.0, 2.0]
+
+
+NOISE = [-1.0, -0.5, -0.25, 0.0, 0.0, 0.25, 0.5, 1.0]  # nats of KL; the mean is 0
+KL = {"beta": 0.04, "kl_in_reward": True}
+PULL = [-0.04 * x for x in NOISE]  # −β · (KL_i − mean)
+
+
+def of_kl(reward: float, group_id: int = 0) -> Group:
+    return group(*(rollout([7], reward, old=-1.0, ref=-1.0 - x) for x in NOISE), group_id=group_id)
+
+
+@pytest.mark.parametrize(
+    ("groups", "choice", "expected"),
+    [
+        ([of_kl(1.0)], {}, [PULL]),  # and not divided by its own deviation, which would make 1.6 of it
+        ([of_kl(1.0)], {"scale_rewards": "none"}, [PULL]),
+        ([of_kl(1.0)], {"scale_rewards": "batch"}, [PULL]),
+        ([of_kl(1.0)], {"adv_estimator": "rloo"}, [[x * 8 / 7 for x in PULL]]),
+        ([of_kl(1.0)], {"whiten_advantages": True}, [PULL]),
+        ([of_kl(1.0), of_kl(0.0, 1)], {"adv_estimator": "reinforce_plus_plus_baseline"}, [PULL, PULL]),
+        ([of_kl(1.0), of_kl(1.0, 1)], {"adv_estimator": "reinforce_plus_plus"}, [PULL, PULL]),
+    ],
+)
+def test_equal_rewards_leave_the_pull_of_kl_as_it_is(
+    groups: list[Group], choice: dict[str, Any], expected: list[list[float]]
+) -> None:
+    found = step_advantages(groups, settings(**KL, **choice))
+    assert [found[i].tolist() for i in range(len(groups))] == [pytest.approx(row, abs=1e-7) for row in expected]
+
+
+def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def own(rewards): return (rewards - rewards.mean()) / (rewards.std() + 1e-9)\n")
+    by_length = group(rollout([7] * 12, 1.0), rollout([7], 1.0))
+    unequal = group(rollout([7], 1.0, ref=-2.0), rollout([7], 0.0, ref=-1.0))  # 1 − 1 and 0 − 0: equal when shaped
+    for estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", f"{file}:own"):
+        config = settings(adv_estimator=estimator, dead_groups="skip", **KL)
+        assert is_dead_group(of_kl(1.0), config) and is_dead_group(of_kl(0.1), config)
+        assert not is_dead_group(unequal, settings(adv_estimator=estimator, beta=1.0, kl_in_reward=True))
+        assert is_dead_group(by_length, settings(adv_estimator=estimator, soft_punish_cache=12))
+    assert not is_dead_group(of_kl(1.0), settings(adv_estimator="reinforce_plus_plus", **KL))
+
+
+def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
+    alive = group(rollout([7], 1.0, ref=-1.0), rollout([7], 0.0, ref=-1.0), group_id=1)
+    found = step_advantages([of_kl(1.0), alive], settings(scale_rewards="batch", **KL))
+    std = np.array([1 + x for x in PULL] + [1.0, 0.0]).std(ddof=1) + 1e-4
+    assert found[0].tolist() == pytest.approx([x / std for x in PULL], abs=1e-7)
+    assert found[1].tolist() == pytest.approx([0.5 / std, -0.5 / std])
 
 
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:

@@ -9,7 +9,8 @@
 mean(r) is the group's. A_i is then divided by std + eps of the group (what makes grpo), of the batch, or by nothing
 (scale_rewards); std has n − 1, eps = 1e-4. The two REINFORCE++ are then whitened over the tokens of the batch of
 rollouts, which may hold several optimizer steps (steps_per_generation). A user's own estimator takes the place of the
-second column. Left out: anything that needs a critic.
+second column. Where the task's rewards are equal, of KL and length alone, nothing is divided: a deviation of noise
+would make advantages of ±1 of it. Left out: anything that needs a critic.
 """
 
 from __future__ import annotations
@@ -51,13 +52,10 @@ def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
-    """No advantage is left when the group's baseline is gone, so only KL or entropy could train it."""
-    algorithm = config.algorithm
-    if isinstance(group, Tombstone) or not algorithm.estimator.has_group_baseline:
+    """The task's rewards leave no advantage when the group's baseline is gone: only KL, length or entropy train it."""
+    if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
         return False
-    if algorithm.adv_estimator in ESTIMATORS and not algorithm.sums_last:
-        return is_dead(shaped_rewards(group, config))
-    return not moves(_advantages(group, config))
+    return not moves(_advantages(group, rewards_of(group), config))
 
 
 def centred(rewards: Floats) -> Floats:
@@ -157,31 +155,35 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
         return {}
-    values = [_advantages(g, config) for g in alive]
-    if config.algorithm.reward_scale == "batch":
-        scale = np.concatenate([shaped_rewards(g, config) for g in alive]).std(ddof=1) + EPS
+    shaped = [shaped_rewards(g, config) for g in alive]
+    values = [_advantages(g, rewards, config) for g, rewards in zip(alive, shaped, strict=True)]
+    are_equal = is_dead(np.concatenate([rewards_of(g) for g in alive]))
+    if config.algorithm.reward_scale == "batch" and not are_equal:
+        scale = np.concatenate(shaped).std(ddof=1) + EPS
         values = [v / scale for v in values]
     if config.algorithm.whitens:
-        values = whiten(values, [_counts(g, config.algorithm) for g in alive])
+        divides = not (are_equal or all(is_dead_group(g, config) for g in alive))
+        values = whiten(values, [_counts(g, config.algorithm) for g in alive], divides)
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
 
 
-def _advantages(group: Group, config: Config) -> Floats:
-    """[G], as far as they follow from the group alone."""
+def _advantages(group: Group, rewards: Floats, config: Config) -> Floats:
+    """[G], as far as they follow from the group alone. rewards: of the task, or shaped."""
     algorithm, functions = config.algorithm, config.rewards
     if algorithm.sums_last:
         by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in functions.names]
         return normalized_sum(by_function, functions.weights)
-    return group_advantages(shaped_rewards(group, config), algorithm.reward_scale, algorithm.adv_estimator, group)
+    scale = "none" if is_dead(rewards_of(group)) else algorithm.reward_scale
+    return group_advantages(rewards, scale, algorithm.adv_estimator, group)
 
 
-def whiten(advantages: Sequence[Floats], counts: Sequence[Floats]) -> list[Floats]:
+def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool = True) -> list[Floats]:
     """(A − mean) / (std + eps) over the batch, every completion counted counts times; std with n − 1."""
     flat, times = np.concatenate(advantages), np.concatenate(counts)
     n = times.sum()
     mean = (times * flat).sum() / max(n, 1.0)
     std = np.sqrt((times * (flat - mean) ** 2).sum() / max(n - 1, 1.0))
-    return [(a - mean) / (std + EPS) for a in advantages]
+    return [(a - mean) / (std + EPS if divides else 1.0) for a in advantages]
 
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:
