@@ -22,6 +22,7 @@ from trainer.algorithm.losses import (
     token_weights,
     value_errors,
 )
+from trainer.algorithm.mismatch import gaps
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "bnpo"]
@@ -127,6 +128,43 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
     if estimator == "k3":  # the loss's alone
         found = one_token(prob=prob, old=prob, advantage=1.0, kl_in_reward=True, **of)  # type: ignore[arg-type]
         assert (found[2].kl.item(), *found[:2]) == pytest.approx((kl, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "settings", "objective", "slope"),
+    [
+        (20.0, -2.0, {}, -2 * math.exp(20), -2 * math.exp(20)),  # the bound itself is as ever
+        (19.5, -2.0, {}, -2 * math.exp(19.5), -2 * math.exp(19.5)),
+        (100.0, 2.0, {}, 2.4, 0.0),  # the clip's value, and its gradient of 0
+        (100.0, -2.0, {"delta": 3.0}, -6.0, 0.0),
+        (100.0, -2.0, {}, -2 * math.exp(20), 0.0),
+        (1e30, 2.0, {"importance_sampling_level": "sequence"}, 2.4, 0.0),
+        (100.0, 2.0, CISPO, 4 * -1.0, 4.0),
+        (100.0, 2.0, {"vllm_importance_sampling_mode": "token_truncate"}, 6.0, 6.0),
+        (100.0, 2.0, {"vllm_importance_sampling_mode": "sequence_mask"}, 0.0, 0.0),
+        (-600.0, -2.0, {}, -1.6, 0.0),
+        (-600.0, 2.0, {}, 0.0, 0.0),
+        (0.0, 0.0, {"beta": 0.5, "ref": 99.0}, -0.5 * (math.exp(20) - 21), 0.0),  # of k3
+        (0.0, 0.0, {"beta": 0.5, "ref": 19.0}, -0.5 * (math.exp(19) - 20), -0.5 * (1 - math.exp(19))),
+        (math.nan, 1.0, {}, math.nan, math.nan),  # the engine sees it
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_log_ratio_overflows_and_up_to_the_bound_nothing_changes(
+    log_ratio: float, advantage: float, settings: dict[str, Any], objective: float, slope: float, dtype: torch.dtype
+) -> None:
+    ref = settings.get("ref")
+    logprobs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+    old, reference = logprobs.detach() - log_ratio, None if ref is None else logprobs.detach() + ref
+    algorithm = Algorithm(**{k: v for k, v in settings.items() if k != "ref"})
+    found, terms = token_objective(logprobs, old, reference, logprobs.detach() * -advantage, [1], algorithm)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert (found.item(), gradient.item()) == (
+        pytest.approx(objective, rel=1e-6, nan_ok=True),
+        pytest.approx(slope, rel=1e-6, nan_ok=True),
+    )
+    assert math.isnan(log_ratio) or all(math.isfinite(x) for x in (terms.ratio.item(), terms.kl.item()))
+    assert math.isnan(log_ratio) or all(torch.isfinite(x) for x in gaps(logprobs.detach(), old).values())
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm
+from trainer.algorithm.mismatch import bounded, k3
 from trainer.algorithm.user_functions import own_objective
 
 
@@ -138,11 +139,11 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
         token       ratio_t = exp(log_ratio_t)                           PPO, arXiv 1707.06347
         sequence    ratio_t = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
 
-    The gradient of a sequence's ratio reaches all its tokens.
+    The gradient of a sequence's ratio reaches all its tokens. `bounded` says what happens beyond e^20.
     """
     if level == "token":
-        return log_ratio.exp()
-    return torch.cat([part.mean().exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
+        return bounded(log_ratio).exp()
+    return torch.cat([bounded(part.mean()).exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
 
 
 def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, cap: float) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, c
     """
     if mode.startswith("sequence"):
         log_weight = torch.cat([part.sum().expand(len(part)) for part in log_weight.split(list(lengths))])
-    weight = log_weight.exp()
+    weight = bounded(log_weight).exp()
     is_corrected = weight > cap
     if mode.endswith("truncate"):
         return weight.clamp(max=cap), is_corrected
@@ -195,16 +196,14 @@ def cispo_surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: fl
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimates of KL(π_θ ‖ π_ref) from sampled tokens: [N].  x = log π_ref − log π_θ
 
-        k1 = −x        k2 = x² / 2        k3 = exp(x) − x − 1
-
-    J. Schulman, "Approximating KL divergence", 2020.
+    k1 = −x        k2 = x² / 2        k3 = exp(x) − x − 1
     """
     x = ref_logprobs - logprobs
     if estimator == "k1":
         return -x
     if estimator == "k2":
         return x.square() / 2
-    return x.exp() - x - 1
+    return k3(x)
 
 
 def loss(objective: Tensor, weights: Tensor) -> Tensor:

@@ -20,20 +20,36 @@ from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
 MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
+_LARGEST = 20.0  # of a log-ratio that is exponentiated: verl's bound
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Before an exponential: at most 20, with no gradient beyond it, and the same bits up to it.
+
+    exp(88.8) is infinite in float32, and a product with its gradient of 0, where a clip has stopped it, NaN. TRL 1.16
+    has no bound; verl's is ±20 for tokens and 10 for sequences. There is none below: exp(−x) goes to 0.
+    """
+    return log_ratio.masked_fill(log_ratio > _LARGEST, _LARGEST)  # NaN goes on, with its gradient: clamp would end it
+
+
+def k3(x: Tensor) -> Tensor:
+    """exp(x) − x − 1, J. Schulman, "Approximating KL divergence", 2020."""
+    x = bounded(x)
+    return x.exp() - x - 1
 
 
 def gaps(after: Tensor, before: Tensor) -> dict[str, Tensor]:
     """Sums over tokens drawn from exp(before): [N], [N] -> a float64 scalar for each measure.
 
-    k3 = exp(x) − x − 1 with x = after − before estimates KL(before ‖ after).
+    k3 of x = after − before estimates KL(before ‖ after).
     """
     x = (after - before).double()
     return {
         "tokens": x.new_full((), len(x)),
         "log_ratio": x.sum(),
         "abs_prob_diff": (after.double().exp() - before.double().exp()).abs().sum(),
-        "exp_abs_log_ratio": x.abs().exp().sum(),
-        "k3": (x.exp() - x - 1).sum(),
+        "exp_abs_log_ratio": bounded(x.abs()).exp().sum(),
+        "k3": k3(x).sum(),
     }
 
 

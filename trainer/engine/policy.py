@@ -20,7 +20,7 @@ from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
-from trainer.algorithm.mismatch import by_cause
+from trainer.algorithm.mismatch import bounded, by_cause
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
@@ -172,9 +172,9 @@ def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, ter
     return {name: values.double().sum() for name, values in of_tokens.items()} | {
         "loss": part,
         "tokens": log_ratio.new_full((), len(log_ratio)),
-        "token_ratio": log_ratio.exp().sum(),
+        "token_ratio": bounded(log_ratio).exp().sum(),
         "log_ratio": log_ratio.sum(),
         "abs_log_ratio": log_ratio.abs().sum(),
         "abs_prob_diff": (logprobs.exp() - old.exp()).double().abs().sum(),
-        "exp_abs_log_ratio": log_ratio.abs().exp().sum(),
+        "exp_abs_log_ratio": bounded(log_ratio.abs()).exp().sum(),
     }
