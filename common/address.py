@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import tempfile
 from pathlib import Path
@@ -28,11 +29,31 @@ def private_dir(output_dir: Path) -> Path:
     return path
 
 
+def needs_ipv6(address: str) -> bool:
+    """Whether a tcp address stands for none of IPv4."""
+    parts = urlsplit(address)
+    with contextlib.suppress(OSError):  # a name that nobody knows yet
+        return all(found[0] == socket.AF_INET6 for found in socket.getaddrinfo(parts.hostname, parts.port))
+    return False
+
+
+def to_bind(address: str) -> str:
+    """A name of this host that stands for 127.0.1.1 here, as on Debian, is another address to the others: then all."""
+    parts = urlsplit(address)
+    with contextlib.suppress(OSError):
+        found = {str(found[4][0]) for found in socket.getaddrinfo(parts.hostname, parts.port)}
+        is_name = parts.hostname not in found and parts.hostname != "localhost"
+        if is_name and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+            return f"tcp://*:{parts.port}"
+    return address
+
+
 def require_free(config: Config) -> None:
     """Raises UserError at once if another process listens at the tcp address, before seconds are spent on imports."""
     parts = urlsplit(endpoint(config))
     if parts.scheme == "tcp":
-        with socket.socket() as probe:
+        family = socket.AF_INET6 if needs_ipv6(parts.geturl()) else socket.AF_INET
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((parts.hostname, parts.port))

@@ -23,7 +23,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from common import durable
-from common.address import cannot_bind, endpoint, holder, remove_dead_socket
+from common.address import cannot_bind, endpoint, holder, needs_ipv6, remove_dead_socket, to_bind
 from common.config import Config
 from common.errors import Retryable, UserError
 
@@ -140,8 +140,10 @@ def bind(config: Config) -> Transport:
         transport.authenticator.configure_curve_callback(domain="*", credentials_provider=allowed)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys["server_secret"])
         socket.setsockopt(zmq.CURVE_SERVER, 1)
+    here = to_bind(address)
+    socket.setsockopt(zmq.IPV6, int(here != address or needs_ipv6(address)))
     try:
-        socket.bind(address)
+        socket.bind(here)
     except zmq.ZMQError as error:
         transport.close()
         held_by = holder(address) if error.errno == zmq.EADDRINUSE else ""
@@ -167,5 +169,6 @@ def connect(config: Config, sampler_id: str) -> Transport:
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys["client_secret"])
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["client_public"])
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys["server_public"])
+    socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
     socket.connect(address)
     return transport

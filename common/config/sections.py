@@ -201,7 +201,7 @@ def _is_address(text: str) -> bool:
         return False
     if parts.scheme == "ipc":
         return bool(parts.path) and len(text.removeprefix("ipc://").encode()) <= MAX_SOCKET_PATH
-    names_a_host = parts.hostname not in (None, "*", "0.0.0.0")  # samplers connect to the same text
+    names_a_host = parts.hostname not in (None, "*", "0.0.0.0", "::")  # samplers connect to the same text
     return parts.scheme == "tcp" and names_a_host and bool(port) and not parts.path
 
 
@@ -222,7 +222,10 @@ class Channel(Section):
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
         if value is not None and not _is_address(value):
-            raise ValueError("not an address that both sides can use; write tcp://10.0.0.1:5555, or null on one host")
+            raise ValueError(
+                "not an address that both sides can use; write tcp://10.0.0.1:5555, tcp://[fd00::1]:5555, or null on "
+                "one host"
+            )
         return value
 
 

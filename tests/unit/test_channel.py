@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from common import channel
-from common.address import endpoint
+from common.address import endpoint, require_free
 from common.channel import Transport
 from common.config import Config
 from common.errors import Retryable, UserError
@@ -210,6 +210,36 @@ def test_an_address_that_cannot_be_had_is_told_with_the_reason_and_left_alone(fo
         sampler.send([b"still there"])
         assert received(trainer) == [b"still there"]
     assert (folder / "file" / "inbox").read_text() == "precious"
+
+
+@pytest.mark.parametrize("host", ["[::1]", "localhost", "ip6-localhost"])
+def test_addresses_and_names_of_ipv6_are_bound_found_and_told_when_they_are_taken(folder: Path, host: str) -> None:
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"{host}: {error}")
+    config = make_config(folder, channel={"endpoint": f"tcp://{host}:{free_port()}"})
+    require_free(config)
+    require_connected(config)
+    with bound(config), pytest.raises(UserError, match=f"port {endpoint(config).rpartition(':')[2]} is used by pid"):
+        require_free(config)
+
+
+@pytest.mark.parametrize("stands_for", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_name_that_stands_for_loopback_here_alone_is_bound_where_other_hosts_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stands_for: str
+) -> None:
+    family = socket.AF_INET6 if ":" in stands_for else socket.AF_INET
+    found = [(family, socket.SOCK_STREAM, 6, "", (stands_for, 0))]
+    port = free_port()
+    with monkeypatch.context() as here:
+        here.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        transport = channel.bind(make_config(folder, channel={"endpoint": f"tcp://node-7:{port}"}))
+    with contextlib.closing(transport):
+        socket.create_connection(("127.0.0.9", port), timeout=5).close()
+    with bound(tcp(folder, port)), pytest.raises(ConnectionRefusedError):  # an address is bound as it is written
+        socket.create_connection(("127.0.0.9", port), timeout=5).close()
 
 
 def test_a_process_may_have_several_links_and_a_closed_one_frees_its_address(folder: Path) -> None:

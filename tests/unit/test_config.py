@@ -296,7 +296,7 @@ BAD_ADDRESSES = (
 def test_an_address_that_one_side_cannot_use_is_refused_with_one_that_both_can(tmp_path: Path, address: str) -> None:
     message = problem(tmp_path, GOOD + f"channel:\n  endpoint: '{address}'\n")
     assert message.startswith(f"{tmp_path / 'run.yaml'}:6: channel.endpoint: not an address that both sides can use")
-    assert message.endswith(f"write tcp://10.0.0.1:5555, or null on one host, got '{address}'")
+    assert message.endswith(f"write tcp://10.0.0.1:5555, tcp://[fd00::1]:5555, or null on one host, got '{address}'")
 
 
 @pytest.mark.parametrize(
