@@ -11,6 +11,7 @@ has one. Left out: devices by number, for these differ from host to host.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from common import durable
 from common.config import Config
 from common.errors import UserError
 from common.exits import STARTED_AT, started_at
-from common.ports import free_port
 from common.redact import secret_part
 from launcher.commands import Commands
 from launcher.machine import ROOT
+from launcher.over_hosts import PORT
 from launcher.placement import Placement, SamplerPlace
 from launcher.processes import Child
 
-_LINE = re.compile(r"(?P<name>[\w.:-]+)(?P<counts>(?:\s+\w+=\d+)+)")
+_LINE = re.compile(r"\[?(?P<name>[\w:][\w.:-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # [fd00::1] and fd00::1
 _SHOWN_LATE_S = 20.0  # a file that this host made, on another
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
 # of our environment, what other hosts need: settings of libraries, and never a secret
@@ -90,26 +91,74 @@ def placement_over(hosts: Sequence[HostLine], config: Config) -> Placement:
     return Placement(ranks, (), (), {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Meeting("10.0.0.1", 12345, {"10.0.0.3": "eth0"}): where all reach the first, by which network card."""
+
+    address: str = "127.0.0.1"
+    port: int = 0  # of that host, which is free there
+    cards: Mapping[str, str] = field(default_factory=dict)  # of every host; empty where there is only one
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://[{self.address}]:{self.port}" if ":" in self.address else f"tcp://{self.address}:{self.port}"
+
+
+def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> Meeting:
+    """Its name is not enough: on Debian a host's own is 127.0.1.1 to itself, and ssh has names that only ssh knows.
+
+    answers: of `host_link.answers`. Of the addresses that all others have reached, those that they know by its name
+    come first. Raises UserError if there is none.
+    """
+    (first, *others), port = answers, answers[0]["port"]
+    if not others:
+        return Meeting(port=port)
+    for host, other in zip(hosts[1:], others, strict=True):
+        if not other["cards"]:
+            tried = ", ".join(first["cards"])
+            raise UserError(
+                f"{host.name} does not reach {hosts[0].name}, where rank 0 is, at port {port} of any of its addresses "
+                f"({tried}); let the hosts' firewalls pass connections among them, or name another host first"
+            )
+    common = [address for address in first["cards"] if all(address in other["cards"] for other in others)]
+    if not common:
+        raise UserError(f"the other hosts reach {hosts[0].name} by no address that is the same for all of them")
+
+    def order(one: str) -> tuple[bool, bool, bool]:
+        is_known = any(one in other["known"] for other in others)
+        return ipaddress.ip_address(one).is_loopback, not is_known, ":" in one  # a host may have several names
+
+    address = min(common, key=order)
+    cards = [first["cards"][address], *(other["cards"][address] for other in others)]
+    return Meeting(address, port, {host.name: card for host, card in zip(hosts, cards, strict=True)})
+
+
 def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
-    """Overrides: where rank 0 listens, unless the config says it, and how many samplers there are."""
-    found, samplers, given = [], sum(host.samplers for host in hosts), config.sampler.num_samplers
-    if config.channel.endpoint is None:
-        found.append(f"channel.endpoint=tcp://{hosts[0].name}:{free_port()}")
-    elif not config.channel.endpoint.startswith("tcp://"):
+    """Overrides: how many samplers there are. Raises UserError where the config is of one host."""
+    samplers, given = sum(host.samplers for host in hosts), config.sampler.num_samplers
+    if config.channel.endpoint is not None and not config.channel.endpoint.startswith("tcp://"):
         raise UserError(f"channel.endpoint {config.channel.endpoint} is of one host; remove it, or write tcp://…")
     if given not in (1, samplers):
         raise UserError(f"sampler.num_samplers {given} and the hostfile has {samplers}; remove sampler.num_samplers")
-    return found if given == samplers else [*found, f"sampler.num_samplers={samplers}"]
+    return [] if given == samplers else [f"sampler.num_samplers={samplers}"]
 
 
 class HostCommands(Commands):
     """As Commands, of processes on several hosts."""
 
     def __init__(
-        self, path: Path, overrides: Sequence[str], config: Config, place: Placement, hosts: Sequence[HostLine]
+        self,
+        path: Path,
+        overrides: Sequence[str],
+        config: Config,
+        place: Placement,
+        hosts: Sequence[HostLine],
+        meet: Meeting,
     ) -> None:
+        """meet: also where rank 0 listens, unless the config says it."""
+        overrides = [*overrides, *([f"channel.endpoint={meet.endpoint}"] if config.channel.endpoint is None else [])]
         super().__init__(path, overrides, config, place)
-        self._hosts, self._attempt = hosts, 0
+        self._hosts, self._meet, self._attempt = hosts, meet, 0
         folder = config.run.output_dir.resolve()
         self._folder = folder / "hosts"
         durable.make_private(self._folder)
@@ -135,8 +184,7 @@ class HostCommands(Commands):
         file = self._folder / "hostfile"
         durable.write_file(file, "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode())
         launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical"]
-        launcher += ["--hostfile", str(file), "--no_ssh", "--master_addr", hosts[0].name]
-        launcher += ["--master_port", str(port := free_port())]
+        launcher += ["--hostfile", str(file), "--no_ssh", "--master_addr", self._meet.address, "--master_port", PORT]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
         orders = [
             self._order(
@@ -144,17 +192,22 @@ class HostCommands(Commands):
                 "trainer",
                 (*launcher, "--node_rank", str(number), *script),
                 gpus=(0, host.slots),
-                scratch=(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",),
+                scratch=(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*",),
                 launcher_depth=2,
+                env=self._by_card(host.name) | passed_on(os.environ),
             )
             for number, host in enumerate(hosts)
         ]
         return self._over("trainer", orders)
 
+    def _by_card(self, host: str) -> dict[str, str]:
+        """Gloo would take the one whose address the host's own name stands for."""
+        return {"GLOO_SOCKET_IFNAME": self._meet.cards[host]} if self._meet.cards else {}
+
     def _order(self, host: HostLine, name: str, argv: Sequence[str], **more: Any) -> dict[str, Any]:
         """What on_host.py reads. Its log has the host's name; that of the whole is beside it.
 
-        more: gpus (the first of this host, and how many), scratch, launcher_depth.
+        more: gpus (the first of this host, and how many), scratch, launcher_depth, env.
         """
         self._attempt += 1
         return {

@@ -1,8 +1,10 @@
 """One process of a run on one of its hosts:  python -m launcher.on_host, started by over_hosts.py over ssh.
 
-    stdin    a line of JSON: the order (hosts.py); then numbers of signals, one a line, which the process gets.
-             Its end is the end of everything here: a lost connection, or a first host that is gone, leaves nothing
-    stdout   what a user should see of the process; all of its output is in its log in the run folder
+    stdout   first what others must know of this host: a port that is free, and its addresses. Then what a user should
+             see of the process; all of its output is in its log in the run folder
+    stdin    a line of JSON: a question, or the order (hosts.py); then numbers of signals, one a line, which the process
+             gets, as it gets those that arrive here. Its end is the end of everything here: a lost connection, or a
+             first host that is gone, leaves nothing
     exit     the code of the process, 256 - n for a signal n as DeepSpeed's launcher has it
 
 Ends with 2 if this host does not see the run folder of the others.
@@ -12,30 +14,49 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common.errors import UserError
-from common.exits import INTERRUPTED, SIGKILLED, STARTED_AT, USER_ERROR, say
+from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT, USER_ERROR, say
 from common.out_of_memory import less_memory
+from common.ports import listen
 from launcher.killed import oom_kills, why_killed
 from launcher.machine import ROOT, usable_cores
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
 
+ANSWER = b"tandem-host "  # begins a line of stdout that is for over_hosts.py
+_CONNECTS_S = 5.0
+_ENDS = (DONE, USER_ERROR, RETRYABLE, INTERRUPTED)
+
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGHUP):  # the first host decides, over stdin
-        signal.signal(number, signal.SIG_IGN)
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored stays ignored in all that is started
     os.chdir(ROOT)
-    order = json.loads(_line())
+    with listen() as listening:
+        _answer({"port": listening.getsockname()[1], "cards": _cards()})
+        order = json.loads(_line(asked) or "{}")
+        if "reach" in order:
+            _answer(_reached(**order["reach"]))
+            return DONE
     try:
-        _require_shared(order)
+        if not order or not _is_shared(order, asked):
+            return INTERRUPTED
         child = _child(order, os.environ)
     except UserError as error:
         say(str(error))
@@ -44,7 +65,7 @@ def main() -> int:
         kills_before = oom_kills()
         running = Running(child, guard.mark, order["attempt"])
         guard.watch(running)
-        code = _watch(running)
+        code = _watch(running, asked)
         if code in SIGKILLED:
             role = "trainer" if child.name == "trainer" else "sampler"
             advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
@@ -53,24 +74,58 @@ def main() -> int:
         return code % 256
 
 
-def _line() -> str:
-    """The first line of stdin, and not a byte more."""
+def _answer(content: Mapping[str, Any]) -> None:
+    _show(ANSWER + json.dumps(content).encode() + b"\n")
+
+
+def _line(asked: Sequence[int]) -> str:
+    """The next line of stdin, and not a byte more; "" at its end, or once somebody asked for ours."""
     line = bytearray()
-    while (byte := os.read(0, 1)) not in (b"", b"\n"):
-        line += byte
-    return line.decode()
+    while not asked:
+        if select.select([0], [], [], 0.2)[0]:
+            if (byte := os.read(0, 1)) in (b"", b"\n"):
+                return line.decode()
+            line += byte
+    return ""
 
 
-def _require_shared(order: Mapping[str, Any]) -> None:
-    """Raises UserError if the first host's file does not appear here in time."""
+def _cards() -> dict[str, str]:
+    """{address: its network card} of this host; without those of IPv6 that count on one cable alone."""
+    ip = (socket.AF_INET, socket.AF_INET6)
+    found = [(of, card) for card, addresses in psutil.net_if_addrs().items() for of in addresses if of.family in ip]
+    return {of.address: card for of, card in found if "%" not in of.address}
+
+
+def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
+    """The network card by which each address of another host is reached from here, and what its name stands for."""
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        cards = dict(zip(addresses, pool.map(lambda address: _card_to(address, port), addresses), strict=True))
+    known: list[str] = []
+    with suppress(OSError):
+        known = [str(of[4][0]) for of in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    return {"cards": {address: card for address, card in cards.items() if card}, "known": known}
+
+
+def _card_to(address: str, port: int) -> str | None:
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
+            return _cards().get(link.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_shared(order: Mapping[str, Any], asked: Sequence[int]) -> bool:
+    """False if the end is asked for meanwhile. Raises UserError if the first host's file does not appear in time."""
     proof, host, deadline = Path(order["proof"]), order["host"], time.monotonic() + order["within_s"]
-    while not proof.exists():
+    while not (proof.parent.is_dir() and proof.name in os.listdir(proof.parent)):  # NFS looks anew, for a folder
+        if asked or select.select([0], [], [], 0.2)[0]:
+            return False
         if time.monotonic() > deadline:
             raise UserError(
                 f"{host} does not see {proof.parent}, which the first host has written; set run.output_dir to a "
                 "folder that all hosts share"
             )
-        time.sleep(0.2)
+    return True
 
 
 def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
@@ -103,8 +158,9 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     )
 
 
-def _watch(running: Running) -> int:
+def _watch(running: Running, asked: list[int]) -> int:
     """The exit code of the process. Output goes up, signals go down."""
+    passed_on = 0
     with selectors.DefaultSelector() as selector:
         for descriptor in (0, *running.streams):
             selector.register(descriptor, selectors.EVENT_READ)
@@ -118,11 +174,13 @@ def _watch(running: Running) -> int:
                 if not words:
                     running.close(_show)
                     return INTERRUPTED
-                for word in words:
-                    running.interrupt(int(word))
+                asked += map(int, words)
+            for number in asked[passed_on:]:
+                passed_on += 1
+                running.interrupt(number)
     code = running.process.returncode
     running.close(_show)
-    return code
+    return code if code in _ENDS or not passed_on else INTERRUPTED
 
 
 def _show(data: bytes) -> None:

@@ -3,20 +3,15 @@
     supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► deepspeed --no_ssh --node_rank 0 …
                                    └─ ssh HOST ──► on_host.py ─► deepspeed --no_ssh --node_rank 1 …
 
-It ends as the first of them that ends with another code than 0; the others have a few seconds to follow, and are ended.
-A connection that breaks counts as 75: start again. SIGINT and SIGTERM are passed on. TANDEM_SSH is what reaches a host,
-"ssh" with options by default: the words before the host's name.
+They start once all hosts are there, with a port that the first of them has free. It ends as the first of them that ends
+with another code than 0; the others have a few seconds to follow, and are ended. A host that is down, or a connection
+that breaks, counts as 75: start again; one that is refused as 2. SIGINT and SIGTERM are passed on.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import selectors
-import shlex
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,15 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
+from common.errors import UserError
+from common.exits import DONE, INTERRUPTED, SIGKILLED, USER_ERROR, meaning, say
+from common.transcript import tail
+from launcher.host_link import FOLLOW_S, Host, Patience, end, read
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, say
-from launcher.machine import ROOT
-
-SSH = "TANDEM_SSH"
-_DEFAULT = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-_NO_CONNECTION, _NO_PROGRAM = 255, (126, 127)  # exit codes of ssh, and of a shell
-_FOLLOW_S = 15.0  # a peer that has ended is noticed, and its code passed on
+PORT = "@port of the first host@"  # in an order
+_TAIL = 13  # lines; with ours they are what the supervisor shows
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,108 +33,58 @@ def main(arguments: Sequence[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
-    hosts = [Host(order) for order in orders]
+    hosts: list[Host] = []
     try:
-        return _watch(hosts, asked)
+        hosts += [Host(order["host"]) for order in orders]
+        first, code = _watch(hosts, orders, asked)
+    except UserError as error:
+        say(str(error))
+        return USER_ERROR
     finally:
-        for host in hosts:
-            host.end()
+        end(hosts)
+    if first is not None and code != INTERRUPTED:
+        _explain(first, code, Path(orders[hosts.index(first)]["log"]))
+    return code
 
 
-class Host:
-    """A process on a host, as its connection shows it."""
+def _watch(hosts: Sequence[Host], orders: Sequence[Mapping[str, Any]], asked: list[int]) -> tuple[Host | None, int]:
+    """The host that was the first to end other than well, and its code."""
+    told, started, until, patience = 0, False, float("inf"), Patience()
+    while True:
+        read(hosts)
+        missing = [host for host in hosts if not host.was_there]
+        patience.wait_for(missing)
+        if asked and not started:
+            return None, INTERRUPTED
+        if not started and not missing:
+            port, started = str(hosts[0].answer["port"]), True
+            for host, order in zip(hosts, orders, strict=True):
+                host.tell(json.loads(json.dumps(order).replace(PORT, port)))
+        for number in asked[told:]:
+            for host in hosts:
+                host.tell(number)
+        told = len(asked)
+        codes = [host.ended() for host in hosts]
+        failed = [(host, code) for host, code in zip(hosts, codes, strict=True) if code]
+        if failed:
+            until = min(until, time.monotonic() + FOLLOW_S * started)
+        if None not in codes or time.monotonic() >= until:
+            first, code = min(failed, key=_order, default=(None, DONE))
+            return first, INTERRUPTED if asked and code not in (DONE, USER_ERROR) else code
 
-    def __init__(self, order: Mapping[str, Any]):
-        self.name = order["host"]
-        self.process = subprocess.Popen(
-            reach(self.name, os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # safe: this process has no threads
-        )
-        self.tell(json.dumps(order))
-        self._rest = b""
 
-    def tell(self, text: str) -> None:
-        assert self.process.stdin is not None
-        with suppress(OSError):  # it has ended
-            self.process.stdin.write(f"{text}\n".encode())
-            self.process.stdin.flush()
+def _order(ended: tuple[Host, int]) -> tuple[bool, float]:
+    """By time; but what breaks with a killed rank may be seen before it: DeepSpeed's launcher looks every second."""
+    host, code = ended
+    return code not in (USER_ERROR, *SIGKILLED), host.said_end_at
 
-    def show(self, data: bytes) -> None:
-        """Whole lines, so that two hosts do not write into each other's."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            print(line.decode(errors="replace"), flush=True)
 
-    def ended(self) -> tuple[int, str] | None:
-        """(exit code of the process there, what a code of ssh itself means); None while it runs."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        if code == _NO_CONNECTION or code < 0:
-            return RETRYABLE, "the connection ended"
-        if code in _NO_PROGRAM:
-            why = f"no {sys.executable} there; install this folder on it under the same path: bash launch.sh setup"
-            return USER_ERROR, why
-        return code, ""
-
-    def end(self) -> None:
-        """Closes the connection, at which everything there ends."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+def _explain(host: Host, code: int, log: Path) -> None:
+    """Last, below what the others said once it was gone."""
+    say(f"{host.name}: {host.why or f'the first that {meaning(code)}'}")
+    if not host.why:
         with suppress(OSError):
-            self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_FOLLOW_S)
-        with suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.show((self.process.stdout.read() or b"") + b"\n" * bool(self._rest))
-        self.process.stdout.close()
-
-
-def _watch(hosts: Sequence[Host], asked: list[int]) -> int:
-    told, found, until = 0, DONE, float("inf")
-    with selectors.DefaultSelector() as selector:
-        for host in hosts:
-            assert host.process.stdout is not None
-            selector.register(host.process.stdout, selectors.EVENT_READ, host)
-        while True:
-            for key, _ in selector.select(0.1):
-                if data := os.read(key.fd, 65536):
-                    key.data.show(data)
-                else:
-                    selector.unregister(key.fileobj)
-            for number in asked[told:]:
-                for host in hosts:
-                    host.tell(str(number))
-            told = len(asked)
-            ends = [host.ended() for host in hosts]
-            failed = [(host, *end) for host, end in zip(hosts, ends, strict=True) if end and end[0] != DONE]
-            if failed and found == DONE:
-                host, found, why = failed[0]
-                until = time.monotonic() + _FOLLOW_S
-                if why:
-                    say(f"{host.name}: {why}")
-            if None not in ends or time.monotonic() > until:
-                return INTERRUPTED if asked and found == RETRYABLE else found
-
-
-def reach(host: str, environ: Mapping[str, str]) -> list[str]:
-    """The command that starts on_host.py there, in words without shell syntax: ssh gives them to a shell."""
-    there = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "launcher.on_host"]
-    return there if is_here(host) else [*shlex.split(environ.get(SSH, _DEFAULT)), host, *there]
-
-
-def is_here(host: str) -> bool:
-    """Whether the name stands for an address of this host."""
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:  # ssh may know it
-        return host == socket.gethostname()
-    return any(a.address == address for of in psutil.net_if_addrs().values() for a in of)
+            print(f"the end of {log}:", *tail(log, _TAIL), sep="\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from common.config import Config, load
 from common.durable import lock
-from common.errors import UserError
-from common.exits import DONE, INTERRUPTED, USER_ERROR, limit_time, out_of_time, say
+from common.errors import Retryable, UserError
+from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from common.shared_memory import has_room
@@ -27,7 +27,8 @@ from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
 from launcher.fit import fit
-from launcher.hosts import HostCommands, placement_over, read_hosts, settings_over
+from launcher.host_link import answers
+from launcher.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
 from launcher.machine import MACHINE, ROOT, gib, memory_limit, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import Placement, placement, visible_gpus
@@ -73,11 +74,12 @@ def main(arguments: Sequence[str]) -> int:
                 overrides = [*overrides, *shares.settings(config, model, place, machine)]
                 config = load(path, overrides)
             if hosts:
-                return _run(HostCommands(path, overrides, config, place, hosts), again)
+                meet = meeting(hosts, answers([host.name for host in hosts]))
+                return _run(HostCommands(path, overrides, config, place, hosts, meet), again)
             return _run(Commands(path, overrides, config, place), again)
-    except UserError as error:
+    except (UserError, Retryable) as error:
         say(str(error))
-        return USER_ERROR
+        return USER_ERROR if isinstance(error, UserError) else RETRYABLE
 
 
 def _require_memory(config: Config, place: Placement) -> None:

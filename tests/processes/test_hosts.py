@@ -5,9 +5,11 @@ Over a stand-in for ssh, and where there is an sshd over a real client and serve
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +18,17 @@ import pytest
 
 from common.ports import free_port
 from launcher.machine import ROOT
-from tests.support.speed import is_gone, limit, until
+from tests.support.speed import is_gone, limit, overdue, until
 from tests.support.ssh_server import ssh_server
 
 # Whoever does not follow the first that fails is waited for 2 s instead of 15.
 PROGRAM = (
-    "import sys; from launcher import over_hosts; over_hosts._FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
+    "import sys; from launcher import host_link; host_link.FOLLOW_S = 2.0;"
+    "from launcher import over_hosts; sys.exit(over_hosts.main(sys.argv[1:]))"
 )
+
+
+Started = subprocess.Popen[str]
 
 
 class Connections:
@@ -36,7 +42,7 @@ class Connections:
         self.env = os.environ | {"TANDEM_SSH": str(ssh)}
         (folder / "proof").touch()
 
-    def start(self, *codes: str, proof: str = "proof") -> subprocess.Popen[str]:
+    def start(self, *codes: str, proof: str = "proof", within_s: float = 0.5, root: Path = ROOT) -> Started:
         """One process a host, each of Python code."""
         orders = [
             {
@@ -51,15 +57,16 @@ class Connections:
                 "launcher_depth": 0,
                 "attempt": 1,
                 "proof": str(self.folder / proof),
-                "within_s": 0.5,
+                "within_s": within_s,
                 "running_s": 1000.0,
             }
             for i, code in enumerate(codes)
         ]
         (self.folder / "orders.json").write_text(json.dumps(orders))
-        command = [sys.executable, "-c", PROGRAM, str(self.folder / "orders.json")]
+        python = sys.executable if root == ROOT else str(root / ".venv/bin/python")
+        command = [python, "-c", PROGRAM, str(self.folder / "orders.json")]
         return subprocess.Popen(
-            command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=root, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def pid_of(self, host: int) -> int:
@@ -85,7 +92,7 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connection
         yield found
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Started) -> tuple[int, str]:
     out, _ = process.communicate(timeout=limit(60))
     return process.returncode, out
 
@@ -96,7 +103,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
         (["print('one')", "import os; print('two' * ('NOT_PASSED_ON' not in os.environ))"], 0, "one\ntwo"),
         # its hours count from the start of the run, by its own host's clock
         (["from common import exits; import time; print((time.monotonic() - exits.started_at()) // 100)"], 0, "10.0"),
-        (["import os; os.kill(os.getpid(), 9)"], 247, "tandem: trainer on 203.0.113.0 was killed by SIGKILL"),
+        (
+            ["import os; os.kill(os.getpid(), 9)"],
+            247,
+            "tandem: 203.0.113.0: trainer on 203.0.113.0 was killed by SIGKILL",
+        ),
     ],
     ids=["output", "clock", "killed"],
 )
@@ -145,13 +156,120 @@ def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connec
     until(lambda: all(map(is_gone, pids)), 20)
 
 
-def test_a_host_that_does_not_know_the_key_refuses_at_once_and_says_so(hosts: Connections) -> None:
-    if (hosts.folder / "sshd").is_dir():
-        (hosts.folder / "sshd" / "user.pub").write_text("")
-    else:
-        (hosts.folder / "ssh").write_text("#!/bin/sh\necho 'Permission denied (publickey)'\nexit 255\n")
-    code, out = ended(hosts.start("print('one')"))
-    assert code == 75 and "Permission denied (publickey)" in out and "203.0.113.0: the connection ended" in out
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("me@h: Permission denied (publickey).", 2, "let this user in by a key (ssh-copy-id)"),
+        ("Host key verification failed.", 2, "connect once by hand"),
+        ("ssh: Could not resolve hostname h: Name or service not known", 2, "write its address in the hostfile"),
+        ("command-line: line 0: Bad configuration option: port", 2, "mend it, until this works here"),
+        ("ssh: connect to host h port 22: Connection refused", 75, ""),
+        ("ssh: connect to host h port 22: Connection timed out", 75, ""),
+        ("ssh: connect to host h port 22: No route to host", 75, ""),
+        ("kex_exchange_identification: Connection closed by remote host", 75, ""),
+    ],
+)
+def test_a_host_that_refuses_is_the_users_to_mend_and_one_that_is_down_is_waited_for(
+    tmp_path: Path, words: str, code: int, says: str
+) -> None:
+    hosts = Connections(tmp_path)
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho '{words}\r' >&2\nexit 255\n")
+    found, out = ended(hosts.start("print('one')"))
+    assert found == code and f"203.0.113.0: {words}" in out and says in out
+    assert (f"until this works here: {tmp_path}/ssh 203.0.113.0 true" in out) == (code == 2)
+
+
+@pytest.mark.parametrize("trouble", ["key", "host key", "user", "name", "down"])
+def test_so_says_a_real_ssh(tmp_path: Path, trouble: str) -> None:
+    folder, hosts = tmp_path / "sshd", Connections(tmp_path)
+    with ssh_server(folder, "127.0.0.2", free_port()) as ssh:
+        hosts.env = {"TANDEM_SSH": ssh, "PATH": os.environ["PATH"]}
+        if trouble == "key":
+            (folder / "user.pub").write_text("")
+        elif trouble == "host key":
+            (folder / "known").write_text("")
+        else:
+            option = {"user": "User=nobody-here", "name": "HostName=no-such-host.invalid", "down": "Port=1"}[trouble]
+            hosts.env["TANDEM_SSH"] = f"{ssh} -o {option}"
+        code, out = ended(hosts.start("print('one')"))
+    words = {"host key": "Host key verification failed", "name": "Could not resolve", "down": "Connection refused"}
+    assert code == (75 if trouble == "down" else 2) and words.get(trouble, "Permission denied (publickey") in out
+
+
+def test_a_folder_with_a_space_is_found_by_ssh_and_by_what_has_no_shell(hosts: Connections) -> None:
+    folder = hosts.folder / "it's my $HOME"
+    for room in ("common", "launcher", "model", "trainer"):
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
+    process = hosts.start("print('one')", root=folder)
+    assert ended(process) == (0, "one\n")
+
+
+def quiet_start(hosts: Connections, moment: str) -> Started:
+    """All that a host can wait for before its process has begun."""
+    if moment == "connecting":
+        (hosts.folder / "ssh").write_text("#!/bin/sh\nsleep 1000\n")
+    elif moment == "the other connects":
+        (hosts.folder / "ssh").write_text('#!/bin/sh\n[ $1 = 203.0.113.0 ] || sleep 1000\nshift; exec "$@"\n')
+    process = hosts.start("1", "1", proof="late" if moment == "run folder" else "proof", within_s=1000.0)
+    until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, 20)
+    time.sleep(0.5)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["connecting", "the other connects", "run folder"])
+def test_a_signal_ends_what_has_not_begun_within_seconds(tmp_path: Path, moment: str, number: int) -> None:
+    process = quiet_start(Connections(tmp_path), moment)
+    started = psutil.Process(process.pid).children(recursive=True)
+    begun = time.monotonic()
+    process.send_signal(number)
+    assert ended(process)[0] == 130 and not overdue(time.monotonic() - begun, 2.0)
+    until(lambda: all(is_gone(one.pid) for one in started))
+
+
+def test_processes_on_hosts_can_be_interrupted_whoever_started_them(hosts: Connections) -> None:
+    """A shell's background job ignores Ctrl-C, and what it starts would."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = hosts.start("import signal; print(signal.getsignal(2) is signal.default_int_handler)")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended(process) == (0, "True\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_what_watches_on_one_host_reaches_the_process_there(hosts: Connections, number: int) -> None:
+    saves = "\n".join(f"signal.signal({n}, lambda *_: (print('saved', flush=True), os._exit(130)))" for n in (2, 15))
+    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1, saves))
+    pids = [hosts.pid_of(i) for i in (0, 1)]
+    agent = psutil.Process(pids[1]).parent()
+    assert agent is not None
+    agent.send_signal(number)
+    code, out = ended(process)
+    assert code == 130 and "saved" in out
+    until(lambda: all(map(is_gone, pids)), 20)
+
+
+FAILS = "import sys, time; time.sleep({}); print('tandem: trainer: {}', file=sys.stderr); time.sleep({}); sys.exit({})"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "first"),
+    [
+        # rank 1 says its end, and leaves later than rank 0, which broke with it
+        ([FAILS.format(0.6, "broken", 0, 1), FAILS.format(0.1, "cause", 1.0, 1)], 1, 1),
+        ([FAILS.format(0.1, "cause", 1.0, 75), FAILS.format(0.6, "broken", 0, 1)], 75, 0),
+        # a killed rank says nothing, and DeepSpeed's launcher sees it later
+        ([FAILS.format(0.1, "broken", 0, 1), "import os, time; time.sleep(1); os.kill(os.getpid(), 9)"], 247, 1),
+    ],
+)
+def test_the_first_error_of_any_host_is_what_is_read(tmp_path: Path, codes: list[str], code: int, first: int) -> None:
+    process = Connections(tmp_path).start(*codes)
+    found, out = ended(process)
+    assert found == code and "tandem: 203.0.113.0: trainer: " in out
+    _, _, log = out.partition(f"tandem: 203.0.113.{first}: the first that ")
+    assert log and f"host{first}.log" in log and ("cause" in log or code == 247)
 
 
 def test_a_host_that_lacks_the_run_folder_or_ours_is_the_users_to_mend(hosts: Connections) -> None:

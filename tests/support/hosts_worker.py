@@ -8,14 +8,16 @@ from pathlib import Path
 
 from common.config import load
 from common.run_folder import FINAL
-from launcher.hosts import HostCommands, placement_over, read_hosts
+from launcher.host_link import answers
+from launcher.hosts import HostCommands, meeting, placement_over, read_hosts
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 
 
 def main(path: Path, hostfile: Path, overrides: list[str]) -> int:
     config, hosts = load(path, overrides), read_hosts(hostfile)
-    commands = HostCommands(path, overrides, config, placement_over(hosts, config), hosts)
+    meet = meeting(hosts, answers([host.name for host in hosts]))
+    commands = HostCommands(path, overrides, config, placement_over(hosts, config), hosts, meet)
     folder = config.run.output_dir
     idle = Child("sampler", ("sleep", "1000"), {}, folder / "logs" / "sampler.log")
     finished = (folder / FINAL).is_dir

@@ -1,13 +1,25 @@
 """Several hosts: the hostfile and the orders."""
 
 import json
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import UserError
-from launcher.hosts import HostCommands, HostLine, passed_on, placement_over, read_hosts, settings_over
-from launcher.over_hosts import is_here, reach
+from launcher.host_link import is_here, reach
+from launcher.hosts import (
+    HostCommands,
+    HostLine,
+    Meeting,
+    meeting,
+    passed_on,
+    placement_over,
+    read_hosts,
+    settings_over,
+)
+from launcher.over_hosts import PORT
 from tests.support.configs import config_in
 
 
@@ -24,6 +36,8 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
         HostLine("node-3", 2, 1),
         HostLine("10.0.0.4", 0, 4),
     )
+    bare = read_hosts(written(tmp_path, "fd00::1 slots=1\n[fd00::2] slots=1\n"))
+    assert [host.name for host in bare] == ["fd00::1", "fd00::2"]
     assert read_hosts(written(tmp_path, "a slots=1\nb slots=1\n"))[0] == HostLine("a", 1, 1), "somebody must sample"
 
 
@@ -34,6 +48,7 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
         ("a slots=1\nb slot=1\n", "hosts:2: 'b slot=1' is not"),
         ("a slots=1; rm -rf slots=1\n", "is not a host with its slots"),
         ("-oProxyCommand=x slots=1\n", "is not a host with its slots"),
+        ("-v slots=1\n", "is not a host with its slots"),
         ("a slots=0 samplers=1\nb slots=1\n", "the first host has rank 0"),
         ("a slots=1\na slots=1\n", "a stands there twice"),
         ("", "the first host has rank 0"),
@@ -54,18 +69,51 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
         placement_over(hosts, config_in(tmp_path, trainer={"num_ranks": 2}))
     with pytest.raises(UserError, match=r"trainer.devices \[0\] are of one host"):
         placement_over(hosts, config_in(tmp_path, trainer={"devices": [0]}))
-    address, count = settings_over(hosts, config_in(tmp_path))
-    assert address.startswith("channel.endpoint=tcp://10.0.0.1:") and count == "sampler.num_samplers=2"
+    assert settings_over(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
     assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
     with pytest.raises(UserError, match="num_samplers 3 and the hostfile has 2"):
         settings_over(hosts, config_in(tmp_path, sampler={"num_samplers": 3}))
 
 
+def answered(*others: dict[str, str], known: str = "10.0.0.1") -> list[dict[str, Any]]:
+    """Of a first host with two cards, IPv6 and Docker; each other reaches these of its addresses by these cards."""
+    own = {"127.0.0.1": "lo", "172.17.0.1": "docker0", "192.168.0.1": "eth1", "fd00::1": "ib0", "10.0.0.1": "ib0"}
+    return [{"port": 12345, "cards": own}, *({"cards": cards, "known": [known]} for cards in others)]
+
+
+@pytest.mark.parametrize(
+    ("known", "reached", "address"),
+    [
+        ("10.0.0.1", ["192.168.0.1", "fd00::1", "10.0.0.1"], "10.0.0.1"),
+        ("fd00::1", ["192.168.0.1", "fd00::1", "10.0.0.1"], "fd00::1"),
+        ("203.0.113.9", ["10.0.0.1", "192.168.0.1"], "192.168.0.1"),  # of a gateway: what its host has itself
+        ("127.0.1.1", ["127.0.0.1", "fd00::1"], "fd00::1"),
+    ],
+)
+def test_ranks_meet_where_every_other_host_has_reached_the_first(known: str, reached: list[str], address: str) -> None:
+    hosts = [HostLine(name, 1, 0) for name in "abc"]
+    here = {"10.0.0.7": "eth0"} | {one: f"card{i}" for i, one in enumerate(reached)}
+    found = meeting(hosts, answered(here, dict.fromkeys(reached, "bond0"), known=known))
+    assert (found.address, found.port) == (address, 12345)
+    assert found.endpoint == ("tcp://[fd00::1]:12345" if ":" in address else f"tcp://{address}:12345")
+    assert found.cards == {"a": answered()[0]["cards"][address], "b": here[address], "c": "bond0"}
+
+
+def test_a_first_host_that_another_does_not_reach_is_named_before_anything_starts() -> None:
+    hosts = [HostLine(name, 1, 0) for name in "abc"]
+    with pytest.raises(UserError, match=r"c does not reach a.*port 12345 of any.*172.17.0.1, .*firewall"):
+        meeting(hosts, answered({"10.0.0.1": "eth0"}, {}))
+    with pytest.raises(UserError, match="by no address that is the same"):
+        meeting(hosts, answered({"10.0.0.1": "eth0"}, {"192.168.0.1": "eth0"}))
+    assert meeting(hosts[:1], answered()) == Meeting("127.0.0.1", 12345), "nobody else must reach it"
+
+
 def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     config = config_in(tmp_path, vllm={"tensor_parallel_size": 2})
-    commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, placement_over(hosts, config), hosts)
+    meet = Meeting("10.0.0.9", 12345, {"10.0.0.1": "ib0", "10.0.0.3": "eth7"})
+    commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, placement_over(hosts, config), hosts, meet)
     trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
     children = commands.samplers()
     assert [child.name for child in children] == ["sampler.0", "sampler.1"]
@@ -76,7 +124,10 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     ]
     first, second = (o["argv"] for o in trainer)
     assert first[first.index("--node_rank") + 1] == "0" and second[second.index("--node_rank") + 1] == "1"
-    assert first[first.index("--master_addr") + 1] == second[second.index("--master_addr") + 1] == "10.0.0.1"
+    assert first[first.index("--master_addr") + 1] == second[second.index("--master_addr") + 1] == "10.0.0.9"
+    assert first[first.index("--master_port") + 1] == second[second.index("--master_port") + 1] == PORT
+    assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
+    assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first
     hostfile = Path(first[first.index("--hostfile") + 1]).read_text()
     assert hostfile == "10.0.0.1 slots=2\n10.0.0.3 slots=1\n"
@@ -94,7 +145,14 @@ def test_other_hosts_get_settings_of_libraries_and_no_secret() -> None:
 
 def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert is_here("127.0.0.1") and not is_here("203.0.113.7")
-    here, there = reach("127.0.0.1", {}), reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"})
-    assert there == ["ip", "netns", "exec", "203.0.113.7", *here]
+    assert is_here("::1") and is_here(socket.gethostname()) and not is_here("127.0.1.1")
+    assert reach("127.0.0.1", {}) == ["sh"]
+    assert reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
     assert reach("203.0.113.7", {})[:3] == ["ssh", "-o", "BatchMode=yes"]
-    assert here[0] == "env" and here[-1] == "launcher.on_host"
+
+
+def test_where_the_reference_is_follows_from_the_config_and_not_from_the_launching_host(tmp_path: Path) -> None:
+    hosts = (HostLine("10.0.0.1", 1, 1), HostLine("10.0.0.3", 1, 0))
+    for ahead, side in ((0, "trainer"), (1, "sampler")):
+        config = config_in(tmp_path, algorithm={"beta": 0.1}, trainer={"max_staleness": ahead})
+        assert placement_over(hosts, config).num_ranks == 2 and config.reference_on == side
