@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,39 +13,33 @@ import yaml
 
 from report.run_log import read_jsonl
 from tests.support import namespaces
-from tests.support.gloo_data import settings
+from tests.support.gloo_data import OF_HOSTS, settings
 from tests.support.namespaces import two_hosts
 from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
 from tests.support.speed import limit, until
+from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 12
-TRAINER = {"max_steps": STEPS, "save_steps": 1, "save_limit": STEPS, "lr_scheduler_type": "constant"}
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[str, str]]:
-    yield from two_hosts()
 
 
 def written(trainers: Stack, name: str) -> Path:
     """A config of a run from the recording."""
     run = {"output_dir": str(trainers.folder / name), "replay": str(trainers.folder / "groups"), "report_to": []}
-    config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
+    config = settings(trainers.folder, name, 1, run=run, trainer=OF_HOSTS)
     path = trainers.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     return path
 
 
-def start(trainers: Stack, hosts: tuple[str, str], name: str) -> subprocess.Popen[bytes]:
-    """`run --hosts` of one rank on each."""
+def start(trainers: Stack, hosts: tuple[str, str], name: str, *overrides: str, **more: str) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each. more: environment."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-    env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT
-    command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile)]
-    log = open(trainers.folder / f"{name}.log", "wb")  # noqa: SIM115 the process has it
+    env = os.environ | ENVIRONMENT | {"TANDEM_SSH": namespaces.ENVIRONMENT["TANDEM_SSH"]} | more
+    command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile), *overrides]
+    log = open(trainers.folder / f"{name}.log", "ab")  # noqa: SIM115 the process has it
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -58,14 +52,6 @@ def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
     logs = [path.read_text()[-3000:] for path in (trainers.folder / name / "logs" / "hosts").glob("*.log")]
     assert code == 0, "\n".join([said[-3000:], *logs])
     return said
-
-
-@pytest.fixture(scope="module")
-def expected(trainers: Stack) -> dict[str, str]:
-    """Of two ranks on one host."""
-    life = trainers.run("one-host", 2, 1, {}, trainer=TRAINER)
-    assert life.codes == [0, 0], life.logs[0][-3000:]
-    return sha256_of_run(trainers.folder / "one-host")
 
 
 SRUN = """#!/bin/bash
@@ -132,3 +118,12 @@ def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
     except OSError:
         return False
     return here and (folder.name in words or "launcher.on_host" in words)
+
+
+@pytest.mark.parametrize("kind", ["debian", pytest.param("ipv6", marks=full)])
+def test_hosts_that_have_only_ipv6_and_names_of_loopback_train_the_same(
+    trainers: Stack, expected: dict[str, str], kind: str
+) -> None:
+    with contextmanager(two_hosts)(kind) as named:
+        ended(trainers, start(trainers, named, kind), kind)
+    assert sha256_of_run(trainers.folder / kind) == expected

@@ -40,6 +40,7 @@ TRAINER = {
     "save_steps": 1,
     "logprob_chunk_size": 16,  # smaller than a micro-batch, so that chunks are recomputed
 }
+OF_HOSTS = {"max_steps": 12, "save_steps": 1, "save_limit": 12, "lr_scheduler_type": "constant"}
 REWARDS = ([1.0, 0.0, 0.5], [0.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 3.0])
 DEAD = [0.1] * NUM_GENERATIONS
 Item = Group | Tombstone

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 from common.config import load
+from common.durable import lock
 from common.run_folder import FINAL
 from launcher.host_link import answers
 from launcher.hosts import HostCommands, meeting, placement_over, read_hosts
+from launcher.output_dir import LOCK, in_use
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 
@@ -22,7 +24,8 @@ def main(path: Path, hostfile: Path, overrides: list[str]) -> int:
     idle = Child("sampler", ("sleep", "1000"), {}, folder / "logs" / "sampler.log")
     finished = (folder / FINAL).is_dir
     rules = Rules(commands.restart_trainer, commands.steps, finished, grace_s=5.0)
-    return Supervisor([idle], commands.trainer(), rules).run()
+    with lock(folder / LOCK, in_use(folder)):
+        return Supervisor([idle], commands.trainer(), rules).run()
 
 
 if __name__ == "__main__":
