@@ -199,12 +199,12 @@ def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
 
 
 def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
-    """Of the sampler's process without a GPU: vLLM's cache comes in whole GiB, 1 to 16, and is resident at once.
+    """Of the sampler's process without a GPU: vLLM's cache, of at most 16 GiB, is resident at once.
 
     Weights four times, as measured: as loaded, packed for vLLM's products, and the next ones while they are loaded.
     """
-    cache = math.ceil(work.max_num_seqs * sampler.cache_per_sequence / GIB)
-    return 4 * sampler.weights + sampler.reference + sampler.overhead + GIB * min(16, max(1, cache))
+    cache = min(16 * GIB, work.max_num_seqs * sampler.cache_per_sequence)
+    return 4 * sampler.weights + sampler.reference + sampler.overhead + cache
 
 
 def published_versions(work: Workload) -> float:

@@ -10,20 +10,20 @@ import math
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-_GIB = 1 << 30
+_PART = 1 << 26  # bytes
 _MUCH = 1 << 40  # bytes; nothing of it is allocated
 
 
 class CpuWorker(CPUWorker):
     def determine_available_memory(self) -> int:
-        """max_num_seqs sequences of max_model_len tokens by vLLM's own account, in whole GiB, from 1 up to the limit.
+        """max_num_seqs sequences of max_model_len tokens by vLLM's own account, in parts of 64 MiB, up to the limit.
 
         The limit: kv_cache_memory_bytes. Layers differ in heads, widths, windows and states, which vLLM alone knows.
         """
         settings = self.vllm_config
         [planned] = get_kv_cache_configs(settings, [self.get_kv_cache_spec()], [_MUCH])
         per_sequence = _MUCH / get_max_concurrency_for_kv_cache_config(settings, planned)
-        wanted = math.ceil(settings.scheduler_config.max_num_seqs * per_sequence / _GIB) * _GIB
+        wanted = math.ceil(settings.scheduler_config.max_num_seqs * per_sequence / _PART) * _PART
         limit = self.cache_config.kv_cache_memory_bytes
-        self.cache_config.kv_cache_memory_bytes = min(max(wanted, _GIB), limit or wanted)
+        self.cache_config.kv_cache_memory_bytes = min(wanted, limit or wanted)
         return int(super().determine_available_memory())

@@ -237,11 +237,11 @@ def test_resident_memory_of_a_trainer_by_hand() -> None:
 
 
 def test_resident_memory_of_a_sampler_by_hand() -> None:
-    """64 sequences of 192 tokens · 46,080 bytes are 0.53 GiB of cache, so 1 GiB; and 4 versions of 4·N in /dev/shm."""
+    """64 sequences of 192 tokens · 46,080 bytes of cache; and 4 versions of 4·N in /dev/shm."""
     n, memory = SMOL.parameters, sampler_memory(ON_CPU)
-    assert resident_sampler(ON_CPU, memory) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + GIB
-    cache_of_three = replace(ON_CPU, max_num_seqs=256)  # 2.1 GiB
-    assert resident_sampler(cache_of_three, memory) == resident_sampler(ON_CPU, memory) + 2 * GIB
+    assert resident_sampler(ON_CPU, memory) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + 64 * 192 * 46_080
+    cache_of_many = replace(ON_CPU, max_num_seqs=1 << 20)
+    assert resident_sampler(cache_of_many, memory) == resident_sampler(ON_CPU, memory) - 64 * 192 * 46_080 + 16 * GIB
     assert published_versions(ON_CPU) == 16 * n
 
 
