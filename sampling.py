@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--id", default=os.environ.get("TANDEM_SAMPLER_ID", "sampler-0"), help="unique per sampler")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+    exits.end_in_time()
     if os.environ.get("TANDEM_SUPERVISED"):
         exits.die_with_parent()
     settings = config.load(arguments.config, arguments.overrides)

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+    exits.end_in_time(launcher="deepspeed.launcher.launch")
     settings = config.load(arguments.config, arguments.overrides)
     set_rank(os.environ)
     for optimized in all_optimized(settings):

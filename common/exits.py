@@ -1,7 +1,8 @@
 """How a process ends: one table of exit codes and the one place that maps exceptions to them.
 
-Ctrl-C and SIGTERM end a process at once, through its finally blocks. A training loop asks for better: after
-`defer_interrupts` the first of them only sets a flag, so that the loop can stop where its state is whole.
+Ctrl-C and SIGTERM end a process at once, through its finally blocks; a thread is behind them for the moment when the
+work stands in foreign code and cannot hear them. A training loop asks for better: after `defer_interrupts` the first of
+them only sets a flag, so that the loop can stop where its state is whole.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import ctypes  # here and not in die_with_parent, which runs between fork and ex
 import faulthandler
 import math
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from common.durable import disk_trouble
 from common.errors import Interrupted, OutOfTime, PeerEnded, Retryable, UserError
@@ -28,10 +32,13 @@ INTERRUPTED = 130  # 128 + SIGINT
 SIGKILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # a child; one of its own, whose code it passes on in a byte
 STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
-_ECHO_S = 1.0  # DeepSpeed's launcher answers a Ctrl-C with a SIGTERM of its own to every rank
+_ECHO_S = 1.0  # DeepSpeed's launcher answers a signal with a SIGTERM of its own to every rank
+_UNWIND_S = 3.0  # for the finally blocks of a process that ends at once
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
+_note: str | None = None  # what is said at the first; None: nothing is deferred
 _begun, _end_at = time.monotonic(), math.inf
 
 
@@ -39,7 +46,8 @@ def run(name: str, main: Callable[[], None]) -> int:
     """Runs a process's main and returns its exit code, with one message for everything a person should know."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # unwinds like Ctrl-C: both leave through the same finally blocks
+    for number in _ENDS:  # also where a shell gave us Ctrl-C ignored: both leave through the same finally blocks
+        signal.signal(number, _interrupt)
     try:
         main()
         return DONE
@@ -90,30 +98,75 @@ def meaning(code: int) -> str:
 
 
 def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    if _note is None or not _is_first(time.monotonic(), _interrupted_at):
+        raise KeyboardInterrupt
+    ask_to_end()
 
 
-def defer_interrupts(decides: bool, note: str) -> None:
+def _is_first(now: float, first: float | None) -> bool:
+    """Or its echo."""
+    return first is None or now - first < _ECHO_S
+
+
+def defer_interrupts(note: str) -> None:
     """From now on the first SIGINT or SIGTERM only makes `interrupted` true; another one ends the process at once.
 
-    decides: False for a rank that waits for rank 0's decision. It ignores Ctrl-C; a SIGTERM alone still ends it, for
-    that is how a launcher takes down the ranks that are left. note: what the one that decides says to the user.
+    note: what is said to the user then; "" for a rank for which rank 0 speaks.
     """
+    global _note
+    _note = note
 
-    def handle(number: int, _frame: object) -> None:
-        global _interrupted_at
+
+def ask_to_end() -> None:
+    """As a first interrupt does."""
+    global _interrupted_at
+    if _interrupted_at is None and _note:
+        os.write(2, f"tandem: {_note}\n".encode())  # print is not safe inside a signal handler
+    _interrupted_at = _interrupted_at or time.monotonic()
+
+
+def end_in_time(launcher: str = "") -> None:
+    """Starts the thread that ends this process where the work does not hear a signal: it may wait in a library's own
+    code for minutes. Call it once, in the main thread.
+
+    launcher: in the command of a parent that lives on when its own parent is gone, and with it all ranks. Then that
+    counts as SIGTERM.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    above = _parent_of(os.getppid()) if launcher and launcher in _command_of(os.getppid()) else None
+    threading.Thread(target=_look_after_signals, args=(reader, above), name="signals", daemon=True).start()
+
+
+def _look_after_signals(reader: int, above: int | None) -> None:
+    first: float | None = None
+    while True:
+        if not select.select([reader], [], [], 1.0)[0]:
+            if above is not None and _parent_of(os.getppid()) != above:
+                above = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            continue
         now = time.monotonic()
-        is_echo = _interrupted_at is not None and now - _interrupted_at < _ECHO_S
-        if (number == signal.SIGINT and not decides) or is_echo:
-            _interrupted_at = _interrupted_at or now
-        elif not decides or _interrupted_at is not None:
-            raise KeyboardInterrupt
-        else:
-            _interrupted_at = now
-            os.write(2, f"tandem: {note}\n".encode())  # print is not safe inside a signal handler
+        if os.read(reader, 1)[0] not in _ENDS:
+            continue
+        ends = _note is None or not _is_first(now, first)
+        first = first or now
+        if ends:
+            time.sleep(_UNWIND_S)
+            leave(INTERRUPTED)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
 
 
 def interrupted() -> bool:

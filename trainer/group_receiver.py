@@ -14,11 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from common import wire
 from common.config import Config
-from common.errors import Interrupted
-from common.exits import code_of
 from common.types import Group, Tombstone
 from trainer.data.mini_batches import needs_all_arrays
-from trainer.engine.ranks import STOP_TOGETHER, Exchange
+from trainer.engine.ranks import Exchange
 from trainer.record.rank_zero import RankZero
 
 
@@ -39,26 +37,33 @@ class GroupReceiver:
         """The groups with these ids, whole on rank 0. Every rank calls it."""
         start = time.monotonic()
         received: Sequence[wire.Received] = ()
-        try:
-            if self._rank_zero:
-                received = self._rank_zero.source.receive(group_ids)
-                if self._rank_zero.recorder:
-                    self._rank_zero.recorder.append(received)
-        except BaseException as error:
-            # the other ranks wait for the headers: they must not wait for a process group's timeout
-            self._exchange.announce_end(STOP_TOGETHER if isinstance(error, Interrupted) else code_of(error))
-            raise
-        self.waited_s += time.monotonic() - start
-        groups = [one.group for one in received]
+
+        def headers_of_all() -> list[bytes]:
+            nonlocal received
+            received = self._received(group_ids)
+            self.waited_s += time.monotonic() - start
+            return [frame for one in received for frame in (one.frames[0], one.frames[2])]
+
         if self._exchange.world_size == 1:
-            return groups
-        headers = self._exchange.broadcast([frame for one in received for frame in (one.frames[0], one.frames[2])])
+            headers_of_all()
+            return [one.group for one in received]
+        headers = self._exchange.broadcast(headers_of_all)
         for i, group_id in enumerate(group_ids):
             arrays = received[i].frames[1] if received else b""
             self._frames[group_id] = headers[2 * i], arrays, headers[2 * i + 1]
-        groups = groups or [wire.decode_outline(self._frames[group_id][0])[0] for group_id in group_ids]
+        groups = [one.group for one in received] or [
+            wire.decode_outline(self._frames[group_id][0])[0] for group_id in group_ids
+        ]
         whole = self.deliver(dict.fromkeys(group_ids, range(self._exchange.dp_size))) if self._all_need_all else {}
         return [whole.get(group.group_id, group) for group in groups]
+
+    def _received(self, group_ids: Sequence[int]) -> Sequence[wire.Received]:
+        """On rank 0."""
+        assert self._rank_zero is not None
+        received = self._rank_zero.source.receive(group_ids)
+        if self._rank_zero.recorder:
+            self._rank_zero.recorder.append(received)
+        return received
 
     def deliver(self, owners: Mapping[int, Collection[int]]) -> dict[int, Group]:
         """Brings arrays. Returns, on other ranks than 0, the groups that are whole there now. Every rank calls it.

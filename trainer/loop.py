@@ -34,6 +34,7 @@ from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
+from trainer.link.source import GroupSource
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
@@ -77,8 +78,8 @@ class Trainer:
 
     def run(self) -> None:
         fingerprints = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
-        if self.rank_zero:
-            hello = self.rank_zero.source.wait_for_sampler()
+        hello = self.exchange.wait(lambda: self._source.wait_for_sampler())
+        if hello:
             self._num_eval_problems = hello.num_eval_problems
             fingerprints |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
             self.progress = with_fingerprints(self.progress, fingerprints, self.config.run.output_dir)
@@ -104,9 +105,15 @@ class Trainer:
             card = partial(write_model_card, folder, version=version)
             checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.critic, card)
 
+    @property
+    def _source(self) -> GroupSource:
+        """Of rank 0."""
+        assert self.rank_zero is not None
+        return self.rank_zero.source
+
     def stop_if_interrupted(self) -> None:
-        """Raises Interrupted on every rank if rank 0 was asked to end."""
-        if self.exchange.agree(interrupted()):
+        """Raises Interrupted on every rank if one of them was asked to end."""
+        if self.exchange.any(interrupted()):
             raise Interrupted
 
     def save_and_end(self) -> NoReturn:
@@ -220,7 +227,7 @@ class Trainer:
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.rank_zero.source.finish_eval() if self.rank_zero else []
+            results = self.exchange.wait(lambda: self._source.finish_eval()) or []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before it is recorded: what is recorded is not evaluated again after a crash
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)

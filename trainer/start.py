@@ -34,10 +34,9 @@ def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
-    timeout_s = limits.rank_patience_s if rank else limits.stall_timeout_s
     log = sampler_log(config.run.output_dir, "sampler.0")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(Watchdog(f"trainer rank {rank}", timeout_s, limits.connect_timeout_s, log))
+        stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
             stack.enter_context(durable.lock(config.run.output_dir / "lock.trainer", _taken(config)))
             if config.run.replay is None:
@@ -58,7 +57,9 @@ def _run(config: Config) -> None:
         with said_once(what) if rank == 0 else contextlib.nullcontext():  # another rank may fail because rank 0 did
             trainer = _started(config, rank, stack)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
-        exits.defer_interrupts(rank == 0, "stopping after this step, with a checkpoint; again to stop at once")
+        exits.defer_interrupts(
+            "stopping after this step, with a checkpoint; again to stop at once" if rank == 0 else ""
+        )
         trainer.run()
 
 

@@ -213,11 +213,6 @@ class Channel(Section):
     stall_timeout_s: float = Field(1800.0, gt=0)
     """Without progress, exit with code 75."""
 
-    @property
-    def rank_patience_s(self) -> float:
-        """How long the other ranks wait for rank 0, which may itself wait for a sampler and then for its groups."""
-        return self.connect_timeout_s + self.stall_timeout_s + 60
-
     @field_validator("endpoint")
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:

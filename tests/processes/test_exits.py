@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 
 INT, TERM = "os.kill(os.getpid(), 2)", "os.kill(os.getpid(), 15)"
-DECIDES, FOLLOWS = (f"exits.defer_interrupts(decides={decides}, note='after this step')" for decides in (True, False))
+DECIDES, FOLLOWS = "exits.defer_interrupts('after this step')", "exits.defer_interrupts('')"
 INTERRUPTED = "tandem: sampler: interrupted\n"
 LATER = "time.sleep(1.1)"  # DeepSpeed's launcher adds a SIGTERM at once
 
@@ -44,8 +44,8 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
         (f"{DECIDES}; {INT}; {TERM}; assert exits.interrupted()", 0, "tandem: after this step\n"),
         (f"{DECIDES}; {INT}; {LATER}; {INT}; time.sleep(9)", 130, f"tandem: after this step\n{INTERRUPTED}"),
         (f"{DECIDES}; {INT}; raise errors.Interrupted", 130, f"tandem: after this step\n{INTERRUPTED}"),
-        (f"{FOLLOWS}; {INT}; {LATER}; {INT}", 0, ""),  # rank 0 decides
-        (f"{FOLLOWS}; {TERM}; time.sleep(9)", 130, INTERRUPTED),  # the launcher takes down the rest
+        (f"{FOLLOWS}; {TERM}; assert exits.interrupted()", 0, ""),  # rank 0 hears of it and speaks
+        (f"{FOLLOWS}; {TERM}; {LATER}; {INT}; time.sleep(9)", 130, INTERRUPTED),
         (f"{FOLLOWS}; {INT}; {LATER}; {TERM}; time.sleep(9)", 130, INTERRUPTED),
         ("sys.exit(2)", 2, ""),  # argparse
         ("import threading; threading.Thread(target=time.sleep, args=(600,)).start()", 0, ""),  # it cannot keep us
@@ -107,6 +107,37 @@ def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
     process.send_signal(signal.SIGTERM)
     process.stdout.close()
     assert process.wait(timeout=limit(20)) == 1
+
+
+@pytest.mark.parametrize("before", ["", f"{DECIDES}; {INT}; {LATER}; "])
+def test_a_signal_ends_work_that_cannot_hear_it(before: str) -> None:
+    """As where a library waits for another rank: Python's handlers run when that returns."""
+    deaf = "mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex)"
+    late = "subprocess.Popen(['sh', '-c', f'sleep 0.5; kill -15 {os.getpid()}'])"
+    start = "exits._UNWIND_S = 0.5; exits.end_in_time()"
+    assert run(f"import ctypes, subprocess; {start}; {deaf}; {before}{late}; lock(mutex)").returncode == 130
+
+
+def test_when_the_launcher_above_a_launcher_is_gone_its_ranks_end_in_order(tmp_path: Path) -> None:
+    """DeepSpeed's dies of a SIGTERM, and what it has started lives on."""
+    rank = HEAD + (  # as a rank of the trainer
+        "def main():\n    exits.end_in_time('launch.py'); exits.defer_interrupts('after this step')\n"
+        "    print('up', flush=True)\n"
+        "    while not exits.interrupted(): time.sleep(0.1)\n    raise errors.Interrupted\n"
+        "exits.leave(exits.run('trainer', main))"
+    )
+    (tmp_path / "rank.py").write_text(rank)
+    (tmp_path / "launch.py").write_text(
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'rank.py']))"
+    )
+    above = "import subprocess, sys; subprocess.call([sys.executable, 'launch.py'])"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", above], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        process.kill()
+        assert process.stderr.read() == "tandem: after this step\ntandem: trainer: interrupted\n"  # until both are gone
 
 
 def test_sigusr1_shows_the_stacks_and_the_process_goes_on() -> None:

@@ -121,8 +121,8 @@ def rank(number: int, pipes: Sequence[tuple[int, int]], arguments: Sequence[str]
 
 
 def rank_1(settings: Config, reader: int, writer: int) -> None:
-    with watchdog(settings, "trainer rank 1", settings.channel.rank_patience_s):
-        exits.defer_interrupts(decides=False, note="")
+    with watchdog(settings, "trainer rank 1", settings.channel.stall_timeout_s + 60):
+        exits.defer_interrupts("")
         while (word := os.read(reader, 1)) == b"s":
             report_progress("stepping")
             os.write(writer, b"s")
@@ -152,7 +152,7 @@ def rank_0(settings: Config, reader: int, writer: int) -> None:
         inbox = stack.enter_context(Inbox(settings, "run", incarnation, LIMITS, ledger, print))
         exits.limit_time(settings.trainer.max_hours)
         inbox.wait_for_sampler()
-        exits.defer_interrupts(decides=True, note="stopping after this step; again to stop at once")
+        exits.defer_interrupts("stopping after this step; again to stop at once")
         train(settings, inbox, log, step, (reader, writer))
         save(output_dir, "final", NUM_STEPS)
         os.write(writer, b"e")

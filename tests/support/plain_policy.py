@@ -30,6 +30,8 @@ class OneRank:
     def agree(self, value: bool) -> bool:
         return value
 
+    any = agree
+
 
 class PlainPolicy:
     """What trainer.publish needs of a PolicyEngine, around a transformers model without DeepSpeed."""

@@ -203,12 +203,15 @@ def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank
         def agree(value: bool) -> bool:
             return bool(add([float(value and rank == 0)])[0])
 
+        def some(value: bool) -> bool:
+            return add([float(value)])[0] > 0
+
         def write() -> None:
             tried[rank] += 1
             if rank == 2 and tried[rank] <= 2:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
-        ranks = SimpleNamespace(rank=rank, world_size=3, stall_timeout_s=60.0, add=add, agree=agree)
+        ranks = SimpleNamespace(rank=rank, world_size=3, stall_timeout_s=60.0, add=add, agree=agree, any=some)
         patiently(ranks, "it", lambda: together(ranks, write))
 
     threads = [threading.Thread(target=live, args=(rank,)) for rank in range(3)]

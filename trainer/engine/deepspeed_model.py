@@ -9,7 +9,6 @@ loads it whole first.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 import os
@@ -42,10 +41,9 @@ from trainer.engine.deepspeed_insides import (
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
+from trainer.engine.ranks import patience
 
 ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> on a CPU
-
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def init_distributed(config: Config) -> None:
     if not devices.count():
         devices.add_in_order()
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
-    deepspeed.init_distributed(dist_backend=chosen, timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    deepspeed.init_distributed(dist_backend=chosen, timeout=patience(config), verbose=False)
     if not devices.count():
         unlink_shared_buffer()
 

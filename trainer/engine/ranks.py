@@ -3,6 +3,10 @@
 Always over gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL
 does not. Groups travel as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
 
+What rank 0 waits for all ranks wait for, in `broadcast` or `wait`: no rank begins a collective of the model while
+another waits for the world. Every few seconds rank 0 says what it still waits for, and hears whether another rank was
+asked to end. The others have no clock but that: a wait may be as long as it has a reason.
+
     rank = dp_rank · sp_size + sp_rank        trainer.sequence_parallel_size 2:   rank     0 1 2 3
                                                                                   dp_rank  0 0 1 1
                                                                                   sp_rank  0 1 0 1
@@ -14,18 +18,23 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import exits
 from common.config import Config
 from common.errors import Interrupted, PeerEnded
+from common.watchdog import progress_heard_by, report_progress
 from model.packing import SequenceGroup
 
-STOP_TOGETHER = -1  # announced in the place of an exit code: every rank takes part in a last checkpoint
+T = TypeVar("T")
+_WORD_S = 5.0  # between two words of rank 0 that it still waits, or less where patience is short
+_STOP_TOGETHER, _STILL_WAITING = -1, -2  # in the place of an exit code; the first: all take part in a last checkpoint
 
 
 class Exchange:
@@ -34,20 +43,64 @@ class Exchange:
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stall_timeout_s = config.channel.stall_timeout_s
+        self._word_s = min(_WORD_S, self.stall_timeout_s / 4)
         self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
         self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
         self._group, self.sequence_group = group, sequence_group
 
-    def broadcast(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Rank 0's, on every rank. Raises PeerEnded or Interrupted if rank 0 announced its end instead."""
-        sizes = self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64))
-        if sizes[0] == STOP_TOGETHER:
+    def broadcast(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
+        """The frames that rank 0's work returns, on every rank; it may take as long as it reports progress.
+
+        What it raises ends rank 0. Raises Interrupted on the others if it was that, and else PeerEnded.
+        """
+        frames = self._waited_for(work) if self.rank == 0 else []
+        while (sizes := self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64)))[0] == _STILL_WAITING:
+            report_progress(self.text(None))
+            self.any(exits.interrupted())
+        if sizes[0] == _STOP_TOGETHER:
             raise Interrupted
         if sizes[0]:
             raise PeerEnded("rank 0 ended", int(sizes[0]))
         data = self._broadcast(_tensor(frames)).numpy().tobytes()
         ends = itertools.accumulate(sizes[1:].tolist(), initial=0)
         return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+    def wait(self, work: Callable[[], T]) -> T | None:
+        """Rank 0's work, while the others wait with it as in `broadcast`: what it returns, and None on the others."""
+        found: list[T] = []
+
+        def frames() -> list[bytes]:
+            found.append(work())
+            return []
+
+        if self.world_size == 1:
+            return work()
+        self.broadcast(frames)
+        return found[0] if found else None
+
+    def _waited_for(self, work: Callable[[], T]) -> T:
+        """On rank 0."""
+        said_at = time.monotonic()
+
+        def say(doing: str) -> None:
+            nonlocal said_at
+            if time.monotonic() - said_at < self._word_s:
+                return
+            self._announce(_STILL_WAITING)
+            self.text(doing)
+            if self.any(exits.interrupted()):
+                exits.ask_to_end()  # `work` looks for that
+            said_at = time.monotonic()
+
+        try:
+            with progress_heard_by(say):
+                return work()
+        except BaseException as error:
+            self._announce(_STOP_TOGETHER if isinstance(error, Interrupted) else exits.code_of(error))
+            raise
+
+    def _announce(self, code: int) -> None:
+        self._broadcast(torch.tensor([code], dtype=torch.int64))
 
     def send_parts(self, parts: Sequence[Sequence[bytes]]) -> None:
         """Rank 0 sends each rank what stands at its place; that one calls `receive_part`."""
@@ -64,14 +117,13 @@ class Exchange:
             dist.recv(tensor, 0, group=self._group)
         return tensor.numpy().data
 
-    def announce_end(self, exit_code: int) -> None:
-        """Rank 0, instead of the next `share`: the other ranks leave with this code, or save first and then leave."""
-        if self.world_size > 1 and self.rank == 0:
-            self._broadcast(torch.tensor([exit_code], dtype=torch.int64))
-
     def agree(self, value: bool) -> bool:
         """Rank 0's decision, on every rank."""
         return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on some rank."""
+        return self.add([value])[0] > 0
 
     def text(self, value: str | None) -> str:
         """Rank 0's text, on every rank."""
@@ -127,12 +179,17 @@ def _tensor(parts: Sequence[bytes]) -> Tensor:
     return torch.frombuffer(bytearray().join(parts) or bytearray(1), dtype=torch.uint8)
 
 
+def patience(config: Config) -> datetime.timedelta:
+    """How long a rank waits in a collective for another: longer than that one's watchdog, which says what it did."""
+    return datetime.timedelta(seconds=2 * config.channel.stall_timeout_s)
+
+
 def connect(config: Config) -> Exchange:
     """Every rank calls it, as often as any other: it makes process groups."""
-    patience = datetime.timedelta(seconds=config.channel.rank_patience_s)
-    group = dist.new_group(backend="gloo", timeout=patience)
+    group = dist.new_group(backend="gloo", timeout=patience(config))
     size, rank, world_size = config.trainer.sequence_parallel_size, dist.get_rank(), dist.get_world_size()
     if size == 1:
         return Exchange(config, group, None)
-    made = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    groups = [list(range(first, first + size)) for first in range(0, world_size, size)]
+    made = [dist.new_group(ranks, timeout=patience(config)) for ranks in groups]
     return Exchange(config, group, SequenceGroup(rank % size, size, made[rank // size]))

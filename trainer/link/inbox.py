@@ -146,25 +146,25 @@ class Inbox(GroupSource):
         start = said = moved = time.monotonic()
         last_missing = ""
         deadline = timeout_s or self.config.channel.stall_timeout_s
-        with self.state.changed:
-            while True:
+        while True:
+            with self.state.changed:
                 if self.state.failure is not None:
                     raise self.state.failure
                 if not (what := missing()):
                     return
                 if interrupted():
                     raise Interrupted
-                report_progress(f"waiting for {what}")  # this wait has a deadline of its own
                 self.state.changed.wait(timeout=0.5)
-                now = time.monotonic()
-                if what != last_missing:
-                    last_missing, moved = what, now
-                if now - moved > deadline:
-                    waited = f"waited {now - start:.0f} s for {what}; {self._describe_peers()}"
-                    raise Retryable(f"{waited}.{self._sampler_log()}")
-                if now - said > _SAY_EVERY_S:
-                    said = now
-                    self.say(f"waiting {now - start:.0f} s for {what}; {self._describe_peers()}")
+                peers = self._describe_peers()
+            report_progress(f"waiting for {what}")  # this wait has a deadline of its own; other ranks may hear of it
+            now = time.monotonic()
+            if what != last_missing:
+                last_missing, moved = what, now
+            if now - moved > deadline:
+                raise Retryable(f"waited {now - start:.0f} s for {what}; {peers}.{self._sampler_log()}")
+            if now - said > _SAY_EVERY_S:
+                said = now
+                self.say(f"waiting {now - start:.0f} s for {what}; {peers}")
 
     def _describe_peers(self) -> str:
         known = describe(self.state.peers, time.monotonic(), self.state.works())

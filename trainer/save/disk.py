@@ -39,6 +39,8 @@ class Ranks(Protocol):
 
     def agree(self, value: bool) -> bool: ...
 
+    def any(self, value: bool) -> bool: ...
+
 
 def together(ranks: Ranks, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier."""
@@ -83,7 +85,7 @@ def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path
         for _ in range(pause_s):
             report_progress(f"waiting for the disk with {what}")
             time.sleep(1)
-            if ranks.agree(interrupted()):
+            if ranks.any(interrupted()):
                 raise Interrupted
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 

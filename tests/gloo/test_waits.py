@@ -1,0 +1,16 @@
+"""What rank 0 waits for all ranks wait for, with its reason and without a clock of their own."""
+
+import pytest
+
+from tests.support.replay_worker import Stack
+from tests.support.slow_waits import VARIANTS, WAITS
+from tests.support.tier import full
+
+pytestmark = pytest.mark.timeout(600)
+SHORT = ("zero3",)
+
+
+@pytest.mark.parametrize("variant", [name if name in SHORT else pytest.param(name, marks=full) for name in VARIANTS])
+def test_no_wait_of_rank_0_outlasts_the_patience_of_the_others(trainers: Stack, variant: str) -> None:
+    seen = trainers.seen("tests.support.slow_waits", f"slow-{variant}", 2)
+    assert seen.ranks == [{"waited": sorted(WAITS), "heard": []}, {"waited": [], "heard": list(WAITS)}]
