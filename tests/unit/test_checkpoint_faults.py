@@ -28,7 +28,7 @@ from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
 
 KEEP = 2
-ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=0.0, agree=bool)
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=0.0, agree=bool, any=bool)
 CLEAN, ENDED = 0, 3  # a save that met no fault; one that the disk did not take
 
 

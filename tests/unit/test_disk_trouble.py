@@ -131,7 +131,7 @@ def test_what_a_killed_process_left_of_a_folder_gets_into_no_other(tmp_path: Pat
 
 def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
     monkeypatch.setattr(disk, "interrupted", lambda: True)
-    ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
 
     def attempt() -> None:
         raise DiskTrouble("rank 0: full")
