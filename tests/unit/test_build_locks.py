@@ -20,7 +20,9 @@ BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensio
 LOAD = (ROOT / "launch.sh").read_text().partition("build_cpu_op()")[2].split("'")[1]  # as the setup does
 
 
-def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_goes_on(tmp_path: Path) -> None:
+def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_knows_it_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (reads, writes), path = os.pipe(), str(tmp_path / "lock")
     builder = os.fork()
     if not builder:
@@ -38,6 +40,26 @@ def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_goes_on(tmp_
     assert os.waitpid(waiting[0], os.WNOHANG) == (0, 0), "it waits"
     os.kill(builder, signal.SIGKILL)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (*waiting, builder)] == [7, 7, -9]
+    who = f"waiting for pid {builder} of {os.uname().nodename}, which compiles or loads DeepSpeed's op: {path}.kernel"
+    assert capfd.readouterr().err.count(who) >= 2
+
+
+def test_a_lock_is_open_for_writing_as_nfs_wants_it_and_another_users_is_locked_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, opened = KernelLock(str(tmp_path / "lock")), os.open
+    assert lock.try_acquire()
+    assert int(Path(f"/proc/self/fdinfo/{lock._file}").read_text().split("flags:")[1].split()[0], 8) & os.O_RDWR
+    lock.release()
+
+    def refused(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(path)
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert lock.try_acquire()
+    lock.release()
 
 
 @pytest.mark.skipif(not BUILT.is_dir(), reason="DeepSpeed's op for CPUs is not built here")

@@ -25,14 +25,19 @@ class KernelLock:
         self._file = -1
 
     def try_acquire(self) -> bool:
-        """Waits for whoever has it."""
-        self._file = os.open(self._path, os.O_RDONLY | os.O_CREAT, 0o666)  # another user's can be read
+        """Waits for whoever has it, on this host or, in a shared folder, on another."""
+        try:  # NFS locks only what is open for writing
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        except PermissionError:  # another user's
+            self._file = os.open(self._path, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for another process that compiles or loads DeepSpeed's op: {self._path}")
+                holder = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "another process"
+                say(f"waiting for {holder}, which compiles or loads DeepSpeed's op: {self._path}")
                 fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.pwrite(self._file, f"pid {os.getpid()} of {os.uname().nodename}".ljust(200).encode(), 0)
         return True
 
     def release(self) -> None:
