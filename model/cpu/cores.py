@@ -59,7 +59,14 @@ class Cores:
         return Cores(frozenset(os.sched_getaffinity(0)), torch.get_num_threads(), lent, more_threads)
 
     def use(self, with_lent: bool) -> None:
-        os.sched_setaffinity(0, self.own | self.lent if with_lent else self.own)  # threads that are started inherit it
+        """With all threads of this process: one that started meanwhile, as the publisher's, has inherited them."""
+        before, now = self.own, self.own | self.lent
+        if not with_lent:
+            before, now = now, before
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                if os.sched_getaffinity(thread) == before:
+                    os.sched_setaffinity(thread, now)
         torch.set_num_threads(self.threads + self.more_threads if with_lent else self.threads)
 
 

@@ -1,6 +1,7 @@
 """What the trainer computes with the samplers' cores: what is left when the samplers rest."""
 
 import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,29 @@ def test_lent_cores_are_used_with_more_threads_and_given_back(
         assert using() == expected
         raise ZeroDivisionError
     assert using() == OWN
+
+
+def test_a_thread_that_starts_while_cores_are_lent_gives_them_back_and_one_with_its_own_keeps_it() -> None:
+    """As the publisher's does, and those of hashing."""
+    masks, step = {}, threading.Barrier(3)
+    free = max(NOW)
+
+    def works(name: str, cores: set[int] | None) -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        step.wait(10)
+        step.wait(10)
+        masks[name] = os.sched_getaffinity(0)
+
+    with borrowing([True]).borrowed():
+        chosen = [threading.Thread(target=works, args=given) for given in (("inherits", None), ("chooses", {free}))]
+        for thread in chosen:
+            thread.start()
+        step.wait(10)
+    step.wait(10)
+    for thread in chosen:
+        thread.join()
+    assert masks == {"inherits": {min(NOW)}, "chooses": {free}}
 
 
 class Layer(GradientCheckpointingLayer):

@@ -1,5 +1,6 @@
 """A version that is written behind the next step holds the weights of its own, and crashes or ends like any other."""
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -94,10 +95,19 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
     assert all(0 <= seconds <= time.monotonic() - begun for seconds in bench.seconds.values())
 
 
-def test_at_the_end_a_version_on_its_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupts", [0, 1])
+def test_at_the_end_a_version_on_its_way_is_waited_for_also_after_an_interrupt_of_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int
+) -> None:
     bench, commit = Bench(tmp_path, max_staleness=1), weights.commit
     monkeypatch.setattr(weights, "commit", lambda *given: (time.sleep(0.3), commit(*given))[1])
     bench.publish(1)
+    for _ in range(interrupts):
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            bench.publisher.finish()
+        signal.signal(signal.SIGALRM, before)
     bench.publisher.close()
     assert not bench.publisher.is_writing() and bench.rank_zero.credited[1:] == [(8, 1, None)]
 

@@ -105,13 +105,15 @@ class Publisher:
 
     def finish(self) -> None:
         """Waits for the version on its way. Raises what ended it."""
-        behind, self._behind = self._behind, None
+        behind = self._behind
         if behind is None:
             return
         start = time.monotonic()
         if not behind.done():
             report_progress("waiting for the newest version to be written")
-        behind.result()  # a disk that fails is said and moves the watchdog; one that hangs is the watchdog's
+        wait([behind])  # a disk that is slow or fails moves the watchdog; one that hangs is the watchdog's
+        self._behind = None  # and not before: after an interrupt `close` waits for it
+        behind.result()
         self._record_seconds("sync/write_s", self._write_s)
         self._record_seconds("sync/publish_s", time.monotonic() - start)
 
