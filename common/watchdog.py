@@ -21,26 +21,28 @@ from common.exits import RETRYABLE
 from common.transcript import last_lines
 
 _watching: Watchdog | None = None
-_listener: tuple[int, Callable[[str], None]] | None = None  # the thread that it belongs to, and what to call
+_listening = threading.local()  # .by: what to call
 
 
-def report_progress(doing: str) -> None:
-    """This process made progress, and goes on `doing` this. Nothing happens where nobody watches or listens."""
+def report_progress(doing: str, starts: bool = False) -> None:
+    """This process made progress, and goes on `doing` this. Nothing happens where nobody watches or listens.
+
+    starts: it has not begun to work yet, and the next report may take as long as the first.
+    """
     if _watching is not None:
-        _watching.report_progress(doing)
-    if _listener is not None and _listener[0] == threading.get_ident():
-        _listener[1](doing)
+        _watching.report_progress(doing, starts)
+    if (listener := getattr(_listening, "by", None)) is not None:
+        listener(doing)
 
 
 @contextmanager
 def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
     """Inside, `listener` hears all progress that this thread reports. Sockets have one thread: others are not heard."""
-    global _listener
-    before, _listener = _listener, (threading.get_ident(), listener)
+    before, _listening.by = getattr(_listening, "by", None), listener
     try:
         yield
     finally:
-        _listener = before
+        _listening.by = before
 
 
 class Watchdog:
@@ -51,13 +53,13 @@ class Watchdog:
 
     def __init__(self, name: str, timeout_s: float, startup_s: float, peer_log: Path):
         self._name, self._timeout_s, self._peer_log = name, timeout_s, peer_log
-        self._limit_s = max(startup_s, timeout_s)
+        self._startup_s = self._limit_s = max(startup_s, timeout_s)
         self._state = time.monotonic(), "starting"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def report_progress(self, doing: str) -> None:
-        self._state, self._limit_s = (time.monotonic(), doing), self._timeout_s
+    def report_progress(self, doing: str, starts: bool = False) -> None:
+        self._state, self._limit_s = (time.monotonic(), doing), self._startup_s if starts else self._timeout_s
 
     def __enter__(self) -> Watchdog:
         global _watching

@@ -48,6 +48,18 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def buffer_on_host(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes, pinned where the device is an accelerator: copies from it then need not be waited for one by one.
+
+    torch's own pinned blocks are powers of two (CachingHostAllocator), 16 GiB for 9; CUDA and ROCm pin any as it is.
+    """
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
+    buffer = torch.empty(size, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    return buffer
+
+
 def release_cache() -> None:
     """Gives free blocks of torch's allocator back to the device."""
     if count():

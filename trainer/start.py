@@ -64,7 +64,7 @@ def _run(config: Config) -> None:
 
 
 def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
-    """Rank 0 opens what only it has first: a taken port or a wrong checkpoint must not cost the start of all ranks."""
+    """What ends a start comes first: a wrong checkpoint before the ranks meet, a taken port before there is a model."""
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
@@ -85,15 +85,20 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
             return resume.read_progress(Path(resumed), ranks, stage, resume.stream_settings(config))
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
 
+    def say(text: str) -> None:
+        print(f"tandem: {text}", flush=True)
+
     resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
     if rank == 0:
-        resume_from = resume.find_checkpoint(config, lambda text: print(f"tandem: {text}", flush=True))
+        resume_from = resume.find_checkpoint(config, say)
+        progress_of(resume_from, run_id)
+    init_distributed(config)
+    exchange = connect(config)
+    resume_from, run_id = resume.verified(config, resume_from, exchange, say), exchange.text(run_id)
+    if rank == 0:
         begun = progress_of(resume_from, run_id)
         resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)
         rank_zero = open_rank_zero(stack, config, begun.run_id, begun.batch, begun.cursor, resumed_at)
-    init_distributed(config)
-    exchange = connect(config)
-    resume_from, run_id = exchange.text(resume_from), exchange.text(run_id)
     engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
     tokens = min(len(tokenizer), vocabulary(config.model))
     critic = _critic(config, exchange, tokens)

@@ -8,6 +8,7 @@ import pytest
 
 from common import exits
 from tests.support.gloo_data import TRAINER
+from tests.support.plain_policy import OneRank
 from tests.support.replay_worker import Life, Stack, sha256_of_run
 from tests.support.speed import limit
 from tests.support.tier import full
@@ -18,7 +19,7 @@ def train(
     trainers: Stack, name: str, environment: dict[int, dict[str, str]], staleness: int = 0, **sections: Any
 ) -> Life:
     """Three steps on two ranks, from the newest checkpoint if there is one. environment: by rank."""
-    run = {"resume": resume.newest_valid(trainers.folder / name / "checkpoints", print) is not None}
+    run = {"resume": resume.newest_valid(trainers.folder / name / "checkpoints", OneRank(), print) is not None}
     trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
     return trainers.run(name, 2, 2, environment, run=run, trainer=trainer, **sections)
 
@@ -40,9 +41,9 @@ def waits(life: Life) -> list[str]:
 
 FULL = [  # rank, its file operations without room, what it is doing then
     (1, "1-2:enospc", "version 0"),
-    (0, "85-89:enospc", "step_000001"),
-    pytest.param(0, "51-54:enospc", "version 0", marks=full),
-    pytest.param(1, "3-4:enospc", "step_000001", marks=full),
+    (0, "98-102:enospc", "step_000001"),
+    pytest.param(0, "56-59:enospc", "version 0", marks=full),
+    pytest.param(1, "11-12:enospc", "step_000001", marks=full),
 ]
 
 
@@ -63,14 +64,14 @@ def test_a_full_disk_of_either_rank_delays_publishing_and_checkpoints_and_change
 def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_when_there_is_room(
     trainers: Stack, rank: int
 ) -> None:
-    name, first = f"stays-full-{rank}", (138, 11)[rank]  # in the second checkpoint; rank 0 rehearses with its first 35
+    name, first = f"stays-full-{rank}", (160, 23)[rank]  # in the second checkpoint; rank 0 rehearses with its first 40
     fault = {rank: {"TANDEM_FAULT": f"{first}-1000000:enospc"}}
     life = train(trainers, name, fault, channel={"stall_timeout_s": limit(2)})
     assert life.codes == [exits.RETRYABLE] * 2, life.logs
     for log in life.logs:
         assert f"rank {rank}: " in log and "No space left on device" in log and "Make room or repair the disk" in log
     checkpoints = trainers.folder / name / "checkpoints"
-    assert resume.newest_valid(checkpoints, print) == checkpoints / "step_000001"
+    assert resume.newest_valid(checkpoints, OneRank(), print) == checkpoints / "step_000001"
     require_as_undisturbed(trainers, name, train(trainers, name, {}))
 
 

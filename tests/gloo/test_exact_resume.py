@@ -18,6 +18,7 @@ from common.failpoints import FAILPOINTS
 from model import lora
 from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUP_PPO, GROUPS_PER_STEP, half_dead
+from tests.support.plain_policy import OneRank
 from tests.support.protocol_helpers import received
 from tests.support.replay_worker import MODEL_CARD, Life, Stack
 from tests.support.tier import ALL, count, full
@@ -296,7 +297,7 @@ def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
         life = train(trainers, "killed", KILLED, {rank: f"{point}:{hits}:kill"}, trainer=two)
         assert f"failpoint {point} hit {hits}: kill" in life.logs[rank], life.logs[rank][-3000:]
         assert life.codes[rank] == -signal.SIGKILL and life.codes[1 - rank] != 0
-        newest = resume.newest_valid(output_dir / "checkpoints", said.append)
+        newest = resume.newest_valid(output_dir / "checkpoints", OneRank(), said.append)
         assert newest is not None
         assert saved[-1] <= int(newest.name.removeprefix("step_")) <= saved[-1] + 1
     assert said == [], "a kill made a checkpoint visible that is not whole"

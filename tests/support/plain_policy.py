@@ -27,6 +27,9 @@ class OneRank:
     def gather(self, text: str) -> list[str]:
         return [text]
 
+    def text(self, value: str) -> str:
+        return value
+
     def agree(self, value: bool) -> bool:
         return value
 

@@ -180,7 +180,7 @@ class Worker:
         said: list[str] = []
         trainer = self.trainer(settings(self.folder, name, stage, **sections), group)
         before = run_hash(trainer, has_moments=False)
-        found = found or resume.newest_valid(self.folder / name / "checkpoints", said.append)
+        found = found or resume.newest_valid(self.folder / name / "checkpoints", self.exchange, said.append)
         assert found is not None
         trainer.progress = resume.read_progress(found, self.exchange.world_size, trainer.engine.stage, {})
         checkpoint.restore(trainer.engine, found, trainer.critic)

@@ -28,7 +28,9 @@ from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
 
 KEEP = 2
-ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=0.0, agree=bool, any=bool)
+ONE_RANK: Any = SimpleNamespace(
+    rank=0, world_size=1, stall_timeout_s=0.0, agree=bool, any=bool, text=str, gather=lambda text: [text]
+)
 CLEAN, ENDED = 0, 3  # a save that met no fault; one that the disk did not take
 
 
@@ -78,7 +80,8 @@ def save(checkpoints: Path, step: int) -> None:
 def resumed_step(output_dir: Path) -> int:
     """What a trainer that is started again does: the step that it finds, whose every file must be of that step."""
     durable.remove_leftovers(output_dir / "checkpoints")
-    found = Path(resume.find_checkpoint(config_of(run={"output_dir": output_dir, "resume": True})))
+    config = config_of(run={"output_dir": output_dir, "resume": True})
+    found = Path(resume.verified(config, resume.find_checkpoint(config), ONE_RANK, print))
     read = resume.read_progress(found, 1, 1, {})
     assert read == progress(read.step)
     assert load_file(found / "model.safetensors")["number"].tolist() == [read.step] * 50
@@ -245,7 +248,7 @@ def power_cuts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
         for choose in (synced_only, names_reach_the_disk_first, *map(at_random, range(3))):
             remains = folder / "remains"
             platter.after_a_cut(run, remains, choose)
-            whole = resume.newest_valid(remains / "checkpoints", lambda _: None)
+            whole = resume.newest_valid(remains / "checkpoints", ONE_RANK, lambda _: None)
             found.append((returned, int(whole.name.removeprefix("step_")) if whole else None))
             shutil.rmtree(remains)
         return False
@@ -280,10 +283,10 @@ def test_any_flipped_bit_of_the_commit_record_is_noticed(tmp_path: Path) -> None
     said: list[str] = []
     for record in (*flipped, b"", b"[]", b"{}", b"null", b"\xff", b'{"blake3": "", "files": []}'):
         path.write_bytes(record)
-        assert resume.newest_valid(tmp_path, said.append) is None, record
+        assert resume.newest_valid(tmp_path, ONE_RANK, said.append) is None, record
         assert "step_000007 is skipped: commit.json" in said[-1]
     path.write_bytes(whole)
-    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000007"
+    assert resume.newest_valid(tmp_path, ONE_RANK, said.append) == tmp_path / "step_000007"
 
 
 def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(tmp_path: Path) -> None:
@@ -293,7 +296,7 @@ def test_a_file_that_cannot_be_read_is_a_reason_to_skip_not_to_crash(tmp_path: P
     broken.unlink()
     broken.mkdir()
     said: list[str] = []
-    assert resume.newest_valid(tmp_path, said.append) == tmp_path / "step_000001"
+    assert resume.newest_valid(tmp_path, ONE_RANK, said.append) == tmp_path / "step_000001"
     assert "model.safetensors cannot be read" in said[0]
 
 
@@ -314,4 +317,4 @@ def test_checkpoints_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "step_of_mine").mkdir()
     assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
-    assert resume.newest_valid(tmp_path, print) == tmp_path / "step_1000001"
+    assert resume.newest_valid(tmp_path, ONE_RANK, print) == tmp_path / "step_1000001"

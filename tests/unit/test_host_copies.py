@@ -1,18 +1,38 @@
-"""The memory of copies is used again."""
+"""The memory of copies is one buffer, and used again."""
 
+import pytest
 import torch
 
+from model import devices
 from trainer.save.host_copies import HostCopies
 
 
-def test_the_memory_of_a_copy_is_used_again_by_the_next_one_of_its_name_and_shape() -> None:
-    host, first = HostCopies(), torch.tensor([1.0, 2.0])
-    copied = host.copy("a", first)
-    first[0] = 7
-    assert copied.tolist() == [1.0, 2.0]
-    host.wait()
-    again = host.copy("a", first)
-    assert again.data_ptr() == copied.data_ptr() and again.tolist() == [7.0, 2.0]
-    assert host.copy("b", first).data_ptr() != copied.data_ptr()
-    assert host.copy("a", torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
-    assert host.copy("a", torch.ones(2).bfloat16()).dtype == torch.bfloat16
+def test_copies_lie_in_one_buffer_of_their_size_and_the_next_ones_in_the_same_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+    make = devices.buffer_on_host
+    monkeypatch.setattr(devices, "buffer_on_host", lambda *given: made.append(make(*given)) or made[-1])
+    tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(33, dtype=torch.bfloat16), "c": torch.tensor(3)}
+    host = HostCopies()
+    for _ in range(2):
+        host.make_room([tensor.nbytes for tensor in tensors.values()])
+        copies = {name: host.copy(name, tensor) for name, tensor in tensors.items()}
+        host.wait()
+        [buffer] = made
+        assert buffer.nbytes == 64 + 128 + 64, "rounded to cache lines, not to powers of two"
+        places = [copy.data_ptr() - buffer.data_ptr() for copy in copies.values()]
+        assert places == [0, 64, 192]
+        for name, copy in copies.items():
+            assert torch.equal(copy, tensors[name]) and copy.dtype == tensors[name].dtype
+        tensors["a"] += 5
+        assert copies["a"].tolist() != tensors["a"].tolist()
+
+
+def test_memory_for_cuda_is_ordinary_memory_that_is_registered_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[int, int, int]] = []
+    runtime = type("Runtime", (), {"cudaHostRegister": lambda _, *given: registered.append(given) or 0})
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    buffer = devices.buffer_on_host(9 << 10, torch.device("cuda"))
+    assert registered == [(buffer.data_ptr(), 9 << 10, 0)]

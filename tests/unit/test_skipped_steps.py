@@ -12,6 +12,7 @@ import torch
 
 from common.errors import Retryable
 from model.checksum import all_finite
+from tests.support.plain_policy import OneRank
 from tests.support.protocol_helpers import make_config
 from tests.unit.test_checkpoint_faults import KEEP, ONE_RANK, SmallEngine, tokenizer
 from trainer.engine.deepspeed_model import StepResult
@@ -49,7 +50,7 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     advance(run, False)
     advance(run, False)
     checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP)
-    found = resume.newest_valid(tmp_path / "checkpoints", print)
+    found = resume.newest_valid(tmp_path / "checkpoints", OneRank(), print)
     assert found is not None
     resumed = resume.read_progress(found, 1, 1, {})
     assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.pieces import PieceReader
+
 _STATE_TAG = "state"
 
 
@@ -90,25 +92,22 @@ def _set_partition(utils: Any, parameter: Tensor, masters: Tensor) -> None:
     utils.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - len(own))))
 
 
-def save_state(
-    engine: Any,
-    folder: Path,
-    write: Callable[[Any, Path], None],
-    make_dir: Callable[[Path], None],
-    adapters_alone: bool,
-) -> None:
-    """An engine's state of every rank, by our own writer. Its collectives must match: neither callback may raise.
+def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path, Any]:
+    """This rank's part of an engine's state by the file that it belongs into. Every rank calls it.
 
+    Nothing is written: ranks take different times for that, and DeepSpeed's collectives would wait without a word.
     Without its script for recovery, which unpickles without a limit.
     """
+    found: dict[Path, Any] = {}
 
     def save(state_dict: Any, path: str) -> None:
-        write(_without_base(state_dict) if adapters_alone else state_dict, Path(path))
+        found[Path(path)] = _without_base(state_dict) if adapters_alone else state_dict
 
     engine.checkpoint_engine.save = save
-    engine.checkpoint_engine.makedirs = lambda path, exist_ok=True: make_dir(Path(path))
+    engine.checkpoint_engine.makedirs = lambda path, exist_ok=True: None
     engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(str(folder), tag=_STATE_TAG, save_latest=False, exclude_frozen_parameters=adapters_alone)
+    return found
 
 
 def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(engine: Any, folder: Path, adapters_alone: bool) -> bool:
-    """What save_state wrote, read without running any code of it. False if there is none for this rank."""
+    """What state_to_save gave, read without running any code of it. False if there is none for this rank."""
     engine.checkpoint_engine.load = load_without_code
     path, _ = engine.load_checkpoint(str(folder), tag=_STATE_TAG, load_module_strict=not adapters_alone)
     return path is not None
@@ -129,5 +128,5 @@ def load_without_code(path: str, map_location: Any = None) -> Any:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-        return torch.load(path, map_location=map_location, weights_only=True)
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]), PieceReader(path) as file:
+        return torch.load(file, map_location=map_location, weights_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import durable
+from common import durable, pieces
 from common.config import Config, Eval
 from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
@@ -112,7 +112,7 @@ class Best:
         """
 
         def copy(folder: Path) -> None:
-            shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+            shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
             describe(folder, self._kept()["policy_version"])
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self._is_of_this_history()):
@@ -136,7 +136,7 @@ class Best:
     def _keep(self, folder: Path, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
         shards = sorted(Path(published.weights_dir).glob("*.safetensors"))
         for shard in shards:
-            shutil.copyfile(shard, folder / shard.name)
+            pieces.copy(shard, folder / shard.name)
         if engine.published_settings is not None:
             shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
         else:

@@ -21,23 +21,23 @@ from typing import Any, cast
 
 import blake3
 import torch
-from torch import Tensor
 
-from common import durable
+from common import durable, pieces
 from common.errors import UserError
 from common.failpoints import failpoint
 from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
 from trainer.engine.critic import Critic
-from trainer.engine.deepspeed_insides import load_state, save_state
+from trainer.engine.deepspeed_insides import load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import may_stay, on_rank_0, together, write_folder
-from trainer.save.model_files import write_side_files, write_weights
+from trainer.save.model_files import write_side_files, write_tensors, write_weights
 
 CRITIC = "critic"
+Written = dict[Path, dict[str, Any]]  # files by their place, each as pieces.record finds it
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,22 @@ def save(
 ) -> None:
     """Every rank calls it. When it returns, the checkpoint survives a crash. Raises as `disk.patiently`."""
     final = step_dir(checkpoints, progress.step)
+    of_ranks: list[str] = []
 
     def fill(folder: Path) -> None:
+        nonlocal of_ranks
         if exchange.rank == 0:
             failpoint("checkpoint.started")
-        _save_state(engine, exchange, folder / "trainer")
+        written = _save_state(engine, exchange, folder / "trainer")
         if critic:
-            _save_state(critic, exchange, folder / CRITIC / "trainer")
+            written |= _save_state(critic, exchange, folder / CRITIC / "trainer")
         failpoint("checkpoint.engine")
-        save_models(engine, critic, exchange, tokenizer, folder)
+        written |= save_models(engine, critic, exchange, tokenizer, folder)
+        of_ranks = exchange.gather(json.dumps({str(path.relative_to(folder)): of for path, of in written.items()}))
 
     def commit(folder: Path) -> None:
-        durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress))
+        written = {name: of for own in of_ranks for name, of in json.loads(own).items()}
+        durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress, written))
 
     write_folder(exchange, final, commit, fill)  # where one is, it is damaged, or its name alone reached no disk
     if exchange.rank == 0:
@@ -91,39 +95,32 @@ def save(
             _prune(checkpoints, progress.step, keep)
 
 
-def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> None:
-    """DeepSpeed's state of every rank. Its own collectives must match, so a rank reports trouble only after them."""
-    troubles: list[Exception] = []
+def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Written:
+    """DeepSpeed's state of every rank."""
+    states = state_to_save(engine.ds, folder, adapters_alone=engine.adapter_settings is not None)
+    written: Written = {}
 
-    def attempt(work: Callable[..., None], *arguments: Any) -> None:
-        try:
-            work(*arguments)
-        except Exception as error:
-            troubles.append(error)
+    def make_folders() -> None:
+        for path in states:
+            durable.make_dir(path.parent)
 
-    def write(state_dict: Any, path: Path) -> None:
-        attempt(durable.write_with, path, lambda file: torch.save(state_dict, file))
+    def write() -> None:
+        for path, state in states.items():
+            written[path] = pieces.write(path, partial(torch.save, state))
 
-    def report() -> None:
-        if troubles:
-            raise troubles[0]
-
-    save_state(
-        engine.ds, folder, write, partial(attempt, durable.make_dir), adapters_alone=engine.adapter_settings is not None
-    )
-    together(exchange, report)
+    on_rank_0(exchange, make_folders)
+    together(exchange, write)
+    return written
 
 
-def _commit_record(engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress) -> bytes:
-    files = {str(p.relative_to(folder)): file_record(p) for p in _files(folder)}
+def _commit_record(
+    engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
+) -> bytes:
+    """written: of files that were digested while they were written; the others are small."""
+    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
     return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
-
-
-def file_record(path: Path) -> dict[str, Any]:
-    """What a checkpoint remembers of a file. Raises OSError."""
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    return {"size": path.stat().st_size, "blake3": hasher.update_mmap(path).hexdigest()}
 
 
 def digest(record: dict[str, Any]) -> str:
@@ -138,41 +135,46 @@ def _prune(checkpoints: Path, newest: int, keep: int) -> None:
         durable.remove_dir(old)
 
 
-def save_models(engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path) -> None:
-    save_model(engine, exchange, tokenizer, folder)
+def save_models(
+    engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path
+) -> Written:
+    written: Written = {}
+    save_model(engine, exchange, tokenizer, folder, written=written)
     if critic:
-        save_model(critic, exchange, tokenizer, folder / CRITIC)
+        save_model(critic, exchange, tokenizer, folder / CRITIC, written=written)
+    return written
 
 
 def save_model(
-    engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path, tensors: slice = slice(None)
+    engine: DeepSpeedModel,
+    exchange: Exchange,
+    tokenizer: Any,
+    folder: Path,
+    tensors: slice = slice(None),
+    written: Written | None = None,
 ) -> list[str]:
     """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
 
     With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
-    tensors: those that are written. Returns what the folder lacks, as `write_side_files`.
+    tensors: those that are written. written: is told the files of weights. Returns what the folder lacks, as
+    `write_side_files`.
     """
     settings, lacks = engine.adapter_settings, list[str]()
+    written = {} if written is None else written
     wanted = engine.tensors if settings is None else cast("PolicyEngine", engine).adapters()
     state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
 
     def write() -> None:
         folder.mkdir(exist_ok=True)
         if settings is None:
-            write_weights(engine.model, state, folder)
+            written.update(write_weights(engine.model, state, folder))
         else:
-            _write_adapters(folder, state, settings)
+            written[folder / lora.WEIGHTS] = write_tensors(folder / lora.WEIGHTS, state)
+            durable.write_file(folder / lora.SETTINGS, settings)
         lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 
     on_rank_0(exchange, write)
     return lacks
-
-
-def _write_adapters(folder: Path, tensors: dict[str, Tensor], settings: bytes) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / lora.WEIGHTS, metadata={"format": "pt"})
-    durable.write_file(folder / lora.SETTINGS, settings)
 
 
 def commit_final(

@@ -18,10 +18,11 @@ from typing import Protocol, TypeVar
 from common import durable
 from common.errors import Interrupted, Retryable
 from common.exits import interrupted, say
-from common.watchdog import report_progress
+from common.watchdog import progress_heard_by, report_progress
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
+_WORD_S, _AT_WORK = 5.0, -1.0  # between two words of a rank that it is still at work; in the place of an errno
 
 
 class DiskTrouble(Retryable):
@@ -43,17 +44,31 @@ class Ranks(Protocol):
 
 
 def together(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier."""
-    codes, reason = [0.0] * ranks.world_size, ""
+    """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier.
+
+    Parts may take as long as they report progress, of which the ranks that are done hear every few seconds. In a part
+    there is no other collective.
+    """
+    codes, reason, said_at = [0.0] * ranks.world_size, "", time.monotonic()
+
+    def tell(_: str) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= min(_WORD_S, ranks.stall_timeout_s / 4):
+            ranks.add([_AT_WORK * (rank == ranks.rank) for rank in range(ranks.world_size)])
+            said_at = time.monotonic()
+
     try:
-        work()
+        with progress_heard_by(tell) if ranks.world_size > 1 else contextlib.nullcontext():
+            work()
     except Exception as error:
         code = durable.disk_trouble(error)
         if code is None:
             raise
         codes[ranks.rank], reason = float(code), str(error)
     if ranks.world_size > 1:
-        codes = ranks.add(codes)
+        own = codes
+        while min(codes := ranks.add(own)) == _AT_WORK:
+            report_progress(f"waiting for the disk of rank {codes.index(_AT_WORK)}")
     if any(codes):
         of_rank = {rank: f"rank {rank}: {os.strerror(int(code))}" for rank, code in enumerate(codes) if code}
         if reason:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from model import devices
 
 
 class HostCopies:
-    """Copies of tensors in memory that is used again for the next version: fresh pages cost more than the copy itself.
+    """Copies of tensors in one buffer, used again for the next version: fresh pages cost more than the copy itself.
 
-    Those of a GPU's tensors are pinned, so that all are on their way at once; `wait` until they are there.
+    That of a GPU's tensors is pinned, so that all are on their way at once; `wait` until they are there.
     """
 
     def __init__(self) -> None:
+        self._size, self._end = 0, 0
+        self._buffer: Tensor | None = None
         self._of: dict[str, Tensor] = {}
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """For tensors of so many bytes, before the first copy."""
+        self._size = self._size or sum(map(_aligned, sizes))
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """Overwrites the copy of this name."""
-        on_gpu, into = devices.is_accelerator(tensor.device), self._of.get(name)
+        into = self._of.get(name)
         if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
-            into = self._of[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        return into.copy_(tensor.detach(), non_blocking=on_gpu)
+            into = self._of[name] = self._place(tensor)
+        return into.copy_(tensor.detach(), non_blocking=devices.is_accelerator(tensor.device))
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        start, self._end = self._end, self._end + _aligned(tensor.nbytes)
+        assert self._end <= self._size, "room was made for other tensors"
+        if self._buffer is None:
+            self._buffer = devices.buffer_on_host(self._size, tensor.device)
+        return self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def wait(self) -> None:
         devices.synchronize()
+
+
+def _aligned(size: int) -> int:
+    """Where the next tensor may begin: the copy of the one before it must not share its cache lines."""
+    return -(-size // 64) * 64

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from common import durable
+from common import durable, pieces
 from common.exits import say
 from model.hub import present_file
 from model.tokenizer import save_tokenizer
@@ -28,19 +29,44 @@ _TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*
 _said = set[str]()
 
 
-def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """model.safetensors, or shards with their index, as save_pretrained writes them. state: under checkpoint names."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = True) -> dict[str, Any]:
+    """The very bytes of safetensors' save_file, which knows no progress. Returns as pieces.write."""
+    from safetensors.torch import _TYPES
+
+    codes = {dtype: code for code, dtype in _TYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+
+    def content(file: Any) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+    return pieces.write(path, content, digests)
+
+
+def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
+    """model.safetensors, or shards with their index, as save_pretrained writes them. state: under checkpoint names.
+
+    Returns the files of weights, each as `write_tensors`.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
 
     left_out = model._keys_to_ignore_on_save or ()
     kept = {name: tensor for name, tensor in state.items() if name not in left_out}
     split = split_torch_state_dict_into_shards(kept, filename_pattern=_WEIGHTS, max_shard_size=_SHARD)
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: kept[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+    shards = {folder / file: {name: kept[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    written = {file: write_tensors(file, tensors) for file, tensors in shards.items()}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+    return written
 
 
 def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:

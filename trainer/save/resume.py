@@ -14,20 +14,29 @@ learning rate, rewards and a user's own functions, which may change.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import blake3
 
+from common import pieces
 from common.config import Config
-from common.errors import UserError
+from common.errors import PeerEnded, UserError
+from common.exits import USER_ERROR
 from common.redact import redacted
 from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
+from common.watchdog import report_progress
 from trainer.engine.policy import PolicyEngine
-from trainer.save.checkpoint import Progress, digest, file_record
+from trainer.engine.ranks import Exchange
+from trainer.save.checkpoint import Progress, digest
+from trainer.save.disk import together
 
 _FINGERPRINTS = {
     "dataset_fingerprint": "rows of data.train have changed, or more of them are too long or have no answer",
@@ -76,16 +85,32 @@ def _contents(file: Path) -> str:
 
 
 def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
-    """The checkpoint to resume from, "" for a fresh start. Raises UserError rather than guess."""
+    """The checkpoint to resume from, as far as sizes of files tell; "" for a fresh start. Raises UserError, no guess.
+
+    `verified` reads the files, when there are ranks to do so together.
+    """
     output_dir = config.run.output_dir
     checkpoints = output_dir / CHECKPOINTS
     if not config.run.resume:
         if step_dirs(checkpoints):
             raise earlier_run(output_dir, "checkpoints")
         return ""
-    folder = newest_valid(checkpoints, say)
+    folder = next(_committed(step_dirs(checkpoints), say), None)
     if folder is None:
         raise no_checkpoint(output_dir, "valid ", is_empty=not step_dirs(checkpoints))
+    return str(folder)
+
+
+def verified(config: Config, found: str, ranks: Exchange, say: Callable[[str], None]) -> str:
+    """What rank 0 found, or an older one where a file of it is not as committed, on every rank. Every rank calls it."""
+    if not ranks.agree(bool(found)):
+        return ""
+    output_dir = config.run.output_dir
+    folder = newest_valid(output_dir / CHECKPOINTS, ranks, say, Path(found) if found else None)
+    if folder is None:
+        error = no_checkpoint(output_dir, "valid ", is_empty=False)
+        raise error if ranks.rank == 0 else PeerEnded("rank 0 ended", USER_ERROR)
+    report_progress("starting", starts=True)
     return str(folder)
 
 
@@ -93,17 +118,41 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / COMMIT).read_text())
 
 
-def newest_valid(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every file is as committed. Says which ones it skips and why."""
-    for folder in reversed(step_dirs(checkpoints)):
-        problem = _problem(folder)
-        if problem is None:
+def newest_valid(
+    checkpoints: Path, ranks: Exchange, say: Callable[[str], None], newest: Path | None = None
+) -> Path | None:
+    """The newest checkpoint, from `newest` on, whose every file is as committed. Says which ones it skips and why.
+
+    Every rank calls it and reads its part of the files; rank 0 says in which folder.
+    """
+    folders = step_dirs(checkpoints) if ranks.rank == 0 else []
+    candidates = _committed(folders[: folders.index(newest) + 1] if newest in folders else folders, say)
+    while name := ranks.text(next((folder.name for folder in candidates), "")):
+        folder, problems = checkpoints / name, list[str]()
+        together(ranks, partial(_look_for_damage, folder, ranks, problems))
+        problem = next(filter(None, ranks.gather("".join(problems))), "")
+        if problem:
+            _skip(folder, problem, say)
+        if ranks.agree(not problem):
             return folder
-        say(f"checkpoint {folder} is skipped: {problem}")
     return None
 
 
-def _problem(folder: Path) -> str | None:
+def _committed(folders: Sequence[Path], say: Callable[[str], None]) -> Iterator[Path]:
+    """Those whose record is whole and whose files have its sizes, newest first."""
+    for folder in reversed(folders):
+        if problem := _problem(folder):
+            _skip(folder, problem, say)
+        else:
+            yield folder
+
+
+def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
+    say(f"checkpoint {folder} is skipped: {problem}")
+
+
+def _problem(folder: Path) -> str:
+    """What a look at the folder shows; "" for nothing."""
     try:
         record = _read_record(folder)
         expected_digest, expected = record.pop("blake3"), record["files"]
@@ -111,15 +160,40 @@ def _problem(folder: Path) -> str | None:
         return f"{COMMIT} cannot be read: {error!r}"
     if digest(record) != expected_digest:
         return f"{COMMIT} differs from what was committed"
-    for name, info in expected.items():
-        try:
-            if file_record(folder / name) != info:
-                return f"{name} differs from what was committed"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-    return None
+    return next(filter(None, (_difference(folder / name, name, info, _size) for name, info in expected.items())), "")
+
+
+def _size(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size}
+
+
+def _look_for_damage(folder: Path, ranks: Exchange, problems: list[str]) -> None:
+    """Reads this rank's part of a committed checkpoint up to the first problem."""
+    files = _read_record(folder)["files"]
+    differ = (_difference(folder / n, n, files[n], pieces.record) for n in _shares(files, ranks.world_size)[ranks.rank])
+    problems.extend(itertools.islice(filter(None, differ), 1))
+
+
+def _difference(path: Path, name: str, expected: dict[str, Any], look: Callable[[Path], dict[str, Any]]) -> str:
+    try:
+        found = look(path)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+    return "" if found.items() <= expected.items() else f"{name} differs from what was committed"
+
+
+def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
+    """Which rank reads what, about equally much: its own state, which it loads next, and else the one with least."""
+    shares, sizes = [list[str]() for _ in range(count)], [0] * count
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        own = re.search(r"pp_rank_(\d+)_", name)
+        rank = int(own[1]) if own and int(own[1]) < count else sizes.index(min(sizes))
+        shares[rank].append(name)
+        sizes[rank] += files[name]["size"]
+    return shares
 
 
 def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:

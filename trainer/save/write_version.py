@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common import durable, weights
@@ -29,6 +28,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, patiently, together
 from trainer.save.host_copies import HostCopies
+from trainer.save.model_files import write_tensors
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
@@ -110,9 +110,8 @@ class Snapshot:
         if self.file is None:
             return {}
         path = self.name.temporary / self.file
-        save_file(dict(self.tensors), path, metadata={"format": "pt"})
+        write_tensors(path, self.tensors, digests=False)
         failpoint("weights.shard")
-        durable.fsync_path(path)
         infos = {name: self.on_device.get(name) or describe(tensor) for name, tensor in self.tensors.items()}
         return {
             "files": {self.file: path.stat().st_size},
@@ -154,7 +153,9 @@ def snapshot(
     shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
     wanted = {names[i][0] for i in shares[file]} if file is not None else set()
-    tensors, on_device = _on_host(engine, wanted, copies, memory or HostCopies())
+    memory = memory or HostCopies()
+    memory.make_room([size for name, size in names if name in wanted])
+    tensors, on_device = _on_host(engine, wanted, copies, memory)
     return Snapshot(name, file, tensors, on_device, scored, settings)
 
 

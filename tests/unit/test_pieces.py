@@ -1,0 +1,194 @@
+"""Checkpoints that take longer than any deadline, on a disk that takes a piece at a time."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import blake3
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common import pieces, watchdog
+from common.watchdog import Watchdog, report_progress
+from tests.support.configs import config_of
+from tests.unit.test_checkpoint_faults import SmallEngine, progress, resumed_step, save, tokenizer
+from trainer.save import checkpoint, resume
+from trainer.save.disk import DiskTrouble, together
+from trainer.save.model_files import write_tensors
+
+SMALL = 1000  # bytes of a piece
+LIMIT_S = 1.0  # of the watchdog
+
+
+def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(6.0).reshape(2, 3).T,
+        "ä": torch.tensor(3, dtype=torch.int64),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 7),
+        "flags": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    found = write_tensors(tmp_path / "ours", tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
+    whole = (tmp_path / "theirs").read_bytes()
+    assert (tmp_path / "ours").read_bytes() == whole
+    assert found == {"size": len(whole), "blake3": blake3.blake3(whole).hexdigest()} == pieces.record(tmp_path / "ours")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """slow(0.1): from now on each piece of 1000 bytes takes the disk so long, for writing and for reading."""
+    monkeypatch.setattr(pieces, "PIECE", SMALL)
+
+    def begin(seconds: float) -> None:
+        def report(doing: str) -> None:
+            time.sleep(seconds * doing.startswith("reading"))
+            report_progress(doing)
+
+        monkeypatch.setattr(os, "fdatasync", lambda _: time.sleep(seconds))
+        monkeypatch.setattr(pieces, "report_progress", report)
+
+    return begin
+
+
+class Ranks:
+    """Ranks of an Exchange that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]):
+        self.rank, self.world_size, self.stall_timeout_s = rank, barrier.parties, 0.4
+        self._barrier, self._told = barrier, told
+
+    def _all(self, value: Any) -> list[Any]:
+        self._told[self.rank] = value
+        self._barrier.wait(60)
+        found = list(self._told)
+        self._barrier.wait(60)
+        return found
+
+    def add(self, values: list[float]) -> list[float]:
+        return [sum(of) for of in zip(*self._all(values), strict=True)]
+
+    def agree(self, value: bool) -> bool:
+        return self._all(value)[0]
+
+    def text(self, value: str) -> str:
+        return self._all(value)[0]
+
+    def gather(self, text: str) -> list[str]:
+        return self._all(text) if self.rank == 0 else self._all(text)[:0]
+
+
+def on_ranks(count: int, work: Callable[[Any], Any]) -> list[Any]:
+    barrier, told = threading.Barrier(count), [None] * count
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(lambda rank: work(Ranks(rank, barrier, told)), range(count)))
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a watchdog of a second heard; it must not end the process."""
+    said: list[str] = []
+    report = Watchdog.report_progress
+    monkeypatch.setattr(Watchdog, "_expire", lambda _, still_s, doing: said.append(f"expired: {doing}"))
+    monkeypatch.setattr(
+        Watchdog, "report_progress", lambda self, doing, starts=False: (said.append(doing), report(self, doing, starts))
+    )
+    with Watchdog("trainer", LIMIT_S, 0.0, Path("none")):
+        yield said
+    assert not [text for text in said if text.startswith("expired")]
+
+
+def test_a_save_and_a_resume_of_many_times_the_watchdogs_limit_report_each_piece(
+    tmp_path: Path, slow: Callable[[float], None], heard: list[str]
+) -> None:
+    engine, checkpoints = SmallEngine(1), tmp_path / "checkpoints"
+    engine.whole = lambda tensors, wanted: iter([("number", torch.full((2 * SMALL,), 1.0))])  # type: ignore[method-assign]
+    one = on_ranks(1, lambda ranks: ranks)[0]
+    slow(LIMIT_S / 4)
+    begun = time.monotonic()
+    checkpoint.save(engine, one, tokenizer(), checkpoints, progress(1), 2)  # type: ignore[arg-type]
+    assert time.monotonic() - begun > 2 * LIMIT_S
+    assert heard.count("writing model.safetensors") >= 8
+    assert resume.newest_valid(checkpoints, one, print) is not None
+    assert heard.count("reading model.safetensors") >= 8
+
+
+def test_ranks_that_are_done_hear_of_one_that_still_writes_and_of_its_trouble_in_the_end(
+    tmp_path: Path, slow: Callable[[float], None], heard: list[str]
+) -> None:
+    slow(0.1)
+
+    def part(ranks: Any) -> str:
+        def write() -> None:
+            if ranks.rank == 1:
+                pieces.write(tmp_path / "shard", lambda file: file.write(bytes(12 * SMALL)))
+                raise OSError(28, "No space left on device")
+
+        with pytest.raises(DiskTrouble, match="rank 1: "):
+            together(ranks, write)
+        return "went on"
+
+    assert on_ranks(3, part) == ["went on"] * 3
+    assert heard.count("waiting for the disk of rank 1") >= 2 * 5
+
+
+def test_each_rank_reads_its_part_and_a_flipped_byte_of_any_part_makes_all_take_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, read = tmp_path / "checkpoints", list[str]()
+    for step in (1, 2):
+        save(checkpoints, step)
+    names = sorted(str(p.relative_to(checkpoints / "step_000002")) for p in checkpoints.glob("step_000002/**/*.*"))
+    record = pieces.record
+    monkeypatch.setattr(pieces, "record", lambda path: (read.append(path.name), record(path))[1])
+    config = config_of(run={"output_dir": tmp_path, "resume": True})
+
+    def chosen(ranks: Any) -> str:
+        return resume.verified(config, resume.find_checkpoint(config) if ranks.rank == 0 else "", ranks, print)
+
+    assert on_ranks(2, chosen) == [str(checkpoints / "step_000002")] * 2
+    assert sorted(read) == sorted(Path(name).name for name in names if name != "commit.json")
+    for name in set(names) - {"commit.json"}:
+        path = checkpoints / "step_000002" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert resume.find_checkpoint(config) == str(checkpoints / "step_000002"), "its sizes are right"
+        assert on_ranks(2, chosen) == [str(checkpoints / "step_000001")] * 2, name
+        assert resumed_step(tmp_path) == 1
+        path.write_bytes(whole)
+
+
+def test_a_rank_reads_its_own_state_and_the_rest_goes_to_the_one_with_least() -> None:
+    sizes = {"a": 90, "b": 5, "zero_pp_rank_0_mp_rank_00_optim_states.pt": 60, "c": 30}
+    sizes |= {"bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": 60}
+    assert resume._shares({name: {"size": size} for name, size in sizes.items()}, 2) == [
+        ["a", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+        ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "c", "b"],
+    ]
+
+
+def test_a_thread_hears_its_own_progress_whatever_another_listens_to() -> None:
+    mine, others = list[str](), list[str]()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with watchdog.progress_heard_by(others.append):
+            entered.set()
+            leave.wait(10)
+            report_progress("theirs")
+
+    with watchdog.progress_heard_by(mine.append):
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(10)
+        report_progress("mine")
+    leave.set()
+    thread.join()
+    report_progress("nobody's")
+    assert (mine, others) == (["mine"], ["theirs"])
