@@ -1,35 +1,55 @@
 """Who killed a process: the kernel for want of memory, or somebody outside. Linux.
 
 The kernel counts the processes that it has killed for want of memory: `oom_kill` in a file of our cgroup, or in
-/proc/vmstat for the whole machine. A counter that has grown since the process started tells. Only the host of a
-process has this evidence: on another one on_host.py looks. Left out: who sent the signal if it was not the kernel.
+/proc/vmstat for the whole machine. A counter that has grown when the process ended tells. Only the host of a process
+has this evidence: on another one on_host.py looks. Left out: who sent the signal if it was not the kernel.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from launcher.machine import GIB, control_groups, memory_limit
 
+_FRESH_S = 60.0  # DeepSpeed's launcher, whose end we see, gives the other ranks 30 s before its own
 _COUNTERS = ("memory.events", "memory.oom_control")  # of cgroup v2, v1
 
 
-def why_killed(who: str, kills_before: int | None, advice: str, root: Path = Path("/")) -> tuple[bool, str]:
-    """After `who` ended by SIGKILL: (whether the kernel did it for want of memory, what to tell people).
+class OomKills:
+    """The kernel's. Each explains one process that ends right after it.
 
-    kills_before: `oom_kills` when it started. advice: which settings need less memory.
+    So a sampler that somebody kills an hour after a trainer that was short of memory is not named for that, and nor is
+    the trainer for what a reward ate.
     """
-    kills, (size, name) = oom_kills(root), memory_limit(root)
-    limit = f"{name} is {size / GIB:.2f} GiB"
-    if kills is None or kills_before is None:
-        said = (
-            "was killed by SIGKILL, by the kernel for want of memory or from outside: its counter cannot be read here"
-        )
-        return False, f"{who} {said}. {limit}. If it was memory: {advice}"
-    if kills > kills_before:
-        return True, f"{who} was killed by the kernel's out-of-memory killer: {limit}. {advice}"
-    return False, f"{who} was killed by SIGKILL from outside, not by the kernel"
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root, self._known, self._recent = root, oom_kills(root), list[float]()
+
+    def look(self) -> None:
+        """As often as one looks whether processes run, and before that."""
+        known = self._known
+        self._known = None if known is None else oom_kills(self._root)
+        if known is not None and self._known is not None:
+            now = time.monotonic()
+            self._recent = [at for at in self._recent if now - at < _FRESH_S] + [now] * (self._known - known)
+
+    def why_killed(self, who: str, advice: str) -> tuple[bool, str]:
+        """After `who` ended by SIGKILL: (whether the kernel did it for want of memory, what to tell people).
+
+        advice: which settings need less memory.
+        """
+        self.look()
+        size, name = memory_limit(self._root)
+        limit = f"{name} is {size / GIB:.2f} GiB"
+        if self._known is None:
+            said = "was killed by SIGKILL, by the kernel for want of memory or from outside: its counter cannot be read"
+            return False, f"{who} {said} here. {limit}. If it was memory: {advice}"
+        if self._recent:
+            self._recent.pop(0)
+            return True, f"{who} was killed by the kernel's out-of-memory killer: {limit}. {advice}"
+        return False, f"{who} was killed by SIGKILL from outside, not by the kernel"
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

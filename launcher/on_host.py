@@ -32,7 +32,7 @@ from common.errors import UserError
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT, USER_ERROR, say
 from common.out_of_memory import less_memory
 from common.ports import listen
-from launcher.killed import oom_kills, why_killed
+from launcher.killed import OomKills
 from launcher.machine import ROOT, usable_cores
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
@@ -62,14 +62,14 @@ def main() -> int:
         say(str(error))
         return USER_ERROR
     with Guard() as guard:
-        kills_before = oom_kills()
+        kills = OomKills()
         running = Running(child, guard.mark, order["attempt"])
         guard.watch(running)
-        code = _watch(running, asked)
+        code = _watch(running, asked, kills)
         if code in SIGKILLED:
             role = "trainer" if child.name == "trainer" else "sampler"
             advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
-            _, said = why_killed(f"{child.name} on {order['host']}", kills_before, advice)
+            _, said = kills.why_killed(f"{child.name} on {order['host']}", advice)
             say(said)
         return code % 256
 
@@ -158,13 +158,14 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     )
 
 
-def _watch(running: Running, asked: list[int]) -> int:
+def _watch(running: Running, asked: list[int], kills: OomKills) -> int:
     """The exit code of the process. Output goes up, signals go down."""
     passed_on = 0
     with selectors.DefaultSelector() as selector:
         for descriptor in (0, *running.streams):
             selector.register(descriptor, selectors.EVENT_READ)
         while running.process.poll() is None:
+            kills.look()
             for key, _ in selector.select(0.1):
                 if key.fd != 0:
                     if not running.relay(key.fd, _show):

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning, say
 from common.out_of_memory import less_memory
 from common.transcript import tail
-from launcher.killed import oom_kills, why_killed
+from launcher.killed import OomKills
 from launcher.processes import Child, Guard, Running, remove
 
 TAIL_LINES = 15
@@ -57,7 +57,6 @@ class _Slot:
 
     child: Child
     running: Running | None = None
-    kills_before: int | None = None  # `oom_kills` at the start of the newest attempt
     killed_for_memory: bool = False  # since the last progress
     attempt: int = 0
     restarts: int = 0  # since the last progress
@@ -73,7 +72,7 @@ class Supervisor:
         self._rules = rules
         # The trainer first: when all have ended, its exit code decides.
         self._slots = {"trainer": _Slot(trainer)} | {sampler.name: _Slot(sampler) for sampler in samplers}
-        self._guard = Guard()
+        self._guard, self._kills = Guard(), OomKills()
         self._selector = selectors.DefaultSelector()
         self._interrupts = 0
         self._terminal_open = True
@@ -97,6 +96,7 @@ class Supervisor:
     def _watch(self) -> int:
         while True:
             self._relay(0.1)
+            self._kills.look()
             if self._interrupts:
                 who = "both" if len(self._slots) == 2 else "all"
                 say(f"stopping {who}, within {self._grace_s(signal.SIGINT):.0f} s; Ctrl-C again stops at once")
@@ -146,7 +146,7 @@ class Supervisor:
         if slot.child.on_other_hosts and code > 0:  # passed on from there; below 0 our end of it was killed
             return False
         advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
-        for_memory, said = why_killed(name, slot.kills_before, advice)
+        for_memory, said = self._kills.why_killed(name, advice)
         say(said)
         return for_memory
 
@@ -187,7 +187,6 @@ class Supervisor:
 
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
-        slot.kills_before = oom_kills()
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
         self._guard.watch(slot.running)
         for descriptor in slot.running.streams:
