@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.machine import usable_cores
+
 COMMANDS = {  # name → what Python is started with
     "run": ("-m", "launcher.run"),
     "plan": ("-m", "launcher.plan"),
@@ -45,6 +47,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     if is_question:
         return 0
+    os.sched_setaffinity(0, usable_cores())  # every library counts its cores by this, and not by a container's limit
     os.execv(sys.executable, [sys.executable, *program(name, rest, folder)])
 
 

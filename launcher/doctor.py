@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from launcher.machine import GIB, ROOT, count_gpus, is_cpu_build, memory_limit, nvidia_smi, usable_cores
+from launcher.machine import (
+    GIB,
+    ROOT,
+    count_gpus,
+    is_cpu_build,
+    memory_limit,
+    nvidia_smi,
+    shared_memory_bytes,
+    usable_cores,
+)
 
 OLDEST_DRIVER = 580  # for CUDA 13
 OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
@@ -90,7 +99,7 @@ def cores() -> Check:
 
 def shared_memory() -> Check:
     """Weights are published there by default; containers often have 64 MiB of it."""
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    free = shared_memory_bytes()
     fix = "start the container with --shm-size=2g; with less, weights take the disk, and ranks exchange slower"
     return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
 

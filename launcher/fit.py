@@ -13,6 +13,7 @@ from launcher.machine import Machine, gib
 from launcher.memory import (
     SamplerMemory,
     TrainerMemory,
+    published_copies,
     published_versions,
     resident_sampler,
     sampler_memory,
@@ -46,7 +47,8 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     if are_chosen(config, place, machine):
         on_devices = _on_one_gpu
     found = on_devices(config, work, place, machine)
-    return Fit((*lines, *found.lines), found.problems)
+    host = on_host(config, work, machine) if machine.gpus else Fit((), ())
+    return Fit((*lines, *found.lines, *host.lines), (*found.problems, *host.problems))
 
 
 def _parts(memory: TrainerMemory) -> str:
@@ -77,6 +79,17 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
         head = f"{ranks_need(work, needed)} and a trainer GPU has {gib(budget)}{beside}"
         problems.append(f"{head}; {way_out(work, budget)}")
     return Fit((("sampler", text),), tuple(problems))
+
+
+def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
+    """Of a machine with GPUs: what is published is copied into pinned memory, for good, and written to the samplers."""
+    pinned, versions = published_copies(work), published_versions(work)
+    place = config.weights.dir or "/dev/shm"
+    line = "host", f"{gib(pinned)} pinned for what is published; versions of it {gib(versions)} in {place}"
+    if (needed := pinned + (0 if config.weights.dir else versions)) <= machine.memory:
+        return Fit((line,), ())
+    way = "" if config.weights.dir else f"; set weights.dir={config.run.output_dir}/weights"
+    return Fit((line,), (f"what is published needs {gib(needed)} of the host's {gib(machine.memory)}{way}",))
 
 
 def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) -> Iterator[str]:
@@ -114,8 +127,10 @@ def _on_cpu(config: Config, work: Workload, place: Placement, machine: Machine) 
     of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
     text = (
         f"{gib(of_sampler)}{' each' * (count > 1)}: weights {gib(sampler.weights)}, cache "
-        f"{gib(sampler.cache_per_sequence)} per sequence; published versions {gib(versions)} in /dev/shm"
+        f"{gib(sampler.cache_per_sequence)} per sequence; published versions {gib(versions)} in "
+        f"{config.weights.dir or '/dev/shm'}"
     )
+    versions = 0 if config.weights.dir else versions
     budget = (machine.memory - count * of_sampler - versions) / place.num_ranks
     needed = trainer_memory(work).total
     if needed <= budget:

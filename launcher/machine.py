@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import zlib
 from contextlib import suppress
@@ -103,6 +104,13 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
             with suppress(OSError, ValueError):  # "max"
                 found.append((int((folder / name).read_text()), f"the limit of the cgroup {folder}"))
     return min(found)
+
+
+def shared_memory_bytes(root: Path = Path("/")) -> int:
+    """What /dev/shm may hold of ours: what is free there, and no more than half of our memory, of which it is made."""
+    with suppress(OSError):
+        return min(shutil.disk_usage(root / "dev/shm").free, memory_bytes(root) // 2)
+    return 0
 
 
 def usable_cores(root: Path = Path("/")) -> list[int]:

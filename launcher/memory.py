@@ -209,8 +209,12 @@ def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
 
 def published_versions(work: Workload) -> float:
     """In memory without being anybody's: two versions, one more while it is written, and the sampler's own copy."""
-    published = work.adapters or work.model.parameters
-    return 4.0 * work.bytes_per_value * published
+    return 4.0 * published_copies(work)
+
+
+def published_copies(work: Workload) -> float:
+    """Of what is published, on its way from GPUs: pinned memory of the host, of all ranks together."""
+    return float(work.bytes_per_value * (work.adapters or work.model.parameters))
 
 
 def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:

@@ -7,11 +7,11 @@ settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for an
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from common import exits
 from common.config import Config, load
@@ -21,7 +21,7 @@ from launcher.batch_plan import batch_line, run_line
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine, usable_cores
 from launcher.placement import Placement, placement, visible_gpus
-from launcher.run import parse, require_built
+from launcher.run import outside_memory, parse, require_built
 from launcher.workload import workload_of
 from model.counted_dims import read_dims
 from model.folder import about_experts, require_models, require_settings
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load(path, overrides)
         machine = _machine(options.gpus)
+        if options.gpus is None:
+            config = load(path, [*overrides, *outside_memory(config)])
         place = placement(config, range(machine.gpus), usable_cores())
         return _plan(config, place, machine)
     except UserError as error:
@@ -115,13 +117,13 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
 
 
 def _machine(wanted: str | None) -> Machine:
-    """This machine, or with --gpus this host with other GPUs."""
+    """This machine, or with --gpus one of which nothing else is known."""
     if wanted is None:
         return this_machine(len(visible_gpus(os.environ)))
     match = _GPUS.fullmatch(wanted)
     if match is None:
         raise UserError(f"--gpus {wanted} is not COUNTxGIB; write for example --gpus 8x80")
-    return replace(this_machine(0), gpus=int(match[1]), gpu_bytes=int(match[2]) * GIB)
+    return Machine(int(match[1]), int(match[2]) * GIB, memory=math.inf)
 
 
 def _print(title: str, rows: Iterable[tuple[str, str]]) -> None:

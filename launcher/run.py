@@ -22,14 +22,13 @@ from common.errors import Retryable, UserError
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
-from common.shared_memory import has_room
 from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
-from launcher.fit import fit
+from launcher.fit import fit, on_host
 from launcher.host_link import answers
 from launcher.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
-from launcher.machine import MACHINE, ROOT, gib, memory_limit, this_machine, usable_cores
+from launcher.machine import MACHINE, ROOT, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
                 return code
             require_models(config)
             if not hosts:
-                overrides = [*overrides, *_outside_memory(config)]
+                overrides = [*overrides, *outside_memory(config)]
                 config = load(path, overrides)
                 _require_memory(config, place)
             if shares.is_undivided(config, place):
@@ -85,18 +84,20 @@ def main(arguments: Sequence[str]) -> int:
 def _require_memory(config: Config, place: Placement) -> None:
     """Raises UserError where a container has less than the estimates, before the kernel kills what it started."""
     size, whose = memory_limit()
-    model = None if place.trainer_gpus or whose == MACHINE else read_dims(config.model.path, config.model.revision)
+    model = None if whose == MACHINE else read_dims(config.model.path, config.model.revision)
     if model is not None:
-        work = workload_of(config, place.num_ranks, model, on_gpu=False)
-        if problems := fit(config, work, place, this_machine(0)).problems:
+        work, machine = workload_of(config, place.num_ranks, model, bool(place.trainer_gpus)), this_machine(0)
+        found = on_host(config, work, machine) if place.trainer_gpus else fit(config, work, place, machine)
+        if problems := found.problems:
             raise UserError(f"{whose} is {gib(size)}: {problems[0]}")
 
 
-def _outside_memory(config: Config) -> list[str]:
+def outside_memory(config: Config) -> list[str]:
     """The setting for published versions where /dev/shm has no room for them."""
     files = Path(config.model.path).expanduser().glob("*.safetensors")  # of a hub id none: not known before it is here
     needed = (8 if config.model.dtype == "float32" else 4) * sum(file.stat().st_size for file in files)
-    if config.weights.dir or config.channel.endpoint or config.lora.publishes_adapters or has_room(needed):
+    has_place = config.weights.dir or config.channel.endpoint or config.lora.publishes_adapters
+    if has_place or needed <= shared_memory_bytes():
         return []
     folder = config.run.output_dir / "weights"
     say(f"/dev/shm has no room for {gib(needed)}: published versions go to {folder}; a container: --shm-size=2g")

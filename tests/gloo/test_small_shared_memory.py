@@ -30,12 +30,12 @@ def test_what_does_not_fit_goes_through_the_runs_folder_and_the_disk(tmp_path: P
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(mib << 20))
     said = within(f"""
-        from launcher.run import _outside_memory
+        from launcher.run import outside_memory
         from sampler.fetch import scratch_dir
         from tests.support.configs import config_of
         for name in ("small", "large"):
             model = {{"path": f"{tmp_path}/{{name}}", "dtype": "float32"}}
-            print(_outside_memory(config_of(model=model, run={{"output_dir": "{tmp_path}/a #b"}})))
+            print(outside_memory(config_of(model=model, run={{"output_dir": "{tmp_path}/a #b"}})))
         print(*(scratch_dir(config_of(), mib << 20).parent for mib in (63, 65)))
     """)
     assert said.splitlines() == ["[]", f"['weights.dir=\"{tmp_path}/a #b/weights\"']", "/dev/shm /tmp"]

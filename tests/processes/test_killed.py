@@ -2,17 +2,20 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from launcher.killed import oom_kills, why_killed
-from launcher.machine import memory_limit, usable_cores
+from launcher import killed
+from launcher.killed import OomKills, oom_kills
+from launcher.machine import memory_limit, shared_memory_bytes, usable_cores
 from tests.processes import test_supervisor
 from tests.processes.test_supervisor import WAITS, Run
 
@@ -105,15 +108,44 @@ def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
         assert said.startswith("memory: 0.3 GiB, the limit of the cgroup") and said.endswith("False\n")
         lines = """
             import subprocess, sys
-            from launcher.killed import oom_kills, why_killed
-            before = oom_kills()
+            from launcher.killed import OomKills
+            kills = OomKills()
             eats = [sys.executable, "-c", "x = bytearray(400 << 20)"]
             assert subprocess.run(eats).returncode == -9
-            print(why_killed("trainer", before, "less"))
+            print(kills.why_killed("trainer", "less"), kills.why_killed("sampler", "less"))
         """
-        assert '(True, "trainer was killed by the kernel' in in_group(folder, f"exec({textwrap.dedent(lines)!r})")
+        told = in_group(folder, f"exec({textwrap.dedent(lines)!r})")
+        assert (
+            '(True, "trainer was killed by the kernel' in told and "(False, 'sampler was killed by SIGKILL from" in told
+        )
     with a_control_group("cpu", cpu__cfs_quota_us="50000") as folder:
         assert in_group(folder, "from launcher.machine import usable_cores as f; print(len(f()))") == "1\n"
+
+
+COMMAND = "os.execv = lambda *_: print(os.sched_getaffinity(0)); import launcher.__main__ as m; m.main(['eval', 'x'])"
+
+
+def test_every_command_of_a_container_starts_on_the_cores_that_it_may_use() -> None:
+    """As vLLM, torch and all others count them: by their affinity."""
+    with a_control_group("cpu", cpu__cfs_quota_us="50000") as folder:
+        assert in_group(folder, COMMAND) in ("{0}\n", "{1}\n")
+    with a_control_group("cpuset", cpuset__cpus="1", cpuset__mems="0") as folder:
+        assert in_group(folder, COMMAND) == "{1}\n"
+
+
+def test_a_limit_above_ours_bounds_what_dev_shm_may_hold_of_it(tmp_path: Path) -> None:
+    with a_control_group("memory", memory__limit_in_bytes=str(300 * MIB)) as folder:
+        (inner := folder / "inner").mkdir()
+        try:
+            said = in_group(inner, "from launcher.machine import shared_memory_bytes as f; print(f() >> 20)")
+        finally:
+            inner.rmdir()
+        assert int(said) <= 150
+    write(tmp_path, proc__self__cgroup="0::/a/b\n", sys__fs__cgroup__a__memory_max=f"{300 * MIB}", dev__shm__x="")
+    (tmp_path / "sys/fs/cgroup/a/memory_max").rename(tmp_path / "sys/fs/cgroup/a/memory.max")
+    assert shared_memory_bytes(tmp_path) == 150 * MIB
+    shutil.rmtree(tmp_path / "dev")
+    assert shared_memory_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize(
@@ -128,24 +160,51 @@ def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
 def test_a_counter_that_has_grown_blames_the_kernel(
     tmp_path: Path, before: int | None, now: int | None, for_memory: bool, said: str
 ) -> None:
+    if before is not None:
+        make_cgroup(tmp_path, before)
+    kills = OomKills(tmp_path)
     if now is not None:
         make_cgroup(tmp_path, now)
-    found, told = why_killed("trainer", before, "less", tmp_path)
+    elif before is not None:
+        shutil.rmtree(tmp_path / "sys")
+        (tmp_path / "proc/vmstat").unlink()
+    found, told = kills.why_killed("trainer", "less")
     limit = f"the machine's memory is {psutil.virtual_memory().total / 2**30:.2f} GiB"
     assert found == for_memory and told.endswith(said.replace("LIMIT", limit))
+
+
+def test_a_kill_explains_one_end_and_only_one_right_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(killed, "time", SimpleNamespace(monotonic=lambda: now))
+    make_cgroup(tmp_path, 3)
+    kills = OomKills(tmp_path)
+
+    def is_blamed(who: str) -> bool:
+        return kills.why_killed(who, "less")[0]
+
+    make_cgroup(tmp_path, 4)  # a rank; DeepSpeed's launcher says so three seconds later
+    kills.look()
+    now = 3.0
+    assert is_blamed("trainer") and not is_blamed("sampler"), "whom somebody killed then"
+    make_cgroup(tmp_path, 6)
+    assert is_blamed("trainer") and is_blamed("sampler"), "both at once"
+    make_cgroup(tmp_path, 7)  # what a reward started, which failed alone
+    kills.look()
+    now = 100.0
+    assert not is_blamed("sampler")
 
 
 def test_a_counter_that_grows_while_the_trainer_is_killed_ends_the_run_the_second_time_without_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counter is 0 at each start and 1 after."""
+    """The counter is the number of bytes in a file, to which the trainer adds one."""
     (tmp_path / "checkpoint").touch()
-    counts = (
-        "import launcher.killed, launcher.supervisor\n"
-        "launcher.killed.oom_kills = launcher.supervisor.oom_kills = lambda root=None: int(root is not None)\n"
-    )
+    (counter := tmp_path / "counter").touch()
+    counts = f"import os, launcher.killed\nlauncher.killed.oom_kills = lambda _: os.path.getsize({str(counter)!r})\n"
     monkeypatch.setattr(test_supervisor, "DRIVER", counts + test_supervisor.DRIVER)
-    code, _, err = Run(tmp_path, WAITS, "import os; os.kill(os.getpid(), 9)").end()
+    code, _, err = Run(
+        tmp_path, WAITS, f"import os; open({str(counter)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
+    ).end()
     assert code == 2, err
     lines = [line for line in err.splitlines() if "was killed by the kernel's out-of-memory killer" in line]
     assert len(lines) == 2 and lines[0].startswith("tandem: trainer was") and "GiB" in lines[0], err

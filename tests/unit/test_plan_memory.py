@@ -321,6 +321,22 @@ def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
     assert "per rank beside the samplers; set model.gradient_checkpointing=true" in problem
 
 
+def test_versions_on_a_disk_take_no_memory_without_a_gpu_and_beside_one_there_are_pinned_copies() -> None:
+    config = config_of(weights={"dir": "/disk"})
+    place = placement(config, (), (0, 1))
+    needed = resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + trainer_memory(ON_CPU).total
+    assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
+    copies = 2 * N  # of all ranks, in bfloat16; and four versions of as much
+    assert dict(fitted(3, 80, load_of()).lines)["host"] == (
+        f"{gib(copies)} pinned for what is published; versions of it {gib(4 * copies)} in /dev/shm"
+    )
+    place = placement(config_of(), range(3), range(8))
+    assert fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies)).problems == ()
+    (problem,) = fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies - 1)).problems
+    assert "needs 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
+    assert fit(config, load_of(), place, Machine(3, 80 * GIB, copies)).problems == ()
+
+
 # ---- the published config, and the tables of the pages
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
