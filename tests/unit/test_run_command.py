@@ -153,11 +153,11 @@ def test_a_container_that_is_too_small_ends_the_start_before_anything_is_loaded(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 512, **shape}))
     given = config_of(model={"path": str(tmp_path)})
     place = placement(given, (), [0, 1])
-    for gib, whose, fits in ((2, "the limit of the cgroup /job", False), (2, MACHINE, True), (16, "the limit", True)):
+    for gib, whose, fits in ((1, "the limit of the cgroup /job", False), (1, MACHINE, True), (16, "the limit", True)):
         for module in (launcher_run, machine):
             monkeypatch.setattr(module, "memory_limit", lambda *_, given=(gib << 30, whose): given)
         if fits:
             launcher_run._require_memory(given, place)
         else:
-            with pytest.raises(UserError, match=r"the limit of the cgroup /job is 2.0 GiB: .*rank needs about"):
+            with pytest.raises(UserError, match=r"the limit of the cgroup /job is 1.0 GiB: .*rank needs about"):
                 launcher_run._require_memory(given, place)
