@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def main(words: Sequence[str]) -> int:
     if is_question:
         return 0
     os.sched_setaffinity(0, usable_cores())  # every library counts its cores by this, and not by a container's limit
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs behind a shell's & would inherit it ignored, and for good
     os.execv(sys.executable, [sys.executable, *program(name, rest, folder)])
 
 

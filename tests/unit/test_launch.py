@@ -331,3 +331,12 @@ def test_an_installation_that_cannot_be_written_has_its_ops_in_the_users_cache(s
     (shared.folder / ".venv/.tandem-stamp").unlink()
     done = shared.launch("run", through=through, HOME=str(tmp_path), PATH=f"{shared.bin}:{path}")
     assert done.returncode == 2 and "cannot be written; its owner first: PYTHON=" in done.stderr
+
+
+def test_ctrl_c_reaches_what_a_shell_starts_behind_an_ampersand() -> None:
+    """It comes ignored, and would stay so."""
+    asks = "import signal; assert signal.getsignal(2) is signal.default_int_handler"
+    code = f"from launcher import __main__ as m; m.COMMANDS['plan'] = ('-c', {asks!r}); m.main(['plan'])"
+    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
