@@ -11,6 +11,7 @@ has one. Left out: devices by number, for these differ from host to host.
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import json
 import os
@@ -179,12 +180,12 @@ class HostCommands(Commands):
         return found
 
     def trainer(self, *extra: str) -> Child:
-        """DeepSpeed's own launcher on every host that has ranks, told which host it is on."""
+        """DeepSpeed's own launcher on every host that has ranks, told which host it is on. Not `deepspeed`, which would
+        compute the same words and end with 0 where that launcher is killed."""
         hosts = [host for host in self._hosts if host.slots]
-        file = self._folder / "hostfile"
-        durable.write_file(file, "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode())
-        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical"]
-        launcher += ["--hostfile", str(file), "--no_ssh", "--master_addr", self._meet.address, "--master_port", PORT]
+        world = base64.urlsafe_b64encode(json.dumps({host.name: list(range(host.slots)) for host in hosts}).encode())
+        launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level", "critical"]
+        launcher += ["--world_info", world.decode(), "--master_addr", self._meet.address, "--master_port", PORT]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
         orders = [
             self._order(
@@ -193,7 +194,7 @@ class HostCommands(Commands):
                 (*launcher, "--node_rank", str(number), *script),
                 gpus=(0, host.slots),
                 scratch=(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*",),
-                launcher_depth=2,
+                launcher_depth=1,
                 env=self._by_card(host.name) | passed_on(os.environ),
             )
             for number, host in enumerate(hosts)

@@ -39,6 +39,7 @@ from launcher.processes import Child, Guard, Running
 
 ANSWER = b"tandem-host "  # begins a line of stdout that is for over_hosts.py
 _CONNECTS_S = 5.0
+_BY_REQUEST = (-signal.SIGINT, -signal.SIGTERM)
 _ENDS = (DONE, USER_ERROR, RETRYABLE, INTERRUPTED)
 
 
@@ -181,7 +182,8 @@ def _watch(running: Running, asked: list[int], kills: OomKills) -> int:
                 running.interrupt(number)
     code = running.process.returncode
     running.close(_show)
-    return code if code in _ENDS or not passed_on else INTERRUPTED
+    is_interrupted = code in _BY_REQUEST or (passed_on and code not in _ENDS)
+    return INTERRUPTED if is_interrupted else code
 
 
 def _show(data: bytes) -> None:

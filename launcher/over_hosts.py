@@ -1,7 +1,7 @@
 """The trainer's ranks, or a sampler, on other hosts as one process here:  python -m launcher.over_hosts ORDERS.json
 
-    supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► deepspeed --no_ssh --node_rank 0 …
-                                   └─ ssh HOST ──► on_host.py ─► deepspeed --no_ssh --node_rank 1 …
+    supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► deepspeed.launcher.launch --node_rank 0 …
+                                   └─ ssh HOST ──► on_host.py ─► deepspeed.launcher.launch --node_rank 1 …
 
 They start once all hosts are there, with a port that the first of them has free. It ends as the first of them that ends
 with another code than 0; the others have a few seconds to follow, and are ended. A host that is down, or a connection
@@ -74,9 +74,9 @@ def _watch(hosts: Sequence[Host], orders: Sequence[Mapping[str, Any]], asked: li
 
 
 def _order(ended: tuple[Host, int]) -> tuple[bool, float]:
-    """By time; but what breaks with a killed rank may be seen before it: DeepSpeed's launcher looks every second."""
+    """By time; but what breaks with another rank may be seen before it: DeepSpeed's launcher looks every second."""
     host, code = ended
-    return code not in (USER_ERROR, *SIGKILLED), host.said_end_at
+    return code not in (USER_ERROR, INTERRUPTED, *SIGKILLED), host.said_end_at
 
 
 def _explain(host: Host, code: int, log: Path) -> None:

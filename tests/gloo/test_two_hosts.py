@@ -121,9 +121,10 @@ def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["debian", pytest.param("ipv6", marks=full)])
-def test_hosts_that_have_only_ipv6_and_names_of_loopback_train_the_same(
+def test_hosts_with_only_ipv6_names_of_loopback_and_paths_with_spaces_train_the_same(
     trainers: Stack, expected: dict[str, str], kind: str
 ) -> None:
+    name = f"it's a $RUN over {kind}"
     with contextmanager(two_hosts)(kind) as named:
-        ended(trainers, start(trainers, named, kind), kind)
-    assert sha256_of_run(trainers.folder / kind) == expected
+        ended(trainers, start(trainers, named, name), name)
+    assert sha256_of_run(trainers.folder / name) == expected

@@ -1,5 +1,6 @@
 """Several hosts: the hostfile and the orders."""
 
+import base64
 import json
 import socket
 from pathlib import Path
@@ -119,8 +120,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     assert [child.name for child in children] == ["sampler.0", "sampler.1"]
     sampler = [order for child in children for order in json.loads(Path(child.argv[-1]).read_text())]
     assert [(o["host"], o["gpus"], o["launcher_depth"]) for o in trainer] == [
-        ("10.0.0.1", [0, 2], 2),
-        ("10.0.0.3", [0, 1], 2),
+        ("10.0.0.1", [0, 2], 1),
+        ("10.0.0.3", [0, 1], 1),
     ]
     first, second = (o["argv"] for o in trainer)
     assert first[first.index("--node_rank") + 1] == "0" and second[second.index("--node_rank") + 1] == "1"
@@ -129,8 +130,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
     assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first
-    hostfile = Path(first[first.index("--hostfile") + 1]).read_text()
-    assert hostfile == "10.0.0.1 slots=2\n10.0.0.3 slots=1\n"
+    world = json.loads(base64.b64decode(first[first.index("--world_info") + 1]))
+    assert world == {"10.0.0.1": [0, 1], "10.0.0.3": [0]}
     assert [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler] == [
         ("10.0.0.3", [1, 2], "sampler.0"),
         ("10.0.0.3", [3, 2], "sampler.1"),
