@@ -72,6 +72,8 @@ def rendered(
                     f"in every turn; take the column away: data.rename={{{name}: unused_{name}}}"
                 )
     messages = as_messages(problem, config.data, prompt)
+    if not (config.rollout.is_multi_turn or problem.images or any(message["content"].strip() for message in messages)):
+        raise UserError(f"row {problem.index}: data.prompt_key {config.data.prompt_key!r} holds no word")
     reward_prompt = for_rewards(problem, config, messages)
     if vision:
         messages = _with_places(messages, problem, tokenizer, prompt, vision, len(problem.images))

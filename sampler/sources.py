@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_NO_JSON = (ValueError, RecursionError)
 _JSON = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
 _SUBSETS_THERE = re.compile(
@@ -139,7 +140,7 @@ def _values(path: Path) -> Iterator[Any]:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
         if first.lstrip().startswith("["):
-            with contextlib.suppress(ValueError):  # else one list per line
+            with contextlib.suppress(*_NO_JSON):  # else one list per line
                 yield from _JSON.decode(file.read())
                 return
             file.seek(0)
@@ -147,7 +148,7 @@ def _values(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield _JSON.decode(line)
-                except ValueError as error:
+                except _NO_JSON as error:
                     raise UserError(
                         f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
                     ) from None

@@ -54,6 +54,7 @@ BAD = {
     "bad.jsonl": "{not json\n",
     "x.csv": "question,answer\n1,2\n",
     "torn.jsonl": '{"a": 1}\n{"a": \n',
+    "deep.jsonl": "[" * 5000 + "]" * 5000 + "\n",
     "text.jsonl": '{"a": 1}\n"text"\n',
     "numbers.jsonl": "[1, 2]",
 }
@@ -128,6 +129,7 @@ def test_a_notation_reads_these_rows_each_with_its_place_and_all_its_columns(dat
         ("x.jsonl@train[:x]", "train[:512]"),
         ("x.jsonl@train[:0]", "has no rows"),
         ("bad.jsonl", "cannot be read"),
+        ("deep.jsonl", "deep.jsonl, line 1, cannot be read: maximum recursion depth"),
         ("x.csv", ".jsonl, .json, .parquet"),
         ("torn.jsonl", "torn.jsonl, line 2, cannot be read: Expecting value"),
         ("text.jsonl", "text.jsonl: row 2 is 'text', not an object"),

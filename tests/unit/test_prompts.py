@@ -132,6 +132,12 @@ def test_a_template_that_is_absent_or_fails_is_named(tokenizer, tmp_path, settin
         made(tokenizer, "2+2?", **{setting: tmp_path / "x.jinja"})
 
 
+@pytest.mark.parametrize("raw", ["", " \n", [{"role": "user", "content": ""}]])
+def test_a_row_without_a_word_is_named(tokenizer, raw):
+    with pytest.raises(UserError, match=r"row 0: data\.prompt_key 'question' holds no word"):
+        made(tokenizer, raw)
+
+
 @pytest.mark.parametrize("raw", [None, 3, [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]])
 def test_a_row_that_is_neither_text_nor_messages_is_named(tokenizer, raw):
     with pytest.raises(UserError, match=r"row 0: data\.prompt_key 'question' holds .*, expected text"):
