@@ -36,10 +36,10 @@ def commands(page: str, heading: str) -> str:
 
 
 class Clone:
-    """The folder, and what a user does in it."""
+    """The folder, and what a user does in it. seen_as: the path that it has where its commands are run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seen_as: Path | None = None) -> None:
+        self.folder, self._seen_as = folder, seen_as or folder
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*MADE_HERE))
         self._link_environment(Path(sys.prefix).resolve())
         (folder / ".cache").mkdir()
@@ -53,7 +53,7 @@ class Clone:
                 (own / path.name).symlink_to(path)
         version = subprocess.run([own / "bin" / "python", "-VV"], capture_output=True, check=True).stdout
         pins = [self.folder / name for name in ("requirements.txt", "tools/locks/cpu.lock", "tools/locks/gpu.lock")]
-        installed = b"".join(path.read_bytes() for path in pins) + version + f"{BACKEND} {self.folder}\n".encode()
+        installed = b"".join(path.read_bytes() for path in pins) + version + f"{BACKEND} {self._seen_as}\n".encode()
         digest = subprocess.run(["sha256sum"], input=installed, capture_output=True, check=True).stdout
         (own / ".tandem-stamp").write_bytes(digest)
 
