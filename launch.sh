@@ -3,6 +3,7 @@
 #
 #   bash launch.sh [run] [config.yaml] [key=value …]   install what is missing, then train; default: the quick start
 #   bash launch.sh run config.yaml --hosts HOSTFILE [key=value …]   the same over several hosts: docs/hosts.md
+#   bash launch.sh slurm config.yaml --nodes=N --gpus-per-node=G [key=value …]   a batch script for Slurm: docs/hosts.md
 #   bash launch.sh plan [config.yaml] [key=value …]    every number that follows from a config, before anything starts
 #   bash launch.sh eval CHECKPOINT [DATA] [key=value …]   pass@k, maj@n, format and length of a model, without a trainer
 #   bash launch.sh check config.yaml [key=value …]   try the rewards before any GPU time is spent

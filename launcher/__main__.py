@@ -23,6 +23,7 @@ COMMANDS = {  # name → what Python is started with
     "check": ("-m", "launcher.check_rewards"),
     "eval": ("-m", "launcher.evaluation.main"),
     "convert": ("-m", "model.gguf"),
+    "slurm": ("-m", "launcher.slurm"),
     "report": ("-m", "report.main"),
     "samples": ("-m", "report.samples"),
     "doctor": ("-m", "launcher.doctor"),

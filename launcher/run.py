@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = config.run.output_dir
         make_room(config)
         with lock(folder / LOCK, in_use(folder)):
-            if code := _build(config):
+            if code := build(config):
                 return code
             require_models(config)
             if not hosts:
@@ -177,7 +177,7 @@ def require_built(config: Config) -> None:
         raise UserError(f"{path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {builder}")
 
 
-def _build(config: Config) -> int:
+def build(config: Config) -> int:
     """Has the config's builder make model and data if the config reads them. The exit code."""
     builder = config.model.builder
     if builder is None:

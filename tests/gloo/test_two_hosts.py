@@ -54,46 +54,6 @@ def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
     return said
 
 
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do
-  [[ $1 != *relative* ]] || exit 0 # the sampler
-  shift
-done
-export SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)"
-number=0
-for host in HOSTS; do
-  SLURM_PROCID=$number ip netns exec "$host" "$@" &
-  number=$((number + 1))
-done
-wait
-"""
-
-
-def test_the_batch_script_trains_the_same_weights_over_its_nodes(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], tmp_path: Path
-) -> None:
-    """With stand-ins for scontrol and for srun, which gives a task its variables."""
-    path, activate = written(trainers, "sbatch"), tmp_path / ".venv/bin/activate"
-    activate.parent.mkdir(parents=True)
-    activate.write_text(f"cd {ROOT}\n")
-    programs = {
-        "scontrol": f"#!/bin/sh\nprintf '%s\\n' {' '.join(hosts)}\n",
-        "srun": SRUN.replace("HOSTS", " ".join(hosts)),
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-3]", "SLURM_JOB_NUM_NODES": "3"}
-    job["SLURM_SUBMIT_DIR"] = str(tmp_path)
-    job["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | ENVIRONMENT | namespaces.ENVIRONMENT | job
-    script = ROOT / "examples" / "slurm.sbatch"
-    with open(trainers.folder / "sbatch.log", "wb") as log:
-        process = subprocess.Popen(["bash", str(script), str(path)], env=env, stdout=log, stderr=subprocess.STDOUT)
-    ended(trainers, process, "sbatch")
-    assert sha256_of_run(trainers.folder / "sbatch") == expected
-
-
 def test_two_hosts_of_which_one_is_killed_train_the_weights_of_one_bit_for_bit(
     trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
 ) -> None:

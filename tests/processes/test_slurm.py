@@ -1,18 +1,22 @@
-"""examples/slurm.sbatch below stand-ins for Slurm's commands: what it starts, what signals do; ranks of srun."""
+"""Batch scripts for Slurm: what is refused before anybody queues, what a real Slurm makes of them; ranks of srun."""
 
-import os
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.errors import UserError
-from tests.support.speed import limit, until
+from launcher import slurm
+from tests.support.slurm import Slurm, real_slurm
+from tests.support.speed import until
+from tests.support.tier import full
 from trainer.engine.slurm_rank import set_rank
 
 ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "recipes").glob("*.yaml")])
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
@@ -48,139 +52,158 @@ def test_ranks_that_nobody_tells_where_rank_0_is_say_what_to_export() -> None:
         set_rank(SRUN | {"SLURM_STEP_NODELIST": "node-[1-2]"})
 
 
-# ---- sbatch
+# ---- what is written
 
 
-SRUN_STAND_IN = """
-given=$*
-echo "${given%% bash -c*}" >>"$JOB/srun"
-while [[ $1 == --* ]]; do
-  [[ $1 != *relative* ]] || is_sampler=1
-  shift
-done
-SLURM_PROCID=0 "$@" &
-first=$!
-[[ ${is_sampler:-} ]] || SLURM_PROCID=1 "$@"
-wait $first
-"""
-PYTHON = f"""
-[[ $1 != -c ]] || PYTHONPATH={ROOT} exec {sys.executable} "$@"
-echo "$SLURM_PROCID $MASTER_ADDR $*" >>"$JOB/called"
-[[ $1 == training_worker.py ]] || exit 0
-((SLURM_PROCID == 0)) || exit 1
-echo $$ >"$JOB/pid"
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a model that only the hub has, and rows that are here."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
+    settings = {"run": {"output_dir": str(tmp_path / "my run")}, "model": {"path": "a/b"}}
+    settings |= {"data": {"train": str(tmp_path / "rows.jsonl")}, "rewards": {"reward_funcs": ["answer"]}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "c.yaml"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_shipped_config_becomes_a_job_with_the_gpus_that_its_devices_name(
+    path: Path, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "build", lambda _: 0)
+    monkeypatch.setattr(slurm, "_check", lambda *_: None)  # of what is built; the other tests have it
+    assert slurm.main([str(path), f"--nodes={nodes}", f"run.output_dir={tmp_path / 'run'}"]) == 0
+    text = (tmp_path / "run.sbatch").read_text()
+    devices = [
+        i for of in ("trainer", "sampler") for i in yaml.safe_load(path.read_text()).get(of, {}).get("devices", [])
+    ]
+    assert (f"#SBATCH --gpus-per-node={max(devices, default=-1) + 1}\n" in text) == bool(devices)
+    assert ("trainer.devices=[]" in text) == (nodes > 1)
+    assert subprocess.run(["bash", "-n", tmp_path / "run.sbatch"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.max_step=3"], "trainer.max_step: no such option"),
+        (["--nodes=0"], "--nodes=0 --gpus-per-node=0: write"),
+        (
+            ["trainer.devices=[0,1]", "sampler.devices=[2]", "--gpus-per-node=2"],
+            "sampler.devices [2]: there is no GPU 2",
+        ),
+        (["trainer.devices=[0,1]", "--nodes=2", "--gpus-per-node=1"], "the config's devices name GPU 1 and"),
+        (
+            ["trainer.num_ranks=3", "--nodes=3", "--gpus-per-node=4"],
+            "trainer.num_ranks 3 on 2 training nodes with 4 GPUs",
+        ),
+        (["trainer.num_ranks=16", "--nodes=3", "--gpus-per-node=4"], "trainer.num_ranks 16 on 2 training nodes"),
+        (["vllm.tensor_parallel_size=2", "--nodes=2", "--gpus-per-node=1"], "vllm.tensor_parallel_size 2 needs 2 GPUs"),
+        (["sampler.num_samplers=3", "--nodes=2", "--gpus-per-node=2"], "sampler.num_samplers 3"),
+        (["channel.endpoint=tcp://a:1", "--nodes=2"], "channel.endpoint tcp://a:1: Slurm chooses"),
+        (["trainer.sequence_parallel_size=4", "--nodes=3"], "sequence_parallel_size 4 does not divide the trainer's 2"),
+        (["deepspeed={gradient_clipping: 3}"], "deepspeed.gradient_clipping"),
+        (["data.train=nowhere.jsonl"], "no file or folder nowhere.jsonl"),
+        (["model.path=./nowhere"], "nowhere"),
+        (["rewards.reward_funcs=[nobody]"], "nobody"),
+        (["run.report_to=[nothing_of_that_name]"], "nothing_of_that_name"),
+    ],
+)
+def test_what_the_job_would_refuse_is_refused_before_anybody_queues(
+    words: list[str], said: str, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert slurm.main([str(config), *words]) == 2
+    assert said in capfd.readouterr().err and not list(config.parent.glob("*.sbatch"))
+
+
+def test_script_and_log_lie_beside_the_run_folder_and_options_of_sbatch_come_first(config: Path) -> None:
+    words = ["--nodes", "2", "--partition=p", "--time=1:00:00", "trainer.num_ranks=2", "run.seed=7"]
+    assert slurm.main([str(config), *words]) == 0
+    text = (config.parent / "my run.sbatch").read_text()
+    log = f"{config.parent}/my run-%j.log"
+    assert f"#SBATCH --output='{log}'\n" in text and "--partition=p\n" in text and "--time=1:00:00\n" in text
+    assert "\nranks=2\n" in text and "24:00:00" not in text and "run.seed=7" in text
+    (config.parent / "my run" / "final").mkdir(parents=True)
+    assert slurm.main([str(config)]) == 2
+
+
+# ---- a real Slurm
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    yield from real_slurm(tmp_path_factory.mktemp("slurm"))
+
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+folder, here = Path(os.environ["folder"]), os.environ
+with open(folder.parent / "tasks", "a") as file:
+    gpus = here.get("CUDA_VISIBLE_DEVICES", "none")
+    print(sys.argv[0], here["SLURM_PROCID"], here["SLURM_NTASKS"], gpus, sys.argv[-1], file=file)
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+if here["SLURM_PROCID"] != "0":
+    time.sleep(1)
+    sys.exit(1)
+exec((folder.parent / "rank_0").read_text())
 """
 
 
 class Job:
-    """The script with a Python that writes down what it is told, below Slurm's commands as this test has them.
+    """The written script, of programs that only write down what they are: it is Slurm that is tried."""
 
-    rank_0: what the first rank does; the other ends with 1. A signal for the job goes to rank 0 alone.
-    """
+    def __init__(self, cluster: Slurm, config: Path, rank_0: str, *words: str):
+        self.cluster, self.folder = cluster, config.parent
+        assert slurm.main([str(config), "--nodes=3", *words]) == 0
+        script = self.folder / "my run.sbatch"
+        script.write_text(script.read_text().replace(f"root={ROOT}\n", f"root={self.folder}\n"))
+        (self.folder / ".venv/bin").mkdir(parents=True)
+        (self.folder / ".venv/bin/activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+        (self.folder / "rank_0").write_text(rank_0)
+        for name in ("training_worker.py", "sampling.py"):
+            (self.folder / name).write_text(WORKER)
+        self.number = cluster("sbatch", "--parsable", str(script))
 
-    def __init__(self, folder: Path, rank_0: str = "exit 0", words: tuple[str, ...] = (), **slurm: object):
-        self.folder, self.run = folder, folder / "my run"
-        for made in ("bin", ".venv/bin"):
-            (folder / made).mkdir(parents=True, exist_ok=True)
-        (folder / ".venv/bin/activate").touch()
-        config = f"run: {{output_dir: '{self.run}'}}\nmodel: {{path: m}}\ndata: {{train: t.jsonl}}\n"
-        (folder / "c.yaml").write_text(config)
-        show = '[[ $1 == show ]] && printf "node-1\\nnode-2\\n" || echo "$@" >>"$JOB/scontrol"'
-        programs = {"scontrol": show, "scancel": 'kill -INT $(cat "$JOB/pid")', "srun": SRUN_STAND_IN}
-        for name, text in (programs | {"python": PYTHON + rank_0}).items():
-            (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-            (folder / "bin" / name).chmod(0o755)
-        given = {"JOB_ID": 7, "JOB_NODELIST": "node-[1-2]", "JOB_NUM_NODES": 2, "SUBMIT_DIR": folder} | slurm
-        env = os.environ | {f"SLURM_{name}": str(value) for name, value in given.items()} | {"JOB": str(folder)}
-        env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
-        command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "c.yaml", *words]
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    def tasks(self) -> list[str]:
+        return sorted((self.folder / "tasks").read_text().splitlines()) if (self.folder / "tasks").exists() else []
 
-    def ended(self) -> tuple[int, str]:
-        """(exit code, stderr)"""
-        said = self.process.communicate(timeout=limit(30))[1]
-        return self.process.returncode, said
-
-    def text(self, name: str) -> str:
-        path = self.folder / name
-        return path.read_text() if path.exists() else ""
+    def ended(self) -> str:
+        """Its state once nothing runs any more, and how often it was requeued."""
+        until(lambda: self.tasks() and self.cluster.state(self.number) not in ("RUNNING", "COMPLETING", ""), 60)
+        shown = self.cluster("scontrol", "show", "job", self.number)
+        return f"{self.cluster.state(self.number)} {shown.split('Restarts=')[1].split()[0]}"
 
 
-RANKS = "--nodes=1 --ntasks-per-node="  # of all nodes but the last
-EIGHT = ("--nodes=2 --ntasks-per-node=8", "--nodes=1 --relative=2 --ntasks=8 --gpus-per-task=1 ")
+@full
+def test_every_task_has_its_gpus_and_the_job_ends_as_rank_0(cluster: Slurm, config: Path) -> None:
+    job = Job(cluster, config, "time.sleep(2); sys.exit(2)", "--gpus-per-node=4", "vllm.tensor_parallel_size=2")
+    assert job.ended() == "FAILED 0" and "ExitCode=2:0" in cluster("scontrol", "show", "job", job.number)
+    ranks = [f"training_worker.py {i} 8 0,1,2,3 run.resume=false" for i in range(8)]
+    samplers = [f"sampling.py {i} 2 {gpus} channel.endpoint=tcp://127.0.0.2:" for i, gpus in enumerate(("0,1", "2,3"))]
+    assert [line.rstrip("0123456789") if "sampling" in line else line for line in job.tasks()] == [*samplers, *ranks]
 
 
+SAVES = "(folder / 'checkpoints/step_000001').mkdir(parents=True, exist_ok=True); "
+
+
+@full
 @pytest.mark.parametrize(
-    ("words", "slurm", "srun"),
+    ("rank_0", "signals", "state"),
     [
-        ((), {"GPUS_ON_NODE": 0}, (f"{RANKS}1", "--nodes=1 --relative=1 --ntasks=1 --cpu-bind")),
-        ((), {"GPUS_ON_NODE": 8, "JOB_NUM_NODES": 3}, EIGHT),
-        (("vllm.tensor_parallel_size=2",), {"GPUS_ON_NODE": 2}, (f"{RANKS}2", "--ntasks=1 --gpus-per-task=2 ")),
-        # a mistake ends the job before anything starts
-        (("trainer.max_step=3",), {}, "trainer.max_step: no such option"),
-        (("vllm.tensor_parallel_size=2",), {"GPUS_ON_NODE": 1}, "tensor_parallel_size 2 needs as many GPUs, and a"),
-        ((), {"JOB_NUM_NODES": 1}, "--nodes=1: write --nodes=2"),
-        ((), {"SUBMIT_DIR": "/nonexistent"}, "/nonexistent is not Tandem's folder"),
+        ("sys.exit(75)", (), "PENDING 1"),
+        ("sys.exit(1)", (), "FAILED 0"),
+        ("time.sleep(600)", ("--batch", "--signal=USR1"), "PENDING 1"),  # as before the walltime
+        ("time.sleep(600)", ("--signal=TERM",), "FAILED 0"),
+        ("time.sleep(600)", (), "CANCELLED 0"),
     ],
 )
-def test_the_last_node_samples_or_the_job_says_what_is_wrong(
-    tmp_path: Path, words: tuple[str, ...], slurm: dict[str, object], srun: tuple[str, ...] | str
+def test_a_job_is_requeued_if_it_may_start_again_and_nobody_else_ended_it(
+    rank_0: str, signals: tuple[str, ...], state: str, cluster: Slurm, config: Path
 ) -> None:
-    job = Job(tmp_path, words=words, **slurm)
-    code, told = job.ended()
-    if isinstance(srun, str):
-        assert code == 2 and srun in told and "Traceback" not in told and job.text("srun") == ""
-    else:
-        assert (code, told) == (0, "")
-        until(lambda: job.text("srun").count("\n") == 2, 20)
-        assert all(words in job.text("srun") for words in srun), job.text("srun")
-
-
-def test_a_job_starts_ranks_and_samplers_that_meet_and_resumes_where_it_has_a_checkpoint(tmp_path: Path) -> None:
-    words = "--config c.yaml trainer.max_steps=3 channel.endpoint=tcp://node-1:10247 sampler.num_samplers=1"
-    for resume in ("false", "true"):
-        job = Job(tmp_path, words=("trainer.max_steps=3",))
-        assert job.ended()[0] == 0
-        until(lambda job=job: len(job.text("called").splitlines()) == 3, 20)
-        assert sorted(job.text("called").splitlines()) == [
-            f"0 node-1 sampling.py --id sampler.0 {words}",
-            f"0 node-1 training_worker.py {words} run.resume={resume}",
-            f"1 node-1 training_worker.py {words} run.resume={resume}",
-        ]
-        assert job.text("scontrol") == ""
-        (tmp_path / "called").unlink()
-        (job.run / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
-
-
-def test_a_job_that_is_requeued_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
-    """Without this the trainer would refuse the folder, and the weekend be over; what a user starts is refused."""
-    steps = tmp_path / "my run" / "metrics.jsonl"
-    for restarts, stays in ((0, True), (1, False)):
-        steps.parent.mkdir(exist_ok=True)
-        steps.write_text('{"step": 1}')
-        assert Job(tmp_path, RESTART_COUNT=restarts).ended()[0] == 0
-        assert steps.exists() == stays
-    assert steps.with_name("metrics.1.jsonl").read_text() == '{"step": 1}'
-
-
-@pytest.mark.parametrize(
-    ("code", "restarts", "requeued"), [(75, 49, "requeue 7\n"), (75, 50, ""), (2, 0, ""), (1, 0, "")]
-)
-def test_a_job_ends_as_rank_0_and_is_requeued_if_it_may_start_again(
-    tmp_path: Path, code: int, restarts: int, requeued: str
-) -> None:
-    job = Job(tmp_path, f"exit {code}", RESTART_COUNT=restarts)
-    assert job.ended()[0] == code
-    assert job.text("scontrol") == requeued
-
-
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, "requeue 7\n"), (signal.SIGTERM, "")])
-def test_the_walltime_and_a_preemption_save_and_end(tmp_path: Path, number: int, requeued: str) -> None:
-    """Ctrl-C is what the trainer saves at; it takes its time."""
-    save = "import signal, time, sys; signal.signal(2, lambda *_: (time.sleep(0.5), print('saved'), sys.exit(130)))"
-    ready = f"open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(600)"
-    job = Job(tmp_path, f'exec {sys.executable} -c "{save}; {ready}"')
-    until((tmp_path / "ready").exists, 20)
-    job.process.send_signal(number)
-    assert job.ended()[0] == 130
-    assert job.text("scontrol") == requeued
+    job = Job(cluster, config, SAVES + rank_0)
+    if "sleep" in rank_0:
+        until((job.folder / "my run/checkpoints/step_000001").exists, 60)
+        cluster("scancel", *signals, job.number)
+    assert job.ended() == state
+    cluster("scancel", job.number)

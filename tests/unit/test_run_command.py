@@ -135,10 +135,10 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
 def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(launcher_run, "_program", lambda module, *paths: asked.append(module) or 3)
-    assert launcher_run._build(config_of()) == 0 and asked == []
-    assert launcher_run._build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
+    assert launcher_run.build(config_of()) == 0 and asked == []
+    assert launcher_run.build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
     with pytest.raises(UserError, match=r"model.builder examples.none: no such module"):
-        launcher_run._build(config_of({"builder": "examples.none"}))
+        launcher_run.build(config_of({"builder": "examples.none"}))
     monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
     launcher_run.require_built(config_of({"path": "owner/name", "builder": "examples.quickstart"}))
     missing = config_of({"path": ".cache/quickstart/model", "builder": "examples.quickstart"})

@@ -1,0 +1,169 @@
+"""A batch script for Slurm:  bash launch.sh slurm CONFIG --nodes=3 --gpus-per-node=8 [sbatch's options] [key=value …]
+
+Everything that would end the job at its start is told here, before anybody queues. On one node the job is `launch.sh
+run`; of several the last one samples and the others train, a task of srun for each process (slurm.sbatch). Script and
+log lie beside the run folder, which a later run may move aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import durable
+from common.config import Config, load
+from common.errors import UserError
+from common.exits import DONE, USER_ERROR, say
+from common.run_folder import FINAL
+from launcher.check_rewards import check
+from launcher.machine import ROOT, usable_cores
+from launcher.placement import placement
+from launcher.run import build, parse
+from model.folder import require_models
+from report.sinks import require_packages
+from sampler.dataset import load_data
+from sampler.sources import check_there
+from trainer.algorithm.user_functions import require_user_functions
+from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
+
+_DEFAULTS = {
+    "--exclusive": "",
+    "--time": "24:00:00",
+    "--signal": "B:USR1@300",  # a step and its checkpoint must be done within these seconds
+    "--requeue": "",
+    "--open-mode": "append",
+}
+_ROWS = 4  # with which the rewards are tried
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout(nodes=3, gpus=8, ranks=8, samplers=4): each of three nodes has 8 GPUs, and each but the last 8 ranks."""
+
+    nodes: int
+    gpus: int
+    ranks: int
+    samplers: int  # none where a recording is replayed
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nodes - 1 if self.nodes > 1 and self.samplers else self.nodes
+
+    @property
+    def all_ranks(self) -> int:
+        return self.ranks * self.training_nodes
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="launch.sh slurm", description="Write a batch script.", allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, default=1, help="of several the last one samples")
+    parser.add_argument("--gpus-per-node", type=int, help="default: as many as the config's devices name, or none")
+    given, rest = parser.parse_known_args(arguments)
+    options = [word for word in rest if word.startswith("-")]
+    path, overrides, _ = parse([word for word in rest if word not in options], "slurm")
+    try:
+        config = load(path, overrides)
+        place = layout(config, given.nodes, given.gpus_per_node)
+        if place.nodes > 1:
+            counted = [f"sampler.num_samplers={place.samplers}"] if place.samplers else []
+            overrides = [*overrides, "trainer.devices=[]", "sampler.devices=[]", *counted]
+        config = load(path, overrides)
+        if code := build(config):
+            return code
+        _check(config, place.all_ranks)
+        folder = config.run.output_dir.absolute()
+        script = folder.with_name(f"{folder.name}.sbatch")
+        text = sbatch(place, folder, [str(path.resolve()), *overrides], options, config.engine_gpus)
+        script.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_file(script, text.encode(), mode=0o600)  # overrides may hold what others must not read
+    except UserError as error:
+        say(str(error))
+        return USER_ERROR
+    gpus = f"{place.gpus} GPUs each" if place.gpus else "no GPUs (--gpus-per-node=…)"
+    on_last = ", samplers on the last" if place.nodes > 1 else ""
+    say(f"nodes {place.nodes}, {gpus}; ranks {place.all_ranks}; samplers {place.samplers}{on_last}")
+    if uneven := config.uneven_work(place.all_ranks):
+        say(uneven)
+    say(f"read it, then: sbatch {shlex.quote(str(script))}")
+    return DONE
+
+
+def layout(config: Config, nodes: int, gpus: int | None) -> Layout:
+    """Raises UserError where config and nodes do not agree. Devices by number count a node's GPUs."""
+    named, width = [*config.trainer.devices, *config.sampler.devices], config.engine_gpus
+    if gpus is None:
+        gpus = max(named, default=-1) + 1
+    if nodes < 1 or gpus < 0:
+        raise UserError(f"--nodes={nodes} --gpus-per-node={gpus}: write for example --nodes=2 --gpus-per-node=8")
+    if nodes == 1 and config.run.replay is None:
+        place = placement(config, range(gpus), usable_cores())
+        return Layout(1, gpus, place.num_ranks, len(place.samplers))
+    if config.channel.endpoint is not None:
+        raise UserError(f"channel.endpoint {config.channel.endpoint}: Slurm chooses rank 0's node; remove it")
+    if named and gpus <= max(named):
+        raise UserError(
+            f"the config's devices name GPU {max(named)} and --gpus-per-node={gpus}; raise that, or remove them"
+        )
+    training = nodes - (config.run.replay is None)
+    wanted = config.trainer.num_ranks or (gpus or 1) * training
+    ranks, left = divmod(wanted, training)
+    if left or (gpus and ranks > gpus):
+        raise UserError(
+            f"trainer.num_ranks {wanted} on {training} training nodes with {gpus} GPUs; remove it, or set "
+            f"a multiple of {training}"
+        )
+    if config.run.replay is not None:
+        return Layout(nodes, gpus, ranks, 0)
+    samplers = config.sampler.num_samplers
+    if gpus and width * samplers > gpus:
+        raise UserError(
+            f"sampler.num_samplers {samplers} with vllm.tensor_parallel_size {width} needs {width * samplers} GPUs "
+            f"of the last node, which has {gpus}; raise --gpus-per-node"
+        )
+    return Layout(nodes, gpus, ranks, samplers if samplers > 1 or not gpus else gpus // width)
+
+
+def _check(config: Config, ranks: int) -> None:
+    """Raises UserError for what the job's processes would refuse at their start, but for what only the hub can tell."""
+    require_packages(config.run.report_to)
+    require_user_functions(config.algorithm)
+    for optimized in all_optimized(config):
+        deepspeed_config(config, ranks, optimized)
+    require_models(config)
+    if (config.run.output_dir / FINAL).is_dir():
+        raise UserError(f"{config.run.output_dir} holds a finished run; set run.output_dir={config.run.output_dir}-2")
+    if config.run.replay is not None:
+        return
+    for option, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        sources = [spec] if isinstance(spec, str) else spec or []
+        for source in sources:
+            check_there(source)
+        if sources and all(Path(source.split("@")[0].split(":")[0]).expanduser().exists() for source in sources):
+            rows = load_data(option, sources, config.data)
+            check(config, rows[:: -(-len(rows) // _ROWS)])
+
+
+def sbatch(place: Layout, folder: Path, words: Sequence[str], options: Sequence[str], width: int) -> str:
+    """The script: its header, and what slurm.sbatch makes of that. words: as `launch.sh run` takes them."""
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in folder.name)
+    shares = any(option.startswith("--cpus-per") for option in options)  # the node with other jobs
+    lines = {"--job-name": name, "--nodes": f"{place.nodes}"} | (
+        {"--gpus-per-node": f"{place.gpus}"} if place.gpus else {}
+    )
+    lines |= {option: value for option, value in _DEFAULTS.items() if option != "--exclusive" or not shares}
+    lines |= {"--output": f"{folder}".replace("%", "%%") + "-%j.log"}
+    lines |= {option: value for option, _, value in (word.partition("=") for word in options)}
+    header = "".join(f"#SBATCH {o}{f'={shlex.quote(value)}' * bool(value)}\n" for o, value in lines.items())
+    values = {"root": ROOT, "folder": folder, **asdict(place), "training_nodes": place.training_nodes}
+    values |= {"gpus_per_sampler": width if place.gpus else ""}
+    body = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
+    rest = Path(__file__).with_name("slurm.sbatch").read_text()
+    return f"#!/bin/bash\n{header}\n{body}words=({shlex.join(words)})\n{rest}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Jobs of a real Slurm that train over two nodes: whatever ends them, the step is saved and the next start equals."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import yaml
+
+from launcher import slurm
+from report.run_log import read_jsonl
+from tests.support.gloo_data import settings
+from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
+from tests.support.slurm import Slurm, real_slurm
+from tests.support.speed import until
+from tests.support.tier import full
+
+pytestmark = [full, pytest.mark.timeout(900)]
+STEPS = 32
+TRAINER = {
+    "max_steps": STEPS,
+    "save_steps": 3,
+    "save_limit": STEPS,
+    "lr_scheduler_type": "constant",
+    "num_ranks": 2,
+    "prompts_per_step": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    yield from real_slurm(tmp_path_factory.mktemp("slurm"))
+
+
+@pytest.fixture(scope="module")
+def expected(trainers: Stack) -> dict[str, str]:
+    """Of two ranks without Slurm."""
+    life = trainers.run("straight", 2, 1, {}, trainer=TRAINER)
+    assert life.codes == [0, 0], life.logs[0][-3000:]
+    return sha256_of_run(trainers.folder / "straight")
+
+
+PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "partition", "command", "state"),
+    [
+        ("scancel", "low", ("scancel", "JOB"), "CANCELLED"),
+        ("gentle", "low", ("scancel", "--signal=TERM", "JOB"), "FAILED"),
+        ("walltime", "low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),  # as Slurm sends it then
+        ("requeue", "low", ("scontrol", "requeue", "JOB"), "PENDING"),
+        ("preempted", "low", PREEMPTS, "PENDING"),
+        ("grace", "grace", PREEMPTS, "PENDING"),
+    ],
+)
+def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_never_ended(
+    name: str, partition: str, command: tuple[str, ...], state: str,
+    cluster: Slurm, trainers: Stack, expected: dict[str, str],
+) -> None:  # fmt: skip
+    folder = trainers.folder / name
+    run = {"output_dir": str(folder), "replay": str(trainers.folder / "groups"), "report_to": []}
+    config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
+    path = trainers.folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    assert slurm.main([str(path), "--nodes=2", f"--partition={partition}"]) == 0
+    submit = ("sbatch", "--parsable", f"{folder}.sbatch")
+    cluster.env |= ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", "")}
+    job = cluster(*submit)
+    steps = lambda: len(read_jsonl(folder / "metrics.jsonl"))  # noqa: E731
+    until(lambda: steps() >= 4 or cluster.state(job) not in ("PENDING", "RUNNING"), 120)
+    cluster(*(job if word == "JOB" else word for word in command))
+    until(lambda: cluster.state(job) not in ("RUNNING", "COMPLETING"), 60)
+
+    log = (folder.parent / f"{name}-{job}.log").read_text()
+    saved = sorted((folder / "checkpoints").glob("step_*"))
+    assert cluster.state(job) == state and 4 <= steps() < STEPS, log[-3000:]
+    assert saved[-1].name == f"step_{steps():06d}" and (folder / "exit_code").read_text() == "130\n"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if f"{path}" in (p.info["cmdline"] or [])]
+    assert subprocess.run(["flock", "-n", folder / "lock.trainer", "true"], check=False).returncode == 0
+
+    until(lambda: cluster("sinfo", "-h", "-p", "low", "-o", "%D %t") == "3 idle", 60)
+    if state == "PENDING":
+        until(lambda: "StartTime" not in cluster("scontrol", "update", f"job={job}", "StartTime=now"), 10)
+    else:
+        job = cluster(*submit)
+    until(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 180)
+    assert cluster.state(job) == "COMPLETED", (folder.parent / f"{name}-{job}.log").read_text()[-3000:]
+    assert sha256_of_run(folder) == expected
