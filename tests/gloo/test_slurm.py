@@ -1,6 +1,5 @@
 """Jobs of a real Slurm that train over two nodes: whatever ends them, the step is saved and the next start equals."""
 
-import os
 import subprocess
 from collections.abc import Iterator
 
@@ -66,7 +65,7 @@ def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_ne
     path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     assert slurm.main([str(path), "--nodes=2", f"--partition={partition}"]) == 0
     submit = ("sbatch", "--parsable", f"{folder}.sbatch")
-    cluster.env |= ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", "")}
+    cluster.env |= ENVIRONMENT
     job = cluster(*submit)
     steps = lambda: len(read_jsonl(folder / "metrics.jsonl"))  # noqa: E731
     until(lambda: steps() >= 4 or cluster.state(job) not in ("PENDING", "RUNNING"), 120)
