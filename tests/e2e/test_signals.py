@@ -120,6 +120,11 @@ def start(recorded: Path, folder: Path, way: str) -> Run:
     return Run(folder / "run", mark, port, started)
 
 
+def is_importing(pid: int) -> bool:
+    """torch, and so behind the first lines of the program, which look after signals."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 @pytest.fixture
 def cleanup() -> Iterator[list[Run]]:
     runs: list[Run] = []
@@ -144,7 +149,7 @@ def test_it_ends_in_order_and_leaves_nothing(
     cleanup.append(run)
     until(lambda: len(run.ranks()) == 2, 60)
     if phase == "starting":
-        time.sleep(1.5)  # among the imports
+        until(lambda: all(is_importing(rank.pid) for rank in run.ranks()), 60)
     else:
         until(lambda: run.steps() >= 2, 120)
     sent = time.monotonic()
