@@ -41,8 +41,8 @@ _ROWS = 4  # with which the rewards are tried
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Layout(nodes=3, gpus=8, ranks=8, samplers=4): each of three nodes has 8 GPUs, and each but the last 8 ranks."""
+class Nodes:
+    """Nodes(nodes=3, gpus=8, ranks=8, samplers=4): each of three nodes has 8 GPUs, and each but the last 8 ranks."""
 
     nodes: int
     gpus: int
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def layout(config: Config, nodes: int, gpus: int | None) -> Layout:
+def layout(config: Config, nodes: int, gpus: int | None) -> Nodes:
     """Raises UserError where config and nodes do not agree. Devices by number count a node's GPUs."""
     named, width = [*config.trainer.devices, *config.sampler.devices], config.engine_gpus
     if gpus is None:
@@ -101,7 +101,7 @@ def layout(config: Config, nodes: int, gpus: int | None) -> Layout:
         raise UserError(f"--nodes={nodes} --gpus-per-node={gpus}: write for example --nodes=2 --gpus-per-node=8")
     if nodes == 1 and config.run.replay is None:
         place = placement(config, range(gpus), usable_cores())
-        return Layout(1, gpus, place.num_ranks, len(place.samplers))
+        return Nodes(1, gpus, place.num_ranks, len(place.samplers))
     if config.channel.endpoint is not None:
         raise UserError(f"channel.endpoint {config.channel.endpoint}: Slurm chooses rank 0's node; remove it")
     if named and gpus <= max(named):
@@ -117,14 +117,14 @@ def layout(config: Config, nodes: int, gpus: int | None) -> Layout:
             f"a multiple of {training}"
         )
     if config.run.replay is not None:
-        return Layout(nodes, gpus, ranks, 0)
+        return Nodes(nodes, gpus, ranks, 0)
     samplers = config.sampler.num_samplers
     if gpus and width * samplers > gpus:
         raise UserError(
             f"sampler.num_samplers {samplers} with vllm.tensor_parallel_size {width} needs {width * samplers} GPUs "
             f"of the last node, which has {gpus}; raise --gpus-per-node"
         )
-    return Layout(nodes, gpus, ranks, samplers if samplers > 1 or not gpus else gpus // width)
+    return Nodes(nodes, gpus, ranks, samplers if samplers > 1 or not gpus else gpus // width)
 
 
 def _check(config: Config, ranks: int) -> None:
@@ -147,7 +147,7 @@ def _check(config: Config, ranks: int) -> None:
             check(config, rows[:: -(-len(rows) // _ROWS)])
 
 
-def sbatch(place: Layout, folder: Path, words: Sequence[str], options: Sequence[str], width: int) -> str:
+def sbatch(place: Nodes, folder: Path, words: Sequence[str], options: Sequence[str], width: int) -> str:
     """The script: its header, and what slurm.sbatch makes of that. words: as `launch.sh run` takes them."""
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in folder.name)
     shares = any(option.startswith("--cpus-per") for option in options)  # the node with other jobs
