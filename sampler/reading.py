@@ -18,6 +18,7 @@ from common import functions
 from common.config import Config
 from common.errors import UserError
 from common.exits import say
+from model.hub import model_json
 from rewards.find import BUILT_IN
 from sampler.chat_template import render
 
@@ -50,14 +51,7 @@ class Reader:
 
 def ends_of(config: Config, tokenizer: Any) -> Ends:
     """Raises UserError for a model that names no end at all, and a token in sampler.stop that it does not have."""
-    from transformers import GenerationConfig
-
-    try:
-        given = GenerationConfig.from_pretrained(
-            config.model.path, revision=config.model.revision or "main"
-        ).eos_token_id
-    except OSError:
-        given = None
+    given = (model_json(config.model.path, "generation_config.json", config.model.revision) or {}).get("eos_token_id")
     named = given if isinstance(given, list | tuple) else [given]
     behind = _behind_a_turn(config, tokenizer)
     own = [*named, tokenizer.eos_token_id, _added(tokenizer, behind)]

@@ -43,7 +43,7 @@ def prompt_of(tokenizer, question="2+2?", columns=None, template=CHATML, rollout
 
 
 def read(tokenizer, text, stop=(), **rewards):
-    config = config_of(model={"path": "none"}, rewards=rewards, sampler={"stop": list(stop)})
+    config = config_of(model={"path": str(ROOT / "tests")}, rewards=rewards, sampler={"stop": list(stop)})
     return reader(config, tokenizer)([tokenizer(text, add_special_tokens=False)["input_ids"]])[0]
 
 
