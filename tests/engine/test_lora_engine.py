@@ -15,7 +15,7 @@ from sampler.engine import Engine
 from sampler.reload import reload
 from tests.support.engines import complete, greedy
 from tests.support.plain_policy import AdaptedPolicy
-from trainer.save.checkpoint import _write_adapters
+from trainer.save.model_files import write_tensors
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,7 +64,8 @@ def test_a_saved_folder_loads_in_vllm(
     reload(engine, version(8), config)
     expected = greedy(engine)
     tensors = {name: tensor.clone() for name, tensor in policy.full_parameters(lambda _: True)}
-    _write_adapters(tmp_path, tensors, policy.published_settings)
+    write_tensors(tmp_path / lora.WEIGHTS, tensors)
+    (tmp_path / lora.SETTINGS).write_bytes(policy.published_settings)
     policy.disturb(9)
     reload(engine, version(9), config)
     assert greedy(engine) != expected
