@@ -40,6 +40,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     tool_errors: int = 0
     environment_s: float = 0.0
     version_spans: tuple[tuple[int, int], ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
     def check(self) -> None:
         """Raises ValueError if its spans do not lie in the completion, or its counts do not fit together."""
@@ -48,6 +49,8 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         counts_fit = len(self.observed) < self.turns and 0 <= self.tool_errors <= self.tool_calls
         if not (has_sampled_between and counts_fit and 0 <= self.environment_s < math.inf):
             raise ValueError(f"{self} is no rollout")
+        if len(self.turn_rewards) not in (0, len(self.observed) + 1) or not all(map(math.isfinite, self.turn_rewards)):
+            raise ValueError(f"turn rewards {self.turn_rewards} of {self.turns} turns")
         starts, versions = [start for start, _ in self.version_spans], [version for _, version in self.version_spans]
         if starts and not (starts[0] == 0 and _ascend([*starts, self.length]) and _ascend(versions)):
             raise ValueError(f"version spans {self.version_spans} of {self.length} tokens")

@@ -82,6 +82,8 @@ class Rollout:
     from `start` on. () = the group's alone. Only sampler.in_flight_updates makes others."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[C − 1, layers, k] the experts that each token met, but the last, which no engine ran. None = not recorded."""
+    turn_rewards: tuple[float, ...] = ()
+    """What of `reward` the environment gave with each turn; the rest is of the last. () = all of it is."""
 
     @property
     def num_sampled(self) -> int:
@@ -93,6 +95,17 @@ class Rollout:
         if not self.observed:
             return slice(None)
         return np.delete(np.arange(len(self.completion_ids)), np.r_[tuple(slice(*span) for span in self.observed)])
+
+    def turn_lengths(self) -> NDArray[np.int64]:
+        """[turns] the sampled tokens of each."""
+        return np.diff(np.r_[0, np.ravel(self.observed), len(self.completion_ids)].astype(np.int64))[::2]
+
+    def rewards_by_turn(self, reward: float) -> NDArray[np.float64]:
+        """[turns] that sum to `reward`, which is the rollout's as it came or as it was shaped."""
+        rewards = np.zeros(len(self.observed) + 1)
+        rewards[: len(self.turn_rewards)] = self.turn_rewards
+        rewards[-1] = reward - rewards[:-1].sum()
+        return rewards
 
     def token_versions(self, of_group: int) -> NDArray[np.int64]:
         """[C] the policy version that sampled each token. of_group: its group's."""

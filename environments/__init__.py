@@ -1,7 +1,7 @@
 """The contract of environments: what their methods return, and what the pool answers for them.
 
     reset(**row) -> messages            once, in a fresh instance: the prompt; None = the row's own
-    step(completion) -> messages        what the model sees next, or Done(reward)
+    step(completion) -> messages        what the model sees next, or Done(reward); `messages, 0.5` rewards the turn
 
 Both plain or async. Messages are a string (of the user), one chat message or a list of them. A class without `step` is
 taken as TRL's `environment_factory` takes it: its public methods are tools, `reset` may return text that is added to
@@ -28,6 +28,7 @@ class Turn:
     num_calls: int = 0  # of tools in this turn, those included that could not be read
     num_call_errors: int = 0  # of these, how many gave the model an error
     seconds: float = 0.0  # wall clock, in the environment
+    reward: float | None = None  # of this turn alone; None: the environment gave none
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ class Instance:
             return self.toolbox.answer(completion) or self.finish()
         given = _called("step", self.target.step, completion)
         if not isinstance(given, Done):
-            return Turn(messages_of(given, "step"))
+            given, reward = given if _has_reward(given) else (given, None)
+            return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
         return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
 
     def finish(self) -> Done:
@@ -135,6 +136,11 @@ class Instance:
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
             _called("close", self.target.close)
+
+
+def _has_reward(given: Any) -> bool:
+    """`"Higher.", 0.5`, and not a pair of chat messages."""
+    return isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -159,7 +165,9 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = [messages] if isinstance(messages, Mapping) else messages
     if not isinstance(messages, list | tuple) or (not messages and not none):
-        raise BrokenEnvironment(f"{what} returned {shorten(given)}, expected text, messages or Done(reward)")
+        raise BrokenEnvironment(
+            f"{what} returned {shorten(given)}, expected text, messages, either with a reward, or Done(reward)"
+        )
     for message in messages:
         right = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not right or not isinstance(message.get("content"), str | list):

@@ -61,7 +61,11 @@ def _completion(record: Record, full: bool) -> list[str]:
     if "turns" not in record:
         return _lines("model ", record["completion"], full)
     names = {"model": "model ", "environment": "tool  "}
-    return [line for part in record["turns"] for line in _lines(names[part["by"]], part["text"], full)]
+    lines = []
+    for part in record["turns"]:
+        lines += _lines(names[part["by"]], part["text"], full)
+        lines += [f"  reward │ {_number(part['reward'])}"] if "reward" in part else []
+    return lines
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ An observation that no turn follows is no part of the completion: it would be to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,8 +29,9 @@ class Played(Completion):
     """A completion of several turns: token_ids are all that was sampled and observed, without the prompt."""
 
     messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
-    environment_reward: float | None = None
+    environment_reward: float | None = None  # of all turns and of the end
     environment_state: Mapping[str, Any] = field(default_factory=dict)  # its public attributes at the end
+    turn_rewards: tuple[float, ...] = ()  # of them the environment's reward is the sum; () = all of it at the end
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Episode:
     replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # each turn's text, and what came back
     seconds: float = 0.0  # in the environment
     finish_reason: FinishReason = "stop"
-    reward: float | None = None  # the environment's
+    rewards: tuple[tuple[int, float], ...] = ()  # (turn, what the environment gave for it), its last word included
     state: Mapping[str, Any] = field(default_factory=dict)  # of the environment, at its end
 
     @property
@@ -71,8 +73,9 @@ class Episode:
         """With what the environment said to the last turn, or to its end."""
         *earlier, (text, before) = self.replies
         replies = (*earlier, (text, before if isinstance(before, Turn) else reply))
-        going = replace(self, replies=replies, seconds=self.seconds + reply.seconds)
-        return replace(going, reward=reply.reward, state=reply.state) if isinstance(reply, Done) else going
+        given = () if reply.reward is None else ((self.num_turns - 1, reply.reward),)
+        going = replace(self, replies=replies, seconds=self.seconds + reply.seconds, rewards=self.rewards + given)
+        return replace(going, state=reply.state) if isinstance(reply, Done) else going
 
     def observed(self, token_ids: NDArray[np.int32]) -> Episode:
         """With the observation that the next turn follows, or cut short where no turn fits behind it."""
@@ -85,6 +88,7 @@ class Episode:
         """What trains: every token, with log-prob 0 where it was observed."""
         turns = [part for part in self.parts if isinstance(part, Completion)]
         replies = [reply for _, reply in self.replies if reply is not None]
+        by_turn = [math.fsum(reward for at, reward in self.rewards if at == turn) for turn in range(self.num_turns)]
         return Played(
             self.token_ids,
             np.concatenate(
@@ -100,8 +104,9 @@ class Episode:
             environment_s=self.seconds,
             routing=_joined_routing(turns),
             messages=tuple(conversation(self.replies)),
-            environment_reward=self.reward,
+            environment_reward=math.fsum(by_turn) if self.rewards else None,
             environment_state=self.state,
+            turn_rewards=tuple(by_turn) if any(by_turn[:-1]) else (),
         )
 
 
@@ -111,8 +116,12 @@ def as_rollout(
     rewards: Mapping[str, float],
     reward: float,
     prompt: int = 0,
+    weight: float = 1.0,
 ) -> Rollout:
-    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0. prompt: its tokens."""
+    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0. prompt: its tokens.
+
+    weight: of the environment's reward among rewards.
+    """
     c = completion
     if ref_logprobs is not None and c.observed:
         ref_logprobs = ref_logprobs.copy()
@@ -133,6 +142,7 @@ def as_rollout(
         c.environment_s,
         c.version_spans,
         None if c.routing is None else c.routing[prompt:],
+        tuple(weight * reward for reward in c.turn_rewards) if isinstance(c, Played) and weight else (),
     )
 
 

@@ -268,7 +268,7 @@ class Sampler:
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
-            as_rollout(c, ref, rewards, reward, len(prompt.token_ids))
+            as_rollout(c, ref, rewards, reward, len(prompt.token_ids), self.config.rewards.environment_weight)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)

@@ -56,7 +56,7 @@ class Algorithm(Section):
     loss: str | None = None
     """Your objective, `file.py:function`."""
     adv_estimator: str = "grpo"
-    """Also dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
+    """Also dr_grpo, rloo, gigpo (turns), reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Deviation to divide by; null = group for grpo, else none."""
@@ -79,7 +79,7 @@ class Algorithm(Section):
     router_replay: bool = False
     """The trainer sends tokens of a mixture to the experts that the sampler chose (R3)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """GAE's discount."""
+    """GAE's discount; gigpo's of a turn."""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's λ; 1 has no bias."""
     group_params: GroupParams = GroupParams()
@@ -225,7 +225,14 @@ class Algorithm(Section):
             yield f"adv_estimator {self.adv_estimator} divides by no deviation; set algorithm.scale_rewards=null"
         if self.estimator.whitens_tokens and self.whiten_advantages:
             yield f"adv_estimator {self.adv_estimator} whitens already; set algorithm.whiten_advantages=false"
-        if not self.needs_critic and (self.gamma != 1 or self.lam != 1):
+        if self.estimator.by_turn and (self.reward_scale == "batch" or self.whiten_advantages or self.sums_last):
+            yield (
+                f"adv_estimator {self.adv_estimator} compares turns within a group; set algorithm.scale_rewards=group "
+                "or none, whiten_advantages=null and multi_objective_aggregation=sum_then_normalize"
+            )
+        if self.estimator.by_turn and self.lam != 1:
+            yield f"adv_estimator {self.adv_estimator} has no lam; remove it"
+        if not self.needs_critic and not self.estimator.by_turn and (self.gamma != 1 or self.lam != 1):
             yield f"adv_estimator {self.adv_estimator} has no gamma and no lam; remove them, or set adv_estimator=gae"
         if self.sums_last:
             if self.adv_estimator != "grpo" or self.reward_scale != "group":

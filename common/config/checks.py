@@ -95,6 +95,8 @@ def _sleeping(config: Settings) -> Iterator[str]:
 def _rollouts(config: Settings) -> Iterator[str]:
     given, count = config.rollout, config.sampler.num_generations
     rewarded = "environment" in config.rewards.reward_funcs
+    if config.algorithm.estimator.by_turn and not given.is_multi_turn:
+        yield f"adv_estimator {config.algorithm.adv_estimator} is for several turns; set algorithm.adv_estimator=grpo"
     if not given.is_multi_turn:
         if changed := [name for name in Rollouts.model_fields if given.changes(name)]:
             yield (

@@ -16,12 +16,14 @@ class Estimator:
     reward_scale: Literal["group", "none"] = "none"  # scale_rewards where the settings give none
     whitens_tokens: bool = False  # over the tokens of the batch of rollouts
     needs_critic: bool = False
+    by_turn: bool = False  # an advantage for each turn, from the tokens it answers
 
 
 ESTIMATORS = {
     "grpo": Estimator(reward_scale="group"),
     "dr_grpo": Estimator(),
     "rloo": Estimator(),
+    "gigpo": Estimator(reward_scale="group", by_turn=True),
     "reinforce_plus_plus": Estimator(has_group_baseline=False, whitens_tokens=True),
     "reinforce_plus_plus_baseline": Estimator(whitens_tokens=True),
     "gae": Estimator(has_group_baseline=False, needs_critic=True),

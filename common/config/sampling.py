@@ -162,6 +162,11 @@ class Rewards(Section):
         """Short names of the functions, for metrics: the part after the last colon or dot."""
         return [short_name(spec) for spec in self.reward_funcs]
 
+    @property
+    def environment_weight(self) -> float:
+        """Of what environments say; 0: nobody asks them."""
+        return dict(zip(self.reward_funcs, self.weights, strict=True)).get("environment", 0.0)
+
     def full_mark(self, name: str) -> float:
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 

@@ -3,6 +3,7 @@
     adv_estimator                    A_i of a completion, before scaling and whitening
     grpo, dr_grpo                     r_i − mean(r)                    arXiv 2402.03300, equation 3; 2503.20783
     rloo                              r_i − mean of the others         arXiv 2402.14740
+    gigpo                             of each turn: see `gigpo`        arXiv 2505.10978
     reinforce_plus_plus               r_i                              arXiv 2501.03262
     reinforce_plus_plus_baseline      r_i − mean(r)                    arXiv 2501.03262
 
@@ -15,7 +16,9 @@ would make advantages of ±1 of it. Left out: anything that needs a critic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +32,9 @@ EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
+PerCompletion: TypeAlias = (
+    "Floats | Sequence[Floats]"  # of one group: [G], or G arrays with one value per trained token
+)
 
 
 def rewards_of(group: Group) -> Floats:
@@ -55,7 +61,7 @@ def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
     """The task's rewards leave no advantage when the group's baseline is gone: only KL, length or entropy train it."""
     if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
         return False
-    return not moves(_advantages(group, rewards_of(group), config))
+    return not moves(np.hstack(list(_advantages(group, rewards_of(group), config))))
 
 
 def centred(rewards: Floats) -> Floats:
@@ -93,6 +99,41 @@ def group_advantages(
     else:
         advantages = own_advantages(adv_estimator, rewards, group)
     return advantages / (rewards.std(ddof=1) + EPS) if reward_scale == "group" else advantages
+
+
+def gigpo(group: Group, rewards: Floats, reward_scale: str, gamma: float) -> list[Floats]:
+    """[G] -> G arrays with one value for each sampled token.  GiGPO, arXiv 2505.10978, section 4, with ω = 1:
+
+        R_ik = Σ_{l ≥ k} γ^(l−k) · r_il                          r_il: reward of turn l, which sum to rewards[i]
+        A_ik = norm(r_i)  +  norm(R_ik among the turns of the group that answer the same tokens)
+        norm(x) = (x − mean) / (std + eps), with reward_scale none x − mean; 0 of a turn that is alone
+
+    What a turn answers is its anchor state: the prompt, or the observation in front of it.
+    """
+
+    def norm(shaped: Floats, given: Floats) -> Floats:
+        return group_advantages(shaped, "none" if is_dead(given) else reward_scale)
+
+    def returns(of: Floats) -> list[Floats]:
+        return [discounted(r.rewards_by_turn(reward), gamma) for r, reward in zip(group.rollouts, of, strict=True)]
+
+    shaped, given = returns(rewards), returns(rewards_of(group))
+    advantages = [np.full(len(r), a) for r, a in zip(shaped, norm(rewards, rewards_of(group)), strict=True)]
+    alike: dict[bytes, list[tuple[int, int]]] = {}
+    for i, rollout in enumerate(group.rollouts):
+        for k, (start, end) in enumerate([(0, 0), *rollout.observed]):
+            alike.setdefault(rollout.completion_ids[start:end].tobytes(), []).append((i, k))
+    for turns in alike.values():
+        if len(turns) > 1:
+            scores = norm(*(np.array([of[i][k] for i, k in turns]) for of in (shaped, given)))
+            for (i, k), score in zip(turns, scores, strict=True):
+                advantages[i][k] += score
+    return [np.repeat(a, r.turn_lengths()) for a, r in zip(advantages, group.rollouts, strict=True)]
+
+
+def discounted(rewards: Floats, gamma: float) -> Floats:
+    """[K] -> [K].  Σ_{l ≥ k} γ^(l−k) · r_l:  (1, 0, 4) -> (2, 2, 4) with γ = .5"""
+    return np.array(list(itertools.accumulate(rewards[::-1], lambda later, r: r + gamma * later)))[::-1]
 
 
 def try_own_estimator(config: Config) -> None:
@@ -150,13 +191,16 @@ def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: 
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
-def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, Floats]:
-    """[G] by group id. Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups."""
+def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, PerCompletion]:
+    """By group id a number for each completion, or with gigpo for each of its sampled tokens.
+
+    Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups.
+    """
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
         return {}
     shaped = [shaped_rewards(g, config) for g in alive]
-    values = [_advantages(g, rewards, config) for g, rewards in zip(alive, shaped, strict=True)]
+    values: list[Any] = [_advantages(g, rewards, config) for g, rewards in zip(alive, shaped, strict=True)]
     are_equal = is_dead(np.concatenate([rewards_of(g) for g in alive]))
     if config.algorithm.reward_scale == "batch" and not are_equal:
         scale = np.concatenate(shaped).std(ddof=1) + EPS
@@ -167,12 +211,14 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
 
 
-def _advantages(group: Group, rewards: Floats, config: Config) -> Floats:
-    """[G], as far as they follow from the group alone. rewards: of the task, or shaped."""
+def _advantages(group: Group, rewards: Floats, config: Config) -> PerCompletion:
+    """As step_advantages, as far as they follow from the group alone. rewards: of the task, or shaped."""
     algorithm, functions = config.algorithm, config.rewards
     if algorithm.sums_last:
         by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in functions.names]
         return normalized_sum(by_function, functions.weights)
+    if algorithm.estimator.by_turn:
+        return gigpo(group, rewards, algorithm.reward_scale, algorithm.gamma)
     scale = "none" if is_dead(rewards_of(group)) else algorithm.reward_scale
     return group_advantages(rewards, scale, algorithm.adv_estimator, group)
 

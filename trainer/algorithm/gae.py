@@ -42,12 +42,13 @@ def group_token_rewards(group: Group, config: Config) -> list[Floats]:
 
 
 def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
-    """[T]: `reward` on the last token, and −β · (log π_old − log π_ref) on every one.  arXiv 1909.08593, equation 2.
+    """[T]: `reward` on the last token, or what of it each turn earned on that turn's, and −β · (log π_old − log π_ref)
+    on every one.  arXiv 1909.08593, equation 2.
 
     reward: the completion's scalar without any KL. β = 0 reads no log-probs.
     """
     rewards = np.zeros(rollout.num_sampled)
     if beta:
         rewards -= beta * rollout.ref_log_ratios()
-    rewards[-1] += reward
+    rewards[rollout.turn_lengths().cumsum() - 1] += rollout.rewards_by_turn(reward)
     return rewards

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from common.config import Algorithm, Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import Floats, step_advantages
+from trainer.algorithm.advantages import Floats, PerCompletion, step_advantages
 from trainer.algorithm.critic_advantages import Estimates
 from trainer.algorithm.segments import Positions
-
-PerCompletion = Floats | Sequence[Floats]  # of one group: [G], or G arrays with one value per trained token
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def needs_batch_statistics(algorithm: Algorithm) -> bool:
 def needs_all_arrays(algorithm: Algorithm) -> bool:
     """Every rank reads tokens or log-probs of every group, not only lengths and rewards of those that others train."""
     is_own = algorithm.adv_estimator not in ESTIMATORS  # a user's function gets the group
-    return algorithm.kl_in_reward or algorithm.needs_critic or is_own
+    return algorithm.kl_in_reward or algorithm.needs_critic or algorithm.estimator.by_turn or is_own
 
 
 def corrects_later_steps(algorithm: Algorithm) -> bool:

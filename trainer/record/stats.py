@@ -182,8 +182,14 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
     return records
 
 
-def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, str]]:
-    """The completion in parts, by who wrote them: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]"""
+def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
+    """The completion in parts, by who wrote them: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]
+
+    Where turns had rewards of their own, the model's parts have `reward`.
+    """
     edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
     texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]
-    return [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
+    parts = [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
+    for part, reward in zip(parts[::2], rollout.turn_rewards, strict=False):
+        part["reward"] = reward
+    return parts
