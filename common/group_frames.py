@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import WireError
-from common.types import EncodedImage, FinishReason, Group, Rollout
+from common.types import EncodedImage, FinishReason, Forks, Group, Rollout
 
 Frame = bytes | memoryview
 ByToken = Mapping[str, NDArray[Any]]  # array of a Rollout -> [tokens of all completions in order, words each]
@@ -41,8 +41,9 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     environment_s: float = 0.0
     version_spans: tuple[tuple[int, int], ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    forks: Forks = ()
 
-    def check(self) -> None:
+    def check(self, prompt: int) -> None:
         """Raises ValueError if its spans do not lie in the completion, or its counts do not fit together."""
         edges = [0, *itertools.chain(*self.observed), self.length]
         has_sampled_between = not self.observed or _ascend(edges)
@@ -54,6 +55,11 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         starts, versions = [start for start, _ in self.version_spans], [version for _, version in self.version_spans]
         if starts and not (starts[0] == 0 and _ascend([*starts, self.length]) and _ascend(versions)):
             raise ValueError(f"version spans {self.version_spans} of {self.length} tokens")
+        begins, size, before = {start for start, _ in self.observed}, prompt, 0
+        for start, kept in self.forks:
+            if not (start in begins and before < start and 0 <= kept < size + start - before):
+                raise ValueError(f"forks {self.forks} of {prompt} + {self.length} tokens, observed {self.observed}")
+            before, size = start, kept
 
 
 _PLAIN = [name for name in RolloutHeader.__struct_fields__ if name != "length"]
@@ -105,7 +111,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         if self.routing and not all(rollout.length for rollout in self.rollouts):
             raise WireError("malformed", "experts of a completion without tokens")
         for rollout in self.rollouts:
-            rollout.check()
+            rollout.check(self.prompt_length)
 
 
 def write_group(group: Group) -> tuple[GroupHeader, bytes]:

@@ -129,6 +129,8 @@ def _check_images(group: Group, limits: ImageLimits | None) -> None:
         if group.images:
             raise WireError("image", f"{len(group.images)} images nobody asked for")
         return
+    if group.images and any(rollout.forks for rollout in group.rollouts):
+        raise WireError("image", "the history of a prompt with images was rewritten")
     if len(group.images) > limits.max_images:
         raise WireError("image", f"{len(group.images)} images, at most {limits.max_images} are allowed")
     tokens = 0

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
+Forks: TypeAlias = tuple[tuple[int, int], ...]
 ImageFile: TypeAlias = "bytes | memoryview | Path"  # what a file holds, or where it is
 
 
@@ -48,6 +49,17 @@ class Prompt:
     token_ids: NDArray[np.int32]  # [P] what the trainer gets; one image token for each merged patch of its images
     images: tuple[EncodedImage, ...] = ()  # in the order of their places in token_ids
     begun: str = ""  # what of the model's turn it holds, as "<think>\n": rewards read it before a completion
+
+
+def sequences(prompt: int, length: int, forks: Forks) -> list[NDArray[np.int64]]:
+    """The token sequences of a rollout, each as places in prompt ‖ completion: what the model saw, in that order.
+
+    sequences(2, 5, ((3, 3),)) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]: prompt 0 1; 2 3 4, of which 2 is kept; 5 6
+    """
+    found, ends = [np.arange(prompt)], [*(start for start, _ in forks), length]
+    for (start, kept), end in zip(((0, prompt), *forks), ends, strict=True):
+        found.append(np.concatenate([found[-1][:kept], np.arange(prompt + start, prompt + end)]))
+    return found[1:]
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,10 @@ class Rollout:
     """[C − 1, layers, k] the experts that each token met, but the last, which no engine ran. None = not recorded."""
     turn_rewards: tuple[float, ...] = ()
     """What of `reward` the environment gave with each turn; the rest is of the last. () = all of it is."""
+    forks: Forks = ()
+    """(start, kept), ascending: from completion_ids[start] on, tokens follow the first `kept` tokens of the sequence
+    before, prompt included, and not the token at start − 1: `sequences`. So goes on a rollout whose history was
+    rewritten. What that repeats was sampled once, and is observed here: an observed span begins at every start."""
 
     @property
     def num_sampled(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import FinishReason
+from common.types import FinishReason, Forks
 from sampler.in_flight import spans_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Completion:
     tool_errors: int = 0  # of these, how many gave the model an error
     environment_s: float = 0.0
     routing: NDArray[Any] | None = None  # [P + C − 1, layers, k] experts of prompt and completion; None: not recorded
+    forks: Forks = ()  # as Rollout's
 
     @property
     def num_sampled(self) -> int:

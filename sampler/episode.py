@@ -3,7 +3,8 @@
     prompt ─► turn ─► observation ─► turn ─► … ─► turn
               sampled  environment   sampled       sampled
 
-An observation that no turn follows is no part of the completion: it would be tokens without a use.
+An observation that no turn follows is no part of the completion: it would be tokens without a use. A turn may be asked
+for behind other tokens than those that were: where these end to be the same, a sequence forks (`Episode.asked`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import FinishReason, Rollout
+from common.types import FinishReason, Forks, Rollout, sequences
 from environments import Done, Message, Turn, conversation
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
@@ -46,11 +47,17 @@ class Episode:
     finish_reason: FinishReason = "stop"
     rewards: tuple[tuple[int, float], ...] = ()  # (turn, what the environment gave for it), its last word included
     state: Mapping[str, Any] = field(default_factory=dict)  # of the environment, at its end
+    forks: Forks = ()  # as Rollout's
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[C] sampled and observed, in their order."""
         return np.concatenate([np.array([], np.int32), *map(_ids, self.parts)]).astype(np.int32)
+
+    def sequence(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[K] what the next token follows: the prompt and all behind it, or what rewritten histories kept of that."""
+        whole = np.concatenate([prompt_ids, self.token_ids])
+        return whole[sequences(len(prompt_ids), len(self.token_ids), self.forks)[-1]]
 
     @property
     def num_turns(self) -> int:
@@ -77,12 +84,21 @@ class Episode:
         going = replace(self, replies=replies, seconds=self.seconds + reply.seconds, rewards=self.rewards + given)
         return replace(going, state=reply.state) if isinstance(reply, Done) else going
 
-    def observed(self, token_ids: NDArray[np.int32]) -> Episode:
+    def asked(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> Episode:
+        """Before a turn that follows exactly `token_ids`, prompt and all: an extension of the present sequence, or a
+        fork behind what both have in common, but for one token: a turn stands behind an observation. Cut short as by
+        `observed`."""
+        present = self.sequence(prompt_ids)
+        both = min(len(present), len(token_ids) - 1)
+        kept = next(iter(np.flatnonzero(present[:both] != token_ids[:both]).tolist()), both)
+        return self.observed(token_ids[kept:], () if kept == len(present) else ((len(self.token_ids), kept),))
+
+    def observed(self, token_ids: NDArray[np.int32], fork: Forks = ()) -> Episode:
         """With the observation that the next turn follows, or cut short where no turn fits behind it."""
         fits = len(self.token_ids) + len(token_ids) < self.max_tokens
         if self.num_turns >= self.max_turns or not fits:
             return replace(self, finish_reason="length")
-        return replace(self, parts=(*self.parts, token_ids))
+        return replace(self, parts=(*self.parts, token_ids), forks=self.forks + fork)
 
     def played(self) -> Played:
         """What trains: every token, with log-prob 0 where it was observed."""
@@ -102,7 +118,8 @@ class Episode:
             tool_calls=sum(reply.num_calls for reply in replies),
             tool_errors=sum(reply.num_call_errors for reply in replies),
             environment_s=self.seconds,
-            routing=_joined_routing(turns),
+            routing=_joined_routing(self.parts, self.forks),
+            forks=self.forks,
             messages=tuple(conversation(self.replies)),
             environment_reward=math.fsum(by_turn) if self.rewards else None,
             environment_state=self.state,
@@ -143,6 +160,7 @@ def as_rollout(
         c.version_spans,
         None if c.routing is None else c.routing[prompt:],
         tuple(weight * reward for reward in c.turn_rewards) if isinstance(c, Played) and weight else (),
+        c.forks,
     )
 
 
@@ -167,12 +185,20 @@ def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
     return np.concatenate(padded).astype(np.int32)
 
 
-def _joined_routing(turns: Sequence[Completion]) -> NDArray[Any] | None:
-    """Of every token from the turn that first ran it: a later one runs those behind the last whole block again."""
-    parts, known = list[NDArray[Any]](), 0
-    for turn in turns:
-        if turn.routing is None:
-            return None
-        parts.append(turn.routing[known:])
-        known = len(turn.routing)
-    return np.concatenate(parts) if parts else None
+def _joined_routing(parts: Sequence[EpisodePart], forks: Forks) -> NDArray[Any] | None:
+    """Of every token from the turn that first ran it: a later one runs those behind the last whole block again.
+
+    The last token before a fork was never run; what stands in its place is never read.
+    """
+    found, known, kept, end = list[NDArray[Any]](), 0, dict(forks), 0
+    for part in parts:
+        if end in kept:
+            found.append(found[0][:1])
+            known = kept.pop(end)
+        if isinstance(part, Completion):
+            if part.routing is None:
+                return None
+            found.append(part.routing[known:])
+            known = len(part.routing)
+        end += len(_ids(part))
+    return np.concatenate(found) if found else None

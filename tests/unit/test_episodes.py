@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.types import Problem, Prompt, Rollout
+from common.types import Group, Problem, Prompt, Rollout, sequences
+from common.wire import Envelope, decode, encode
 from environments import Done, Failed, Turn
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
@@ -259,6 +262,90 @@ def test_each_token_has_the_experts_of_the_turn_that_first_ran_it() -> None:
     rollout = as_rollout(played, None, {"a": 1.0}, 1.0, prompt=2)
     assert len(rollout.completion_ids) == 5 and rollout.routing is not None
     assert rollout.routing.flatten().tolist() == [12, 23, 24, 25]
+
+
+PROMPT = np.array([10, 11], np.int32)
+
+
+def asked(episode: Episode, *ids: int) -> Episode:
+    return episode.asked(PROMPT, np.array(ids, np.int32))
+
+
+def after(*ids: int) -> Episode:
+    """A rollout of one turn."""
+    return Episode(9, 100).sampled(turn(*ids), "").answered(seen())
+
+
+@pytest.mark.parametrize(
+    ("ids", "observed", "forks"),
+    [
+        ((10, 11, 30, END, 50), (50,), ()),
+        ((10, 11, 30, 50), (50,), ((2, 3),)),
+        ((10, 11, 50), (50,), ((2, 2),)),
+        ((10, 50), (50,), ((2, 1),)),  # some templates open a thought at the end of a prompt
+        ((50, 51), (50, 51), ((2, 0),)),
+        ((10, 11, 30), (30,), ((2, 2),)),  # the same again
+        ((10, 11, 30, END), (END,), ((2, 3),)),
+        ((10,), (10,), ((2, 0),)),
+    ],
+)
+def test_a_turn_behind_other_tokens_forks_where_they_end_to_be_the_same(ids: Any, observed: Any, forks: Any) -> None:
+    found = asked(after(30, END), *ids)
+    assert found.token_ids.tolist() == [30, END, *observed] and found.forks == forks
+    assert found.sequence(PROMPT).tolist() == list(ids)
+    played = found.sampled(turn(40, END), "").answered(Done(1.0)).played()
+    assert played.forks == forks and played.turns == 2
+    assert played.observed == ((2, 2 + len(observed)),)
+
+
+def test_all_tokens_of_a_rollout_fit_its_length_with_those_that_a_rewritten_history_repeats() -> None:
+    episode = Episode(9, 5).sampled(turn(30, END), "").answered(seen())
+    assert asked(episode, 10, 11, 50, 51).finish_reason == "stop"
+    cut = asked(episode, 10, 11, 50, 51, 52)
+    assert cut.finish_reason == "length" and cut.forks == () and cut.token_ids.tolist() == [30, END]
+
+
+histories = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(3, 5), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(histories, st.lists(st.integers(0, 2), min_size=1, max_size=3))
+def test_every_sampled_token_counts_once_behind_exactly_what_it_was_sampled_from(histories: Any, first: Any) -> None:
+    """Each history is any tokens, often the present ones and more: whatever an agent asks behind."""
+    episode, behind = Episode(9, 1000).sampled(turn(*first), ""), [PROMPT.tolist()]
+    for i, (ids, sampled) in enumerate(histories):
+        present = episode.sequence(PROMPT).tolist()
+        behind.append([*present[: len(present) - len(ids) * (i % 3)], *ids] or [0])
+        episode = asked(episode.answered(seen()), *behind[-1]).sampled(turn(*sampled), "")
+    played = episode.answered(Done(1.0)).played()
+    rollout = as_rollout(played, None, {"a": 1.0}, 1.0)
+    whole = [*PROMPT.tolist(), *rollout.completion_ids.tolist()]
+    trained = set((len(PROMPT) + np.arange(len(rollout.completion_ids))[rollout.sampled()]).tolist())
+    found = list[tuple[list[int], int]]()
+    for places in sequences(len(PROMPT), len(rollout.completion_ids), rollout.forks):
+        own = set(places.tolist()) & trained
+        found += [([whole[p] for p in places[:at]], whole[p]) for at, p in enumerate(places.tolist()) if p in own]
+        trained -= own
+    assert not trained
+    turns = zip(behind, [first, *(sampled for _, sampled in histories)], strict=True)
+    expected = [(ids + turn[:t], turn[t]) for ids, turn in turns for t in range(len(turn))]
+    assert found == expected
+    group = Group(0, 0, 0, PROMPT, (rollout, rollout))
+    arrived = decode(encode(Envelope("", "", ""), group))[1]
+    assert isinstance(arrived, Group) and [r.forks for r in arrived.rollouts] == [rollout.forks] * 2
+
+
+def test_experts_of_a_forked_rollout_are_those_of_the_turn_that_first_ran_each_token() -> None:
+    """The second turn runs 10 11 50 40; in the place of the END before it stands what nobody reads."""
+    first, second = (np.arange(n, dtype=np.uint8).reshape(n, 1, 1) + base for n, base in ((3, 10), (4, 20)))
+    episode = Episode(3, 20).sampled(replace(turn(30, END), routing=first), "").answered(seen())
+    episode = asked(episode, 10, 11, 50).sampled(replace(turn(40, END), routing=second), "")
+    rollout = as_rollout(episode.answered(Done(None)).played(), None, {"a": 1.0}, 1.0, prompt=2)
+    assert rollout.routing is not None and len(rollout.completion_ids) == 5
+    assert rollout.routing.flatten().tolist()[:1] == [12] and rollout.routing.flatten().tolist()[2:] == [22, 23]
 
 
 def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:

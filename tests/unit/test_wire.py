@@ -72,6 +72,16 @@ def random_rollout(rng: random.Random, with_ref: bool, support: int) -> Rollout:
     )
 
 
+def forked(rng: random.Random, prompt: int, rollout: Rollout) -> Rollout:
+    """With forks at some of what was observed."""
+    forks, before, size = list[tuple[int, int]](), 0, prompt
+    for start, _ in rollout.observed:
+        if rng.random() < 0.5:
+            forks.append((start, rng.randrange(size + start - before)))
+            before, size = forks[-1]
+    return replace(rollout, forks=tuple(forks))
+
+
 def routed(group: Group, dtype: Any = np.uint8, seed: int = 0) -> Group:
     """With 2 of 8 experts in 3 layers for every token but the last of each completion."""
     numbers = np.random.default_rng(seed)
@@ -94,6 +104,7 @@ def random_group(rng: random.Random) -> Group:
         images=tuple(EncodedImage(rng.randbytes(rng.randrange(9)), (1, 2, 2)) for _ in range(rng.randrange(3))),
         failures=("timed out", "ünder\0")[: rng.randrange(3)],
     )
+    group = replace(group, rollouts=tuple(forked(rng, len(group.prompt_ids), r) for r in group.rollouts))
     whole = all(len(r.completion_ids) for r in group.rollouts)
     return routed(group, rng.choice([np.uint8, np.uint16]), rng.randrange(2**32)) if whole else group
 
@@ -256,7 +267,13 @@ def rollout_with(**changes: Any) -> list[bytes]:
 
 
 def test_the_builders_make_messages_that_are_accepted() -> None:
-    for frames in (sealed(header_with(BYE)), group_with(), rollout_with(tool_calls=2, tool_errors=2)):
+    for frames in (
+        sealed(header_with(BYE)),
+        group_with(),
+        rollout_with(tool_calls=2, tool_errors=2),
+        rollout_with(forks=[[2, 0]]),
+        rollout_with(forks=[[1, 1], [3, 2]], turns=3, observed=[[1, 2], [3, 4]]),
+    ):
         assert not refused(frames)
 
 
@@ -288,6 +305,15 @@ def test_the_builders_make_messages_that_are_accepted() -> None:
         (rollout_with(observed=[[3, 2]]), "malformed"),
         (rollout_with(observed=[[1, 2], [2, 4]], turns=3), "malformed"),  # one span, not two
         (rollout_with(observed=[[3, 4], [1, 2]], turns=3), "malformed"),
+        (rollout_with(forks=[[2, 3]]), "malformed"),  # all 3 tokens are kept: no fork
+        (rollout_with(forks=[[2, -1]]), "malformed"),
+        (rollout_with(forks=[[1, 1]]), "malformed"),  # sampled behind other tokens than it follows
+        (rollout_with(forks=[[3, 1]]), "malformed"),  # the sequence before ends with what was observed
+        (rollout_with(forks=[[5, 1]]), "malformed"),  # no token follows
+        (rollout_with(forks=[[2, 1], [2, 0]]), "malformed"),
+        (rollout_with(forks=[[3, 1], [1, 1]], turns=3, observed=[[1, 2], [3, 4]]), "malformed"),
+        (rollout_with(forks=[[1, 1], [3, 3]], turns=3, observed=[[1, 2], [3, 4]]), "malformed"),  # 3 tokens: all kept
+        (rollout_with(forks=[[2, 2**63]]), "malformed"),
         (rollout_with(turns=1), "malformed"),
         (rollout_with(tool_calls=1, tool_errors=2), "malformed"),
         (rollout_with(tool_errors=-1), "malformed"),
@@ -363,6 +389,7 @@ def group_of(**changes: Any) -> Group:
         (both_of(make_rollout(ref_logprobs=array(-1, 0.0009))), SCORED),
         (group_of(failures=("x" * 500,)), IN_TURNS | {"num_generations": 3}),
         (make_group(0, 0, make_rollout(), of_two_turns()), IN_TURNS),
+        (make_group(0, 0, make_rollout(), of_two_turns(forks=((2, 1),))), IN_TURNS),
         (both_of(of_two_turns(sampling_mask=SET, **REF)), IN_TURNS | SCORED | FILTERED),
         (both_of(kept([3, 0], [4, -1])), FILTERED),
         (routed(make_group(0)), EXPERTS),

@@ -15,7 +15,7 @@ from common.group_limits import ImageLimits, Limits, check_group, picture_size
 from common.types import EncodedImage, Group
 from common.wire import Envelope, decode, encode
 from model.images import decode_patches, encode_image
-from tests.support.protocol_helpers import LIMITS, make_group
+from tests.support.protocol_helpers import LIMITS, make_group, of_two_turns
 from tests.support.speed import overdue
 from tests.support.vision import PLAIN, picture
 from tests.unit.test_wire import damage, sealed
@@ -118,6 +118,12 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 )
 def test_images_that_do_not_fit_their_prompt_are_refused(group: Group, why: str) -> None:
     assert why in reason_of(group)
+
+
+def test_a_fork_is_refused_where_the_prompt_has_images() -> None:
+    limits, forked = replace(SEES, max_turns=2), of_two_turns(forks=((2, 1),))
+    assert reason_of(replace(group_of(), rollouts=(forked, forked)), limits) == ""
+    assert "history" in reason_of(replace(group_of(SMALL), rollouts=(forked, forked)), limits)
 
 
 def test_an_image_is_refused_where_prompts_are_text_alone() -> None:
