@@ -4,6 +4,7 @@ Causal inside the prompt; every completion sees the prompt and its own past, nev
 keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares them
 in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of G
 rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+Where completions fork, each sequence is attended for itself, behind the keys and values that it shares.
 On a GPU there is no mask at all: see `_past`.
 
 What a layer wishes besides is done here as transformers does it: a window, a soft cap of the scores, sinks.
@@ -19,6 +20,7 @@ refused, and which layout.py finds out when a model is loaded.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +76,9 @@ def _refuse(names: Sequence[str], wishes: dict[str, Any]) -> None:
 def options(base: Any, row: PackedRow) -> dict[str, Any]:
     """What a forward without cache is told of a row besides its tokens. base: transformers' model of a text."""
     if base.config._attn_implementation != NAME:
-        assert sum(len(span.completions) for span in row.spans) <= 1, "these layers would mix the sequences of a row"
+        assert sum(len(span.completions + span.forks) for span in row.spans) <= 1, (
+            "these layers would mix the sequences of a row"
+        )
         return {} if row.vision is None else {"position_ids": row.position_ids}
     ranks = {} if row.shard is None else {"sequence_group": row.shard.group}
     return {"position_ids": row.position_ids, "spans": row.spans, **ranks}
@@ -116,6 +120,8 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
 
 def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
     """One group: [1, H, prompt + Σ completions, d]."""
+    if span.forks:
+        return _tree_attention(query, key, value, span, kind)
     begin = span.start + span.prompt
     end = begin + sum(span.completions)
     alone = len(span.completions) <= 1  # nothing to share: one causal sequence
@@ -132,6 +138,34 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
     completions = flat[real]  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
+
+
+def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
+    """As `_span_attention`, where completions fork: what each sequence adds sees that behind what it shares."""
+    edges = [[0, *(start for start, _ in forks), n] for n, forks in zip(span.completions, span.forks, strict=True)]
+    sizes = [span.prompt, *(end - start for of in edges for start, end in itertools.pairwise(of))]
+    tokens = slice(span.start, span.start + sum(sizes))
+    parts = zip(*(x[:, :, tokens].split(sizes, 2) for x in (query, key, value)), strict=True)  # one gradient for all
+    q, k, v = next(parts)
+    prompt, outputs = (k, v), [_attend(q, k, v, kind)]
+    for forks in span.forks:
+        seen = [prompt]
+        for shared in (span.prompt, *(kept for _, kept in forks)):
+            q, k, v = next(parts)
+            seen = [*_first(seen, shared), (k, v)]
+            keys, values = (torch.cat(x, 2) for x in zip(*seen, strict=True))
+            outputs.append(_attend(q, keys, values, kind))
+    return torch.cat(outputs, 2)
+
+
+def _first(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[tuple[Tensor, Tensor]]:
+    """The first tokens of a sequence in parts."""
+    taken = []
+    for k, v in parts:
+        if count > 0:
+            taken.append((k[:, :, :count], v[:, :, :count]))
+        count -= k.shape[2]
+    return taken
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, kind: _Kind) -> Tensor:

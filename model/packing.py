@@ -11,8 +11,10 @@ This is the only place that shifts: whoever holds log-probs of `target_ids` neve
 entry of `target_ids` is a token that trains, for `select` takes the others out: those that a tool or an environment
 wrote into a completion are inputs at their positions like all others, and targets nowhere. "separate" makes one row of
 each completion with its prompt, padded at its end: the usual dense batch, slower, for models whose layers cannot share
-a prompt (layout.py). Both have the same targets in the same order, so nothing else knows the difference. A row carries
-the images of its prompts; what they are to a model is added by vision.py. Left out: splitting a group over rows.
+a prompt (layout.py). A completion that forks is a tree: what follows a fork (start, kept) goes on behind the first
+`kept` tokens of the sequence before, which are computed once; of separate rows each sequence has its own. Both have the
+same targets in the same order, so nothing else knows the difference. A row carries the images of its prompts; what they
+are to a model is added by vision.py. Left out: splitting a group over rows.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.types import EncodedImage
+from common.types import EncodedImage, Forks, sequences
 
 Packing = Literal["shared", "separate"]
 Tokens = Sequence[int]
@@ -40,6 +42,7 @@ class Span:
     start: int
     prompt: int
     completions: tuple[int, ...]
+    forks: tuple[Forks, ...] = ()  # of each completion; empty = none has any
 
 
 @dataclass(frozen=True)
@@ -124,34 +127,50 @@ def pack(
     packing: Packing = "shared",
     images: Sequence[tuple[EncodedImage, ...]] = (),
     routing: Sequence[tuple[Experts, Sequence[Experts]]] = (),
+    forks: Sequence[Sequence[Forks]] = (),
 ) -> PackedRow:
     """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty.
 
     images: of each group's prompt, in the order of their places in it; empty if no group has any.
     routing: of each group's prompt and completions, as Group and Rollout have it; empty if no group has any.
+    forks: of each group's completions, as Rollout has them; empty if none has any.
     """
+    forks = forks or [[()] * len(completions) for _, completions in groups]
     if packing == "shared":
-        row = _packed(groups)
+        row = _packed(groups, forks)
     else:
         if any(images):
-            images = [of for (_, completions), of in zip(groups, images, strict=True) for _ in completions]
-        routing = [(prompt, [completion]) for prompt, completions in routing for completion in completions]
-        row = _padded([(prompt, completion) for prompt, completions in groups for completion in completions])
+            images = [of for of, forked in zip(images, forks, strict=True) for f in forked for _ in ((), *f)]
+        row = _padded(groups, forks)
     if routing:
-        row = replace(row, routing=_routing(routing, 0 if packing == "shared" else row.input_ids.shape[1]))
+        longest = 0 if packing == "shared" else row.input_ids.shape[1]
+        row = replace(row, routing=_routing(routing, forks, longest))
     return replace(row, images=tuple(images)) if any(images) else row
 
 
-def _routing(routing: Sequence[tuple[Experts, Sequence[Experts]]], longest: int) -> Tensor:
-    """-1 where the sampler ran no token: at the last of each completion, and in padding up to `longest`."""
+def _routing(
+    routing: Sequence[tuple[Experts, Sequence[Experts]]], forks: Sequence[Sequence[Forks]], longest: int
+) -> Tensor:
+    """-1 where the sampler ran no token: at the last of each sequence, and in padding up to `longest`."""
     free = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
     parts = []
-    for prompt, completions in routing:
-        parts.append(prompt)
-        for completion in completions:
-            parts += [completion, free]
-            parts += [free] * max(0, longest - len(prompt) - len(completion) - 1)
+    for (prompt, completions), of_group in zip(routing, forks, strict=True):
+        parts += [] if longest else [prompt]
+        for completion, forked in zip(completions, of_group, strict=True):
+            whole = np.concatenate([prompt, completion, free])
+            whole[[len(prompt) + start - 1 for start, _ in forked]] = -1
+            if not longest:
+                parts.append(whole[len(prompt) :])
+                continue
+            for _, places in _sequences(len(prompt), len(completion) + 1, forked):
+                parts += [whole[places], np.repeat(free, longest - len(places), 0)]
     return torch.from_numpy(np.concatenate(parts).astype(np.int16))
+
+
+def _sequences(prompt: int, completion: int, forks: Forks) -> list[tuple[int, NDArray[np.int64]]]:
+    """(tokens that it shares with the one before, places of all its tokens) of each sequence of a completion."""
+    shared = (prompt, *(kept for _, kept in forks))
+    return list(zip(shared, sequences(prompt, completion, forks), strict=True))
 
 
 def common_packing(*packings: Packing) -> Packing:
@@ -184,44 +203,55 @@ def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
     )
 
 
-def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> PackedRow:
+def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[Sequence[Forks]]) -> PackedRow:
     ids: list[int] = []
     positions: list[int] = []
     sources: list[int] = []
     targets: list[int] = []
     spans: list[Span] = []
-    for prompt, completions in groups:
+    for (prompt, completions), of_group in zip(groups, forks, strict=True):
         start = len(ids)
-        last_prompt_position = start + len(prompt) - 1
-        spans.append(Span(start, len(prompt), tuple(len(c) for c in completions)))
+        lengths = tuple(len(c) for c in completions)
+        spans.append(Span(start, len(prompt), lengths, tuple(of_group) if any(of_group) else ()))
         ids.extend(prompt)  # `+=` would let a NumPy array add itself elementwise
         positions.extend(range(len(prompt)))
-        for completion in completions:
-            begin = len(ids)
+        for completion, forked in zip(completions, of_group, strict=True):
+            behind = len(ids) - len(prompt)
             ids.extend(completion)
-            positions.extend(range(len(prompt), len(prompt) + len(completion)))
-            sources.extend([last_prompt_position, *range(begin, begin + len(completion) - 1)])
             targets.extend(completion)
+            for shared, places in _sequences(len(prompt), len(completion), forked):
+                positions.extend(range(shared, len(places)))
+                before = places[_before(shared, places)]
+                sources.extend((before + np.where(before < len(prompt), start, behind)).tolist())
     lengths = tuple(length for span in spans for length in span.completions)
     return _row([ids], [positions], tuple(spans), sources, targets, lengths)
 
 
-def _padded(pairs: Sequence[tuple[Tokens, Tokens]]) -> PackedRow:
+def _before(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+    """What predicts each token behind those that are shared. Nothing predicts the first of all, which is observed."""
+    return np.maximum(np.arange(shared, len(sequence)) - 1, 0)
+
+
+def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[Sequence[Forks]]) -> PackedRow:
     """A row each. Padding stands at the end, where no layer that goes from left to right shows it to a real token."""
-    sequences = [[*prompt, *completion] for prompt, completion in pairs]
-    longest = max(map(len, sequences))
-    sources = [
-        row * longest + position
-        for row, (prompt, completion) in enumerate(pairs)
-        for position in range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    flat = [
+        (prompt, completion, forked)
+        for (prompt, completions), of_group in zip(groups, forks, strict=True)
+        for completion, forked in zip(completions, of_group, strict=True)
     ]
+    rows = [
+        (shared, np.array([*prompt, *completion])[places].tolist())
+        for prompt, completion, forked in flat
+        for shared, places in _sequences(len(prompt), len(completion), forked)
+    ]
+    longest = max(len(sequence) for _, sequence in rows)
     return _row(
-        [sequence + [0] * (longest - len(sequence)) for sequence in sequences],
-        [list(range(longest))] * len(sequences),
+        [sequence + [0] * (longest - len(sequence)) for _, sequence in rows],
+        [list(range(longest))] * len(rows),
         (),
-        sources,
-        [token for _, completion in pairs for token in completion],
-        tuple(len(completion) for _, completion in pairs),
+        [i * longest + t for i, row in enumerate(rows) for t in _before(*row).tolist()],
+        [token for _, completion, _ in flat for token in completion],
+        tuple(len(completion) for _, completion, _ in flat),
     )
 
 

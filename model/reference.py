@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from common.types import EncodedImage
+from common.types import EncodedImage, Forks
 from common.watchdog import report_progress
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
@@ -70,9 +70,11 @@ class Reference:
         completion_ids: Sequence[NDArray[np.int32]],
         sampling_mask: Sequence[NDArray[np.int32] | None] = (),
         images: tuple[EncodedImage, ...] = (),
+        forks: Sequence[Forks] = (),
     ) -> list[NDArray[np.float32]]:
         """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
-        row = pack([(prompt_ids.tolist(), [c.tolist() for c in completion_ids])], self.packing, [images])
+        groups = [(prompt_ids.tolist(), [c.tolist() for c in completion_ids])]
+        row = pack(groups, self.packing, [images], forks=[forks] if forks else ())
         logprobs = self.score(row.with_sampling_mask(sampling_mask)).cpu()
         return [part.numpy() for part in logprobs.split(row.lengths)]
 

@@ -265,7 +265,8 @@ class Sampler:
         ref_logprobs: list[Any] = [None] * len(completions)
         if self.reference is not None:
             masks = [c.sampling_mask for c in completions]
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images)
+            forks = [c.forks for c in completions]
+            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images, forks)
             self.stats["total/reference_s"] += time.monotonic() - start
         rollouts = tuple(
             as_rollout(c, ref, rewards, reward, len(prompt.token_ids), self.config.rewards.environment_weight)

@@ -13,7 +13,7 @@ from common.types import Group, Rollout
 from tests.support import oracle
 from tests.support.gloo_data import BETA, GAE, GROUP_PPO, NUM_STEPS, TEMPERATURE, TRAINER, batch
 from tests.support.oracle import Objective, ScoredCompletion
-from tests.support.tiny import dense_scores, dense_values
+from tests.support.tiny import branches, dense_scores, dense_values
 
 BETA1 = 0.9  # of Adam: after one step exp_avg is (1 − beta1) · gradient
 PLAIN_ROUNDING = 2e-6  # the engine's float32 against float64; 8e-7 as measured
@@ -79,8 +79,13 @@ class PlainTraining:
     def scores(self, group: Group) -> list[tuple[Tensor, Tensor]]:
         """(log-probs, entropies) of what the model wrote of every completion."""
         prompt = group.prompt_ids.tolist()
-        scores = [dense_scores(self.model, prompt, r.completion_ids.tolist(), TEMPERATURE) for r in group.rollouts]
-        return [(a[own(r)], b[own(r)]) for r, (a, b) in zip(group.rollouts, scores, strict=True)]
+        return [self._scores(prompt, r) for r in group.rollouts]
+
+    def _scores(self, prompt: list[int], rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Each sequence for itself."""
+        parts = [dense_scores(self.model, *of, TEMPERATURE) for of in branches(prompt, rollout)]
+        logprobs, entropies = (torch.cat(x)[own(rollout)] for x in zip(*parts, strict=True))
+        return logprobs, entropies
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""
@@ -136,7 +141,8 @@ class PlainActorCritic(PlainTraining):
 
     def values(self, group: Group) -> list[Tensor]:
         prompt = group.prompt_ids.tolist()
-        return [dense_values(self.critic, prompt, r.completion_ids.tolist())[own(r)] for r in group.rollouts]
+        values = [[dense_values(self.critic, *of) for of in branches(prompt, r)] for r in group.rollouts]
+        return [torch.cat(parts)[own(r)] for r, parts in zip(group.rollouts, values, strict=True)]
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """Of every token, whitened. With old values and returns they are fixed before the first update on the batch."""

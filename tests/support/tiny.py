@@ -158,6 +158,34 @@ def in_turns(group: Group) -> Group:
     return dataclasses.replace(group, rollouts=tuple(map(observed, group.rollouts)))
 
 
+def in_forks(group: Group) -> Group:
+    """As `in_turns`; what was observed follows all but a token of the sequence before, or half of it, or nothing."""
+
+    def forked(i: int, rollout: Rollout) -> Rollout:
+        forks, before, size = list[tuple[int, int]](), 0, len(group.prompt_ids)
+        for start, _ in rollout.observed:
+            size += start - before
+            kept = (size - 1, size // 2, 0)[(i + len(forks)) % 3]
+            forks.append((start, kept))
+            before, size = start, kept
+        return dataclasses.replace(rollout, forks=tuple(forks))
+
+    turns = in_turns(group)
+    return dataclasses.replace(turns, rollouts=tuple(forked(i, r) for i, r in enumerate(turns.rollouts)))
+
+
+def branches(prompt: Sequence[int], rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """(what it begins with, its own tokens) of each sequence of a rollout, token by token."""
+    sequence, kept, found = list(prompt), dict(rollout.forks), list[tuple[list[int], list[int]]]()
+    for t, token in enumerate(rollout.completion_ids.tolist()):
+        if t == 0 or t in kept:
+            sequence = sequence[: kept.get(t, len(sequence))]
+            found.append((list(sequence), []))
+        sequence.append(token)
+        found[-1][1].append(token)
+    return found
+
+
 def random_group(
     group_id: int, vocab_size: int, rewards: Sequence[float], *, beta: float = 0.0, longest: int = 12
 ) -> Group:

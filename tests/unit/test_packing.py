@@ -6,7 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.types import Forks
 from model.packing import Packing, Span, pack, select
+from tests.support.protocol_helpers import make_rollout
+from tests.support.tiny import branches
 
 tokens = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 groups_of_tokens = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size=4)), min_size=1, max_size=4)
@@ -76,6 +79,56 @@ def test_every_target_is_predicted_from_the_token_before_it_in_its_own_sequence(
     ):
         assert target == sequence[place]
         assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
+
+
+@st.composite
+def forked_groups(draw: st.DrawFn) -> tuple[Groups, list[list[Forks]]]:
+    """What agents that rewrite their histories as they like may leave."""
+    groups, forks = draw(groups_of_tokens), list[list[Forks]]()
+    for prompt, completions in groups:
+        forks.append([])
+        for completion in completions:
+            starts = draw(st.sets(st.integers(1, len(completion)), max_size=3)) - {len(completion)}
+            found, before, size = list[tuple[int, int]](), 0, len(prompt)
+            for start in sorted(starts):
+                found.append((start, draw(st.integers(0, size + start - before - 1))))
+                before, size = found[-1]
+            forks[-1].append(tuple(found))
+    return groups, forks
+
+
+@given(forked_groups(), st.sampled_from(["shared", "separate"]))
+def test_of_forked_completions_every_token_is_a_target_once_behind_the_token_before_it_in_its_own_sequence(
+    given: tuple[Groups, list[list[Forks]]], packing: Packing
+) -> None:
+    groups, forks = given
+    each = [(p, np.array(c), f) for (p, cs), of in zip(groups, forks, strict=True) for c, f in zip(cs, of, strict=True)]
+    walked = [(p, branches(p, make_rollout(tuple(c), forks=f))) for p, c, f in each]
+    experts = [
+        (np.zeros((len(prompt), 1, 1)), [np.zeros((len(c) - 1, 1, 1)) for c in completions])
+        for prompt, completions in groups
+    ]
+    row = pack(groups, packing, routing=experts, forks=forks)
+    ids, positions = row.input_ids.flatten().tolist(), row.position_ids.flatten().tolist()
+    targets = zip(row.target_ids.tolist(), row.source_index.tolist(), strict=True)
+    for _, of_completion in walked:
+        for begin, own in of_completion:
+            sequence = begin + own
+            for place in range(len(begin), len(sequence)):
+                target, source = next(targets)
+                assert target == sequence[place]
+                if place:
+                    assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
+    assert next(targets, None) is None
+    assert row.lengths == tuple(len(c) for _, c, _ in each)
+    num_sequences = sum(len(of) for _, of in walked)
+    if packing == "shared":
+        assert len(ids) == sum(len(p) + sum(map(len, cs)) for p, cs in groups), "what is shared is computed once"
+    else:
+        assert row.input_ids.shape[0] == num_sequences
+    assert row.routing is not None and row.routing.shape == (len(ids), 1, 1)
+    ends = num_sequences + (len(ids) - sum(len(b + o) for _, of in walked for b, o in of)) * (packing == "separate")
+    assert (row.routing == -1).sum() == ends, "the last token of each sequence, and padding"
 
 
 @given(groups_of_tokens)

@@ -201,7 +201,7 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
 def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_group(tmp_path: Path) -> None:
     images, given = (EncodedImage(b"png", (1, 2, 2)),), []
 
-    def logprobs(prompt_ids: Any, ids: Any, masks: Any, shown: Any) -> list[Any]:
+    def logprobs(prompt_ids: Any, ids: Any, masks: Any, shown: Any, forks: Any) -> list[Any]:
         given.append(shown)
         return [np.full(len(completion), -0.5, np.float32) for completion in ids]
 

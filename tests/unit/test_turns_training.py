@@ -20,15 +20,16 @@ from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
 from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, group, settings
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
-from tests.support.tiny import VOCAB_SIZE, in_turns, tiny_model, tiny_reward_model
+from tests.support.tiny import VOCAB_SIZE, in_forks, in_turns, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
 from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import estimate, estimate_segments
 from trainer.algorithm.losses import loss, token_objective
 from trainer.data import tensors
 from trainer.data.experience import Experience, score_rewards, with_estimates
+from trainer.data.micro_batches import work_of
 
-GROUPS = [in_turns(group(g)) for g in range(2)]
+GROUPS = [in_turns(group(0)), in_forks(group(1))]
 
 
 def rollout(length: int, observed: tuple[tuple[int, int], ...], reward: float, **changes: Any) -> Rollout:
@@ -66,6 +67,37 @@ def test_a_rollout_of_two_turns_by_hand() -> None:
     assert batch.old_logprobs.tolist() == [-1, -2, -5, -6, -1, -2]
     assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-1.5, -2.5, -5.5, -6.5, -1.5, -2.5]
     assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
+
+
+THREE_TURNS = rollout(9, ((2, 4), (6, 7)), 1.0, forks=((2, 1), (6, 4)))
+FORKED = Group(0, 0, 0, np.array([5, 6], np.int32), (THREE_TURNS, rollout(2, (), 0.0)))
+
+
+def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
+    """It writes 10 11 behind 5 6, then 14 15 behind 5 12 13, then 17 18 behind 5 12 13 14 16."""
+    of = config(scale_rewards="none", beta=0.1, loss_type="bnpo")
+    batch = micro_batch(FORKED, of)
+    assert batch.row.input_ids.tolist() == [[5, 6, 10, 11, 12, 13, 14, 15, 16, 17, 18, 10, 11]]
+    assert batch.row.position_ids.tolist() == [[0, 1, 2, 3, 1, 2, 3, 4, 4, 5, 6, 2, 3]]
+    assert batch.row.target_ids.tolist() == [10, 11, 14, 15, 17, 18, 10, 11]
+    assert batch.row.source_index.tolist() == [1, 2, 5, 6, 8, 9, 1, 11]
+    assert batch.row.lengths == (6, 2) and batch.advantages.tolist() == [0.5] * 6 + [-0.5] * 2
+    assert batch.old_logprobs.tolist() == [-1, -2, -5, -6, -8, -9, -1, -2]
+    assert batch.weights.tolist() == pytest.approx([1 / 8] * 8), "tokens, however many sequences"
+    assert micro_batch(FORKED, config(scale_rewards="none", beta=0.1)).weights.tolist() == pytest.approx(
+        [1 / 2 / 6] * 6 + [1 / 2 / 2] * 2
+    ), "rollouts, however many sequences"
+    scored = score_rewards([Experience(FORKED)], of)
+    separate = tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, "separate").row
+    assert separate.input_ids.tolist() == [
+        [5, 6, 10, 11, 0, 0, 0],
+        [5, 12, 13, 14, 15, 0, 0],
+        [5, 12, 13, 14, 16, 17, 18],
+        [5, 6, 10, 11, 0, 0, 0],
+    ]
+    assert separate.source_index.tolist() == [1, 2, 9, 10, 18, 19, 22, 23]
+    assert work_of(scored, of.algorithm, "separate", None).tokens == 28
+    assert work_of(scored, of.algorithm, "shared", None).tokens == 13
 
 
 def test_gae_steps_from_sampled_token_to_sampled_token() -> None:

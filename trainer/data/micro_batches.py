@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.config import Algorithm
-from common.types import Group
+from common.types import Group, sequences
 from model.dims import ModelDims
 from model.packing import Packing
 from trainer.data.experience import Experience
@@ -86,9 +86,13 @@ def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing,
         unmasked = unmasked_completions(e.group, algorithm)
         # a critic learns from every completion, and its values are needed before there are advantages
         if isinstance(e.group, Group) and unmasked and (algorithm.needs_critic or trained_completions(e, algorithm)):
-            lengths = [len(e.group.rollouts[i].completion_ids) for i in unmasked]
+            rollouts, prompt = [e.group.rollouts[i] for i in unmasked], len(e.group.prompt_ids)
+            lengths = [len(r.completion_ids) for r in rollouts]
+            if packing == "separate" and any(r.forks for r in rollouts):  # a row for each sequence
+                of_all = [sequences(prompt, n, r.forks) for n, r in zip(lengths, rollouts, strict=True)]
+                lengths = [len(places) - prompt for of in of_all for places in of]
             patches = [math.prod(image.grid_thw) for image in e.group.images]
-            return work(len(e.group.prompt_ids), lengths, packing, model, patches)
+            return work(prompt, lengths, packing, model, patches)
     return NOTHING
 
 

@@ -205,7 +205,8 @@ def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
         return filler_row()
     rows = [(p.group.prompt_ids.tolist(), [r.completion_ids.tolist() for r, _ in p.completions()]) for p in parts]
     completions = [completion for part in parts for completion in part.completions()]
-    row = pack(rows, packing, [p.group.images for p in parts], _routing(parts)).with_sampling_mask(
+    forks = [[r.forks for r, _ in p.completions()] for p in parts]
+    row = pack(rows, packing, [p.group.images for p in parts], _routing(parts), forks).with_sampling_mask(
         [r.sampling_mask for r, _ in completions]
     )
     if all(isinstance(at, slice) for _, at in completions):
