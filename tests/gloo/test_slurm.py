@@ -1,6 +1,7 @@
 """Jobs of a real Slurm that train over two nodes: whatever ends them, the step is saved and the next start equals."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -43,19 +44,26 @@ def expected(trainers: Stack) -> dict[str, str]:
 PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
 
 
+# Some time before the walltime Slurm sends USR1, to the batch script alone.
 @pytest.mark.parametrize(
-    ("name", "partition", "command", "state"),
+    ("name", "nodes", "command", "state"),
     [
-        ("scancel", "low", ("scancel", "JOB"), "CANCELLED"),
-        ("gentle", "low", ("scancel", "--signal=TERM", "JOB"), "FAILED"),
-        ("walltime", "low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),  # as Slurm sends it then
-        ("requeue", "low", ("scontrol", "requeue", "JOB"), "PENDING"),
-        ("preempted", "low", PREEMPTS, "PENDING"),
-        ("grace", "grace", PREEMPTS, "PENDING"),
+        ("scancel", "--nodes=2 --partition=low", ("scancel", "JOB"), "CANCELLED"),
+        ("gentle", "--nodes=2 --partition=low", ("scancel", "--signal=TERM", "JOB"), "FAILED"),
+        (
+            "walltime",
+            "--nodes=2 --partition=low",
+            ("scancel", "--batch", "--signal=USR1", "JOB"),
+            "PENDING",
+        ),  # as Slurm sends it then
+        ("alone", "--nodes=1 --partition=low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),
+        ("requeue", "--nodes=2 --partition=low", ("scontrol", "requeue", "JOB"), "PENDING"),
+        ("preempted", "--nodes=2 --partition=low", PREEMPTS, "PENDING"),
+        ("grace", "--nodes=2 --partition=grace", PREEMPTS, "PENDING"),
     ],
 )
 def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_never_ended(
-    name: str, partition: str, command: tuple[str, ...], state: str,
+    name: str, nodes: str, command: tuple[str, ...], state: str,
     cluster: Slurm, trainers: Stack, expected: dict[str, str],
 ) -> None:  # fmt: skip
     folder = trainers.folder / name
@@ -63,7 +71,7 @@ def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_ne
     config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
     path = trainers.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    assert slurm.main([str(path), "--nodes=2", f"--partition={partition}"]) == 0
+    assert slurm.main([str(path), *nodes.split()]) == 0
     submit = ("sbatch", "--parsable", f"{folder}.sbatch")
     cluster.env |= ENVIRONMENT
     job = cluster(*submit)
@@ -81,6 +89,7 @@ def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_ne
 
     until(lambda: cluster("sinfo", "-h", "-p", "low", "-o", "%D %t") == "3 idle", 60)
     if state == "PENDING":
+        time.sleep(2)  # of a start in the second of the end slurmd says "Job credential revoked"; Slurm waits minutes
         until(lambda: "StartTime" not in cluster("scontrol", "update", f"job={job}", "StartTime=now"), 10)
     else:
         job = cluster(*submit)
