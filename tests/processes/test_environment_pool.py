@@ -144,7 +144,7 @@ def test_async_environments_and_rewards_at_the_end(file):
             "broke the protocol",
         ),
         ("raise ValueError('bad value')", "error", "step raised ValueError: bad value"),
-        ("global answer; answer = None", "error", "step returned None, expected text, messages or Done(reward)"),
+        ("global answer; answer = None", "error", "step returned None, expected text, messages, either with a"),
         ("global answer; answer = [{'role': 'user'}]", "error", "as a message, expected"),
         ("global answer; answer = Done(float('nan'))", "error", "gave the reward nan"),
         ("global answer; answer = 'x' * 2_000_000", "error", "bytes, more than"),
