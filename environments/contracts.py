@@ -19,7 +19,7 @@ from common.functions import check_parameters, describe, parameters_of, short_na
 from common.outcomes import await_all, finite_number, shorten
 from common.worker import encode
 from environments import Done, Message, Turn
-from environments.tools import Toolbox
+from environments.tools import NO_CALLS, Calls, Toolbox
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
 _LARGEST_STATE = 1 << 16  # bytes of an attribute
@@ -32,7 +32,6 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
     environment: str | None
     tools: list[str]
     arguments: dict[str, Any] = {}  # rollout.environment_kwargs
-    parser: str = "hermes"
     columns: list[str] | None = None  # null: the signature of reset is not checked
 
 
@@ -53,11 +52,11 @@ class Found:
     def instance(self) -> Instance:
         """A fresh one. Raises BrokenEnvironment."""
         if self._make is None:
-            return Instance(None, Toolbox(self._tools, self._setup.parser))
+            return Instance(None, Toolbox(self._tools))
         target = _called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
-        return Instance(target, Toolbox(_methods(target), self._setup.parser))
+        return Instance(target, Toolbox(_methods(target)))
 
     def checked(self) -> Instance:
         """A first instance, with everything looked at that a run will call. Raises UserError."""
@@ -108,9 +107,9 @@ class Instance:
             return Turn(appended=given)
         return Turn(messages_of(given, "reset"))
 
-    def step(self, completion: str) -> Turn | Done:
+    def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
         if self.toolbox is not None:
-            return self.toolbox.answer(completion) or self.finish()
+            return self.toolbox.answer(calls) or self.finish()
         given = _called("step", self.target.step, completion)
         if not isinstance(given, Done):
             given, reward = given if _has_reward(given) else (given, None)

@@ -23,6 +23,7 @@ from common.worker.owner import LostError, StartError, Worker, Workers
 from environments import Failed, Reply, Turn
 from environments.contracts import EnvironmentSetup
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
+from environments.tools import NO_CALLS, Calls
 
 _BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
 _MAX_MEMORY = 2 << 30  # of each environment's process
@@ -44,7 +45,7 @@ class EnvironmentPool:
         with EnvironmentPool(config.rollout, columns=["question", "answer"]) as pool:
             pool.start(("group 7", 0), {"question": "6*4?", "answer": "24"})
             [(("group 7", 0), Turn())] = pool.ready(timeout_s=10)
-            pool.step(("group 7", 0), '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 4}}</tool_call>')
+            pool.step(("group 7", 0), "Let me see. …", ("Let me see.", [Call("times", {"a": 6, "b": 4})]))
             [(("group 7", 0), Turn([{"role": "tool", …}], num_calls=1, …))] = pool.ready(timeout_s=10)
 
     Entering starts the fork server, and in a process of its own a first instance, which is looked at and dropped; it
@@ -56,7 +57,7 @@ class EnvironmentPool:
     def __init__(self, config: Rollouts, columns: Iterable[str] | None = None) -> None:
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty: it has no tools
         names = None if columns is None else list(columns)
-        setup = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, config.tool_parser, names)
+        setup = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, names)
         self._workers = Workers(
             "environments.service:EnvironmentService",
             setup,
@@ -114,9 +115,9 @@ class EnvironmentPool:
         self._request(key, Request("reset", columns=dict(columns), seed=seed))
         self._threads.submit(self._live, rollout)
 
-    def step(self, key: Hashable, completion: str) -> None:
-        """What the model wrote in this turn → Turn, Done or Failed."""
-        self._request(key, Request("step", completion))
+    def step(self, key: Hashable, completion: str, calls: Calls = NO_CALLS) -> None:
+        """What the model wrote in this turn, and what of that calls tools → Turn, Done or Failed."""
+        self._request(key, Request("step", completion, calls))
 
     def finish(self, key: Hashable) -> None:
         """The rollout ended by a limit, not by its environment → Done or Failed."""

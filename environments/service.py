@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.worker import decode, encode
 from environments import Done, Failed, Turn
 from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
-from environments.tools import schemas
+from environments.tools import NO_CALLS, Calls, schemas
 
 MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
 
@@ -23,6 +23,7 @@ MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
 class Request(msgspec.Struct, frozen=True):
     kind: Literal["describe", "reset", "step", "finish"]
     completion: str = ""
+    calls: Calls = NO_CALLS  # in the completion
     columns: dict[str, Any] = {}
     seed: int | None = None
 
@@ -70,7 +71,7 @@ class EnvironmentService:
             self._instance = self._found.instance()
         assert self._instance is not None, "the first request is a reset"
         if request.kind == "step":
-            given: Turn | Done = self._instance.step(request.completion)
+            given: Turn | Done = self._instance.step(request.completion, request.calls)
         else:
             given = self._instance.reset(request.columns) if request.kind == "reset" else self._instance.finish()
         seconds = time.monotonic() - begun

@@ -1,12 +1,7 @@
-"""Calls of tools: how a model writes them, and what it is answered.
+"""Calls of tools, and what the model is answered.
 
-| parser | a call looks like | templates |
-|---|---|---|
-| hermes | `<tool_call>{"name": "times", "arguments": {"a": 6, "b": 4}}</tool_call>` | Qwen2.5, Qwen3, Hermes |
-| llama3_json | `{"name": "times", "parameters": {"a": 6, "b": 4}}`, the whole turn | Llama 3.1 and later |
-
-Names are those of vLLM's `--tool-call-parser`. A call that cannot be read, names no tool, has other arguments or raises
-is an error message to the model and a count, never a failure of the rollout. A turn without a call ends it.
+A call that could not be read (sampler/tool_calls.py), names no tool, has other arguments or raises is an error message
+to the model and a count, never a failure of the rollout. A turn without a call ends it.
 """
 
 from __future__ import annotations
@@ -14,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +19,6 @@ from common.outcomes import await_all, shorten
 from environments import Message, Turn
 
 Function = Callable[..., Any]
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-# A thought, which may speak of calls and makes none, or a call. One that is not closed begins with its JSON; another
-# mark is somebody's mention of it.
-_HERMES = re.compile(
-    r"(?P<thought><think>.*?(?:</think>|\Z))|<tool_call>(?P<call>(?:(?!<tool_call>).)*?)</tool_call>"
-    r"|<tool_call>(?P<cut>\s*\{(?:(?!<tool_call>).)*)\Z",
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -40,73 +26,27 @@ class Call:
     """One call as the model wrote it."""
 
     name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    problem: str = ""  # not empty: it could not be read, and why
+    arguments: dict[str, Any] | None = None
+    problem: str = ""  # not empty: it could not be read, or names none of the tools that were shown
 
     def for_message(self) -> Message:
         """As chat templates have it."""
-        return {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments or {})}}
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments or {}}}
 
 
-def parse_hermes(text: str) -> tuple[str, list[Call]]:
-    """(what stands around the calls, the calls).  'a <tool_call>{"name": "f"}</tool_call>' -> ("a", [Call("f", {})])"""
-    bodies = [found["call"] or found["cut"] or "" for found in _HERMES.finditer(text) if found["thought"] is None]
-    return _HERMES.sub(lambda found: found["thought"] or "", text).strip(), [_read(b, "arguments") for b in bodies]
-
-
-def parse_llama3(text: str) -> tuple[str, list[Call]]:
-    """The whole turn behind its thoughts is one call, or there is none: Llama writes nothing around it."""
-    body = _THOUGHT.sub("", text).strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("{"):
-        return text.strip(), []
-    return "".join(_THOUGHT.findall(text)), [_read(body, "parameters")]
-
-
-PARSERS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {"hermes": parse_hermes, "llama3_json": parse_llama3}
-_MARKS = {"hermes": "<tool_call>", "llama3_json": '"parameters"'}  # what a template says when it explains the form
-
-
-def _read(body: str, key: str) -> Call:
-    """A call from its JSON. Arguments may be JSON in a string, as OpenAI has them."""
-    try:
-        found = json.loads(body)
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
-        given = found.get(key, {})
-        given = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is not valid JSON: {error}")
-    name = found.get("name")
-    if not isinstance(name, str) or not name:
-        return Call(problem='the call has no "name"')
-    if not isinstance(given, dict):
-        return Call(name, problem=f'"{key}" is not a JSON object')
-    return Call(name, given)
-
-
-def require_template(template: str, parser: str) -> None:
-    """Raises UserError unless a chat template offers tools, and has calls written as the parser reads them."""
-    if "tools" not in template:
-        raise UserError(
-            "rollout: the chat template has no place for tools; use a model whose template has one, such as Qwen2.5 or "
-            "Qwen3, or give another: prompt.chat_template=my_template.jinja"
-        )
-    if _MARKS[parser] in template:
-        return
-    near = [name for name, mark in _MARKS.items() if mark in template]
-    hint = f"set rollout.tool_parser={near[0]}" if near else f"known are {', '.join(PARSERS)}"
-    raise UserError(f"rollout.tool_parser {parser!r}: the chat template does not write calls in that form; {hint}")
+Calls = tuple[str, Sequence[Call]]  # of a turn: what stands around them, and they
+NO_CALLS: Calls = ("", ())
 
 
 class Toolbox:
-    """Tools by name, and how a turn of the model becomes their answers."""
+    """Tools by name, and how calls become their answers."""
 
-    def __init__(self, tools: Mapping[str, Function], parser: str) -> None:
-        self.tools, self._parse = dict(tools), PARSERS[parser]
+    def __init__(self, tools: Mapping[str, Function]) -> None:
+        self.tools = dict(tools)
 
-    def answer(self, text: str) -> Turn | None:
+    def answer(self, said: Calls) -> Turn | None:
         """The tools' messages, in the order of the calls. None: the turn has no call, so it is the last."""
-        content, calls = self._parse(text)
+        content, calls = said
         if not calls:
             return None
         outcomes = await_all([self._start(call) for call in calls])
@@ -120,8 +60,6 @@ class Toolbox:
         """What the tool returns, still to be awaited if it is async, or what went wrong."""
         if call.problem:
             return ValueError(call.problem)
-        if call.name not in self.tools:
-            return ValueError(f"Tool {call.name} not found. There are: {', '.join(self.tools)}.")
         arguments = dict(call.arguments or {})
         try:
             inspect.signature(self.tools[call.name]).bind(**arguments)

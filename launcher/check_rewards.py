@@ -8,8 +8,7 @@ model's tokenizer at hand they reach the rewards as they are. Imports no torch.
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,13 +134,15 @@ def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
     """None where the tokenizer is not at hand."""
     from model.tokenizer import load_tokenizer
     from sampler.many_prompts import make_prompts
+    from sampler.multi_turn import opened
     from sampler.reading import ends_of, said_reader
 
     folder = Path(config.model.path).expanduser()
     if not folder.is_dir() and _is_elsewhere(config):
         return None
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    with _tools(config, tokenizer, problems[0]) as tools:
+    with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
+        tools = multi_turn.pool.tools if multi_turn else None
         # the words of a prompt with images are tried without them
         prompts = (
             {}
@@ -156,17 +157,6 @@ def _is_elsewhere(config: Config) -> bool:
     from model.hub import present_file
 
     return present_file(config.model.path, "tokenizer_config.json", config.model.revision) is None
-
-
-@contextlib.contextmanager
-def _tools(config: Config, tokenizer: Any, problem: Problem) -> Iterator[Any]:
-    if not config.rollout.is_multi_turn:
-        yield None
-        return
-    from sampler.multi_turn import opened
-
-    with opened(config, tokenizer, problem, problem.columns) as multi_turn:
-        yield multi_turn.pool.tools if multi_turn else None
 
 
 if __name__ == "__main__":

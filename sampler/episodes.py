@@ -166,11 +166,12 @@ class Episodes:
         """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
         ended = completion.finish_reason == "stop"
         group = self._groups[key]
-        [text] = self._decode([completion.token_ids.tolist()])
-        text = (self._template.begun if group.running[i].num_turns else group.prompt.begun) + text
+        ids, template = completion.token_ids.tolist(), self._template.of_row(group.prompt.problem)
+        begun = template.begun if group.running[i].num_turns else group.prompt.begun
+        text = begun + self._decode([ids])[0]
         group.running[i] = group.running[i].sampled(completion, text)
         if ended:
-            self._pool.step((key, i), text)
+            self._pool.step((key, i), text, template.read_calls(text, begun, ids, template.tools))
         else:
             self._pool.finish((key, i))
 
@@ -189,7 +190,8 @@ class Episodes:
     def _go_on(self, key: Any, group: _Group, i: int, episode: Episode, reply: Turn) -> None:
         """Another turn, if its limits leave room for what was observed and for a token behind it."""
         try:
-            ids = self._template.continuation(int(episode.token_ids[-1]), reply.messages)
+            template = self._template.of_row(group.prompt.problem)
+            ids = template.continuation(int(episode.token_ids[-1]), reply.messages)
         except Exception as error:  # the template may stumble over messages that an environment made
             self._pool.close((key, i))
             del group.running[i]

@@ -20,6 +20,7 @@ from sampler.episodes import Episodes
 from sampler.messages import as_messages
 from sampler.prompts import begun_in
 from sampler.task import Decode
+from sampler.tool_calls import CallReader, parser_of
 from sampler.turns import TurnTemplate
 
 if TYPE_CHECKING:
@@ -43,22 +44,23 @@ class MultiTurn:
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
+        template = TurnTemplate.of(rendered, tokenize, asked, ["tool" if pool.tools else "user"])
         if pool.tools:
-            from environments.tools import require_template
-
             source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))
-            require_template(source, config.rollout.tool_parser)
-        role = "tool" if pool.tools else "user"
-        return cls(config, tokenizer, pool, TurnTemplate.of(rendered, tokenize, asked, [role]))
+            reader = CallReader(tokenizer, parser_of(source, config.rollout.tool_parser))
+            template = replace(template, tools=pool.tools, read_calls=reader)
+        return cls(config, tokenizer, pool, template)
 
     def episodes(self, engine: Engine, decode: Decode) -> Episodes:
+        if isinstance(reader := self.template.read_calls, CallReader):
+            reader.start(self.pool.tools)
         return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
 
     def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
         if prompt.images:
             raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
-        text = self.template.render(messages)
+        text = self.template.of_row(prompt.problem).render(messages)
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):
             raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")

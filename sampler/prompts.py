@@ -44,7 +44,7 @@ def make_prompt(
     """The prompt of one problem and its encoded images, with the tools and template arguments of its own columns.
 
     Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, for one
-    with more or fewer images than places for them, and for columns that a run of several turns cannot follow.
+    with more or fewer images than places for them, and for tools that the run does not have.
     """
     text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
@@ -64,13 +64,12 @@ def rendered(
     prompt = config.prompt
     require_template(tokenizer, prompt)
     own_tools, own_arguments = tools_of(problem), arguments_of(problem)
-    if config.rollout.is_multi_turn:
-        for name, given in (("tools", own_tools), ("chat_template_kwargs", own_arguments)):
-            if given:
-                raise UserError(
-                    f"row {problem.index} has its own {name}, and a rollout of several turns shows those of the config "
-                    f"in every turn; take the column away: data.rename={{{name}: unused_{name}}}"
-                )
+    known = {tool["function"]["name"] for tool in tools or ()}
+    if known and (unknown := {tool.get("function", tool).get("name") for tool in own_tools or ()} - known):
+        raise UserError(
+            f"row {problem.index} offers the tool {min(map(str, unknown))!r}; there are {', '.join(sorted(known))}: "
+            "add it to rollout.tools, or take the column away: data.rename={tools: unused_tools}"
+        )
     messages = as_messages(problem, config.data, prompt)
     if not (config.rollout.is_multi_turn or problem.images or any(message["content"].strip() for message in messages)):
         raise UserError(f"row {problem.index}: data.prompt_key {config.data.prompt_key!r} holds no word")

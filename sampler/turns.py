@@ -11,17 +11,21 @@ turns alone. `TurnTemplate.of` proves it on the one in use, and refuses one that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from common.types import Problem
 from environments import Message
+from environments.tools import NO_CALLS, Calls
+from sampler.messages import arguments_of, tools_of
 from sampler.prompts import begun_in
 
-Render = Callable[[Sequence[Message]], str]  # with the generation prompt behind it
+Render = Callable[..., str]  # of messages, with the generation prompt behind them
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _MARK = "⟦turn⟧"  # stands for what the model wrote; no template writes it itself
@@ -36,11 +40,19 @@ class TurnTemplate:
 
     render: Render
     tokenize: Tokenize
+    tools: Sequence[Mapping[str, Any]] = ()
+    read_calls: Callable[..., Calls] = lambda *_: NO_CALLS  # as CallReader
 
     @functools.cached_property
     def begun(self) -> str:
         """What of the model's turn stands behind an observation, as in Prompt."""
         return begun_in(self.difference([{"role": "user", "content": "?"}]))
+
+    def of_row(self, problem: Problem) -> TurnTemplate:
+        """With the row's own tools and template arguments, where it has them."""
+        tools = tools_of(problem) or self.tools
+        told = functools.partial(self.render, tools=tools, arguments=arguments_of(problem))
+        return replace(self, render=told, tools=tools)
 
     @classmethod
     def of(cls, render: Render, tokenize: Tokenize, prompt: Sequence[Message], roles: Sequence[str]) -> TurnTemplate:

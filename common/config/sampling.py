@@ -80,8 +80,8 @@ class Rollouts(Section):
     """The class's arguments."""
     tools: list[str] = []
     """Functions, `[file.py:calculator]`."""
-    tool_parser: Literal["hermes", "llama3_json"] = "hermes"
-    """llama3_json: Llama 3.1 and later."""
+    tool_parser: str = "auto"
+    """As the chat template writes calls, or a name of vLLM's `--tool-call-parser`, such as hermes."""
     max_turns: int = Field(8, ge=1)
     """A rollout with more is truncated."""
     timeout_s: float = Field(30.0, gt=0)

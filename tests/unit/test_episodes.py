@@ -72,7 +72,7 @@ class Pool:
     def start(self, key: Any, columns: Any, seed: int | None) -> None:
         self.owed[key] = ("start", columns)
 
-    def step(self, key: Any, text: str) -> None:
+    def step(self, key: Any, text: str, calls: Any) -> None:
         self.owed[key] = ("step", text)
 
     def finish(self, key: Any) -> None:
@@ -100,6 +100,7 @@ class Played2:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
         template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ")
+        template.tools, template.of_row, template.read_calls = (), lambda row: template, lambda *_: ("", ())
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)

@@ -131,3 +131,27 @@ def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(
     assert len(sampled.completions) == 1
     [reason] = sampled.failures
     assert re.search("the model's embedding has no row for '.+'", reason)
+
+
+def tools(path: Path) -> list[str]:
+    path.write_text("\n".join(f'def {name}() -> str:\n    """{name}"""\n    return "42"\n' for name in ("f", "g")))
+    return [f"{path}:f", f"{path}:g"]
+
+
+def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_turn(tmp_path: Path) -> None:
+    given = config(tmp_path, tools=tools(tmp_path / "two.py"))
+    template = given.prompt.chat_template
+    assert template is not None
+    own = template.read_text() + "{% if add_generation_prompt and mood %}{{ mood }} {% endif %}"
+    (tmp_path / "t.jinja").write_text(own)
+    given = given.model_copy(update={"prompt": given.prompt.model_copy(update={"chat_template": tmp_path / "t.jinja"})})
+    g = {"type": "function", "function": {"name": "g", "description": "g", "parameters": {"type": "object"}}}
+    row = Problem(3, {"question": "?", "answer": "1", "tools": [g], "chat_template_kwargs": {"mood": "Gladly"}})
+    calls = [CALL.replace("calculator", name).replace('"expression": "417*382"', "") for name in "fg"]
+    engine = Scripted(["".join(calls), "Done."], ["Done."])
+    sampled = played(given, engine, row)
+    asked = [text for rollout, text in engine.asked if rollout == 0]
+    assert '"name": "g"' in asked[0] and '"name": "f"' not in asked[0]
+    assert [text.endswith("<|im_start|>assistant\nGladly ") for text in asked] == [True, True]
+    said = [m["content"] for m in sampled.completions[0].messages if m["role"] == "tool"]
+    assert said == ['{"error": "Tool f not found. There are: g."}', "42"]

@@ -35,11 +35,11 @@ def qwen(request):
     return load_tokenizer(str(QWEN))
 
 
-def prompt_of(tokenizer, question="2+2?", columns=None, template=CHATML, rollout=None, **prompt):
-    rewards = {"rollout": {"tools": ["my.py:f"]}, "rewards": {"reward_funcs": ["answer"]}} if rollout else {}
+def prompt_of(tokenizer, question="2+2?", columns=None, template=CHATML, tools=None, **prompt):
+    rewards = {"rollout": {"tools": ["my.py:f"]}, "rewards": {"reward_funcs": ["answer"]}} if tools else {}
     config = config_of(data={"max_prompt_length": 2000}, prompt={"chat_template": template, **prompt}, **rewards)
     row = Problem(3, {"question": question, "answer": "4", **(columns or {})})
-    return make_prompt(row, tokenizer, config)
+    return make_prompt(row, tokenizer, config, tools=tools)
 
 
 def read(tokenizer, text, stop=(), **rewards):
@@ -96,6 +96,7 @@ def test_a_row_that_begins_the_answer_gives_its_words_back_and_the_gold_answer_i
 
 
 CALL = {"type": "function", "function": {"name": "times", "arguments": '{"a": 6, "b": 4}'}}
+OTHER = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "function", "function": {"name": "times", "description": "Multiplies.", "parameters": {"x": None}}}
 
 
@@ -142,7 +143,7 @@ def test_template_arguments_of_a_row_stand_above_those_of_the_config(qwen, given
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "reads no 'enable_thinkng'"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt is Tandem's own"),
         ({"columns": {"tools": [SCHEMA]}}, r"row 3: the chat template has no place for tools.*data\.rename"),
-        ({"columns": {"tools": [SCHEMA]}, "rollout": True}, r"row 3 has its own tools.*rename={tools: unused_tools}"),
+        ({"columns": {"tools": [SCHEMA]}, "tools": [OTHER]}, r"row 3 offers .*'times'; there are f: .*unused_tools}"),
         ({"columns": {"chat_template_kwargs": {"x": 1}}}, "row 3: the chat template reads no 'x'"),
         ({"question": [{"role": "user", "content": [{"type": "image"}]}]}, "row 3: a message .* shows an image; set"),
     ],

@@ -15,10 +15,12 @@ from common.errors import UserError
 from environments import Done, Turn, conversation, prompt_of
 from environments.contracts import Instance
 from environments.pool import EnvironmentPool
-from environments.tools import PARSERS, Call, Toolbox, parse_hermes, parse_llama3, require_template
+from environments.tools import Call, Toolbox
 from rewards import text_of
 from rewards.pool import RewardPool
+from sampler.tool_calls import CallReader, parser_of
 from tests.support.speed import limit
+from tests.support.vision import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,36 +89,46 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def reader(parser="hermes"):
+    return CallReader(byte_tokenizer("<|end|>"), parser)
+
+
+def said(text, *names):
+    """What a model with these tools wrote."""
+    tokens = reader()._tokenizer(text, add_special_tokens=False)["input_ids"]
+    return reader()(text, "", tokens, [{"function": {"name": name}} for name in names])
+
+
 @pytest.mark.parametrize(
-    ("parse", "text", "content", "calls"),
+    ("parser", "text", "content", "calls"),
     [
-        (parse_hermes, f"See.\n{call('f', a=1)}{call('g')} Wait.", "See.\n Wait.", [("f", {"a": 1}), ("g", {})]),
-        (parse_hermes, "It is 24.", "It is 24.", []),
-        (parse_hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
-        (parse_hermes, f"<think>{call('f')}</think>No.", f"<think>{call('f')}</think>No.", []),
+        ("hermes", f"See.\n{call('f', a=1)}{call('g')} Wait.", "See.\n Wait.", [("f", {"a": 1}), ("g", {})]),
+        ("hermes", "It is 24.", "It is 24.", []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
+        ("hermes", f"<think>{call('f')}</think>No.", f"<think>{call('f')}</think>No.", []),
         (
-            parse_hermes,
+            "hermes",
             f"<think>As <tool_call> says</think>{call('f')}",
             "<think>As <tool_call> says</think>",
             [("f", {})],
         ),
-        (parse_hermes, f"<think>Perhaps {call('f')}", f"<think>Perhaps {call('f')}", []),  # cut off in its thought
-        (parse_hermes, f"With <tool_call>, so: {call('f')}", "With <tool_call>, so:", [("f", {})]),
-        (parse_hermes, "I would write <tool_call>.", "I would write <tool_call>.", []),
-        (parse_hermes, call("f", a="<think>"), "", [("f", {"a": "<think>"})]),
+        ("hermes", f"<think>Perhaps {call('f')}", f"<think>Perhaps {call('f')}", []),  # cut off in its thought
+        ("hermes", f"With <tool_call>, so: {call('f')}", "With <tool_call>, so:", [("f", {})]),
+        ("hermes", "I would write <tool_call>.", "I would write <tool_call>.", []),
+        ("hermes", call("f", a="<think>"), "", [("f", {"a": "<think>"})]),
         (
-            parse_llama3,
+            "llama3_json",
             '<think>{"a": 1}</think>{"name": "f", "parameters": {}}',
             '<think>{"a": 1}</think>',
             [("f", {})],
         ),
-        (parse_llama3, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
-        (parse_llama3, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
-        (parse_llama3, "It is {24}.", "It is {24}.", []),
+        ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+        ("llama3_json", "It is {24}.", "It is {24}.", []),
     ],
 )
-def test_calls_are_read_in_the_form_of_the_models(parse, text, content, calls):
-    assert parse(text) == (content, [Call(*one) for one in calls])
+def test_calls_are_read_in_the_form_of_the_models(parser, text, content, calls):
+    assert reader(parser).read(text) == (content, [Call(*one) for one in calls])
 
 
 @pytest.mark.parametrize(
@@ -127,13 +139,13 @@ def test_calls_are_read_in_the_form_of_the_models(parse, text, content, calls):
         ("[1]", "the call is not valid JSON: not a JSON object"),
         ('{"arguments": {}}', 'the call has no "name"'),
         ('{"name": 7}', 'the call has no "name"'),
-        ('{"name": "f", "arguments": [1]}', '"arguments" is not a JSON object'),
+        ('{"name": "f", "arguments": [1]}', "the call is not valid JSON: not a JSON object"),
         ('{"name": "f", "arguments": "a=1"}', "the call is not valid JSON"),
         ("[" * 100_000, "the call is not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(body, problem):
-    [found] = parse_hermes(f"<tool_call>{body}</tool_call>")[1]
+    [found] = reader("hermes").read(f"<tool_call>{body}</tool_call>")[1]
     assert found.problem.startswith(problem)
 
 
@@ -157,21 +169,45 @@ def double(x: int) -> int:
     ],
 )
 def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(text, content):
-    turn = Toolbox({"double": double}, "hermes").answer(f"{text}{call('double', x=2)}")
+    turn = Toolbox({"double": double}).answer(said(f"{text}{call('double', x=2)}", "double"))
     assert (turn.num_calls, turn.num_call_errors) == (2, 1)
     assert [m["content"] for m in turn.messages] == [content, "4"]
-    assert Toolbox({"double": double}, "hermes").answer("It is 4.") is None, "a turn without a call is the last"
+    assert Toolbox({"double": double}).answer(said("It is 4.", "double")) is None, "a turn without a call is the last"
 
 
-def test_a_template_without_tools_or_with_another_form_is_refused_by_name():
-    require_template("{% if tools %}<tool_call>{% endif %}", "hermes")
-    for template, parser, words in (
-        ("{{ messages }}", "hermes", "has no place for tools"),
+@pytest.mark.parametrize(
+    ("template", "given", "parser"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes", "hermes"),
+        ("{% if tools %}<tool_call>{% endif %}", "auto", "hermes"),
+        ('{{ tools }} {"parameters": …} <tool_call>', "auto", "hermes"),  # Hermes 3 writes schemas out
+        ('{{ tools }} {"name": …, "parameters": …}', "auto", "llama3_json"),
+        ("{{ tools }} <tool_call><function=", "auto", "qwen3_xml"),
+        ("{{ tools }} <tool_call><function=", "qwen3_coder", "qwen3_xml"),
+        ("{{ tools }} as you like", "xlam", "xlam"),
+    ],
+)
+def test_the_parser_is_the_one_of_the_chat_template(template, given, parser):
+    assert parser_of(template, given) == parser
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "words"),
+    [
         ('{{ tools }} {"name": …, "parameters": …}', "hermes", "set rollout.tool_parser=llama3_json"),
-        ("{{ tools }} [TOOL_CALLS]", "hermes", f"known are {', '.join(PARSERS)}"),
-    ):
-        with pytest.raises(UserError, match=words.replace(".", r"\.")):
-            require_template(template, parser)
+        ("{{ tools }} <tool_call><function=", "hermes", "set rollout.tool_parser=qwen3_xml"),
+        (
+            "{{ tools }} <function= [TOOL_CALLS]",
+            "auto",
+            "qwen3_xml or mistral reads them; set .*=qwen3_xml",
+        ),
+        ("{{ tools }} as you like", "auto", "as no known parser reads them; set rollout.tool_parser=hermes. There are"),
+        ("{{ tools }} <tool_call>", "hermess", "'hermess': the chat template writes calls as hermes"),
+    ],
+)
+def test_a_template_with_another_form_is_refused_by_name(template, given, words):
+    with pytest.raises(UserError, match=words):
+        parser_of(template, given)
 
 
 def one(pool):
@@ -188,7 +224,8 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
         assert functions[0]["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first integer."}
         pool.start("r", {"prompt": "6*4?"})
         assert one(pool).messages == []  # the row's own prompt
-        pool.step("r", f"Let me see. {call('multiply', a=6, b=4)}{call('async_add', a=6, b=4)}{call('divide', a=6)}")
+        text = f"Let me see. {call('multiply', a=6, b=4)}{call('async_add', a=6, b=4)}{call('divide', a=6)}"
+        pool.step("r", text, said(text, "multiply", "async_add"))
         turn = one(pool)
         assert (turn.num_calls, turn.num_call_errors) == (3, 1)
         assert [(m["role"], m["name"]) for m in turn.messages] == [
@@ -211,7 +248,7 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
         assert prompt_of(prompt, start) == [{"role": "user", "content": "Start. Count to 4."}]
         turns: list[tuple[str, Turn | Done | None]] = []
         for text in (call("increment", step=1), call("increment", step=3), "Done."):
-            pool.step("r", text)
+            pool.step("r", text, said(text, "increment"))
             turns.append((text, one(pool)))
     done = turns[-1][1]
     assert isinstance(done, Done) and (done.reward, done.state) == (1.0, {"counter": 4})
@@ -221,8 +258,8 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
     words = conversation(turns)
     assert text_of(words) == "Done." and text_of(words[:2]) == "", "the tool's words are not the model's"
     with RewardPool(config, columns=row) as rewards:
-        said = {"environment_rewards": [done.reward, None], "environments": [done.state] * 2}
-        rewards.submit(1, prompt, [words, words[:1]], [[1], [2]], row, **said)
+        theirs = {"environment_rewards": [done.reward, None], "environments": [done.state] * 2}
+        rewards.submit(1, prompt, [words, words[:1]], [[1], [2]], row, **theirs)
         [(_, [ended, failed])] = rewards.ready(timeout_s=limit(20))
     assert ended == ({"environment": 1.0, "reward_func": 4.0, "turns": 5.0}, 13.0)
     assert failed[1] == 2.0, "without the environment's reward"
@@ -266,11 +303,11 @@ class Point:
     ],
 )
 def test_what_a_tool_returns_is_text_or_json_and_none_is_empty(value, text):
-    turn = Toolbox({"tool": lambda: value}, "hermes").answer(call("tool"))
+    turn = Toolbox({"tool": lambda: value}).answer(("", [Call("tool")]))
     assert turn.messages[0]["content"] == text and turn.num_call_errors == 0
 
 
 @pytest.mark.parametrize("value", [Image.new("L", (2, 2)), [Image.new("L", (2, 2))], b"\x89PNG", {"f": object()}])
 def test_a_picture_and_what_else_is_no_text_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"tool draw returned .*; return text, numbers, lists or dicts"):
-        Toolbox({"draw": lambda: value}, "hermes").answer(call("draw"))
+        Toolbox({"draw": lambda: value}).answer(("", [Call("draw")]))

@@ -13,6 +13,7 @@ from common.functions import Contract
 from common.user_modules import OURS
 from environments import Done
 from environments.pool import EnvironmentPool
+from environments.tools import Call
 from rewards.pool import RewardFailure, RewardPool
 from tests.support.speed import limit
 from tests.unit.test_imports import PACKAGES
@@ -137,7 +138,7 @@ def test_tools_and_environments_have_their_helpers_and_our_done(tmp_path: Path) 
     with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/game.py:tool"], timeout_s=limit(20))) as pool:
         pool.start(1, {})
         pool.ready(limit(30))
-        pool.step(1, '<tool_call>{"name": "tool"}</tool_call>')
+        pool.step(1, "", ("", [Call("tool")]))
         assert pool.ready(limit(30))[0][1].messages[0]["content"] == "7"  # type: ignore[union-attr]
 
 

@@ -1,0 +1,151 @@
+"""Calls of tools in what a model wrote, in the form of its chat template.
+
+hermes, llama3_json and openai (gpt-oss) are read here; other names of vLLM's `--tool-call-parser` by vLLM's parser, one
+call at a time where FORMS knows its marks: by itself it drops all calls of a turn for a broken one, and takes those in
+a thought for calls. What cannot be read is told to the model and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from environments.tools import Call, Calls
+
+# By name: what chat templates of this form contain, and what stands before and behind calls. Without an end the turn is
+# read as a whole. The last two stand in templates of others, too.
+FORMS = {
+    "qwen3_xml": ("<function=", "<tool_call>", "</tool_call>"),
+    "glm45": ("<arg_key>", "<tool_call>", "</tool_call>"),
+    "gemma4": (r"<\|tool_call>", "<|tool_call>", "<tool_call|>"),
+    "lfm2": (r"<\|tool_call_start\|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    "openai": (r"<\|call\|>", "to=functions.", "<|call|>"),
+    "mistral": (r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>(?s:.*)```json", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>(?!(?s:.*)```json)", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "kimi_k2": ("_calls_section_begin", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "minimax_m2": ("<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "seed_oss": ("<seed:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
+    "muse_glimmer": ("<atem:function_calls>", "<atem:function_calls>", ""),
+    "hermes": ("<tool_call>", "<tool_call>", "</tool_call>"),
+    "llama3_json": ('"parameters"', "", ""),
+}
+_SHARED = ["hermes", "llama3_json"]
+_SAME = {"qwen3_coder": "qwen3_xml", "glm47": "glm45", "qwen3_json": "hermes", "llama4_json": "llama3_json"}
+_THOUGHT = (
+    r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z))"
+)
+_OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # behind the mark of a call without an end; words follow a mere mention
+
+
+def parser_of(template: str, given: str) -> str:
+    """The form of rollout.tool_parser; of auto, the one in which the chat template writes calls. Raises UserError."""
+    found = [name for name, (mark, *_) in FORMS.items() if re.search(mark, template)]
+    written = [name for name in found if name not in _SHARED] or found
+    if given == "auto" and (len(written) == 1 or written == _SHARED):
+        return written[0]
+    name, vllm = _SAME.get(given, given), importlib.util.find_spec("vllm")  # not imported: that takes many seconds
+    parsers = Path(vllm.origin or "").with_name("tool_parsers") / "__init__.py" if vllm else Path()
+    listed = re.findall(r'^    "([\w-]+)": \(', parsers.read_text() if parsers.is_file() else "", re.MULTILINE)
+    if name in written or (name in listed and (name not in FORMS or not written)):
+        return name
+    raise UserError(
+        f"rollout.tool_parser {given!r}: the chat template writes calls as {' or '.join(written) or 'no known parser'} "
+        f"reads them; set rollout.tool_parser={(written or ['hermes'])[0]}. There are {', '.join(listed)}"
+    )
+
+
+class CallReader:
+    """CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
+
+    def __init__(self, tokenizer: Any, parser: str) -> None:
+        self._tokenizer, self._parser = tokenizer, parser
+        _, self._begin, self._end = FORMS.get(parser, ("", "", ""))
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        begin, end = re.escape(self._begin), re.escape(self._end)
+        body = f"(?s:(?!{begin}).)*"
+        self._call = re.compile(
+            rf"(?P<thought>{_THOUGHT})|{begin}(?P<call>{body}?){end}|{begin}(?P<cut>(?={_OPENING}){body})\Z"
+        )
+
+    def __call__(self, text: str, begun: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
+        """text: as rewards read it. begun: what of the turn the prompt holds. tools: those that were shown.
+
+        Marks may be special tokens, which rewards do not see: so ids are read, but for the one that ends the turn.
+        """
+        ids = ids[:-1] if ids and ids[-1] in self._special else ids
+        content, calls = self.read(begun + self._tokenizer.decode(ids, skip_special_tokens=False), tools)
+        for token in self._special.values():
+            content = content if token in text else content.replace(token, "")
+        names = [tool.get("function", tool)["name"] for tool in tools]
+        lost = f"not found. There are: {', '.join(names)}."
+        known = [c if c.problem or c.name in names else replace(c, problem=f"Tool {c.name} {lost}") for c in calls]
+        return content, known
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
+        """(what stands around the calls, the calls). Raises nothing, whatever the model wrote."""
+        if not self._end:
+            thoughts, rest = "".join(re.findall(_THOUGHT, text)), re.sub(_THOUGHT, "", text).strip()
+            calls = self._calls(rest.removeprefix("<|python_tag|>").strip(), tools)
+            return (thoughts, calls) if calls else (text.strip(), [])
+        bodies = [m["call"] or m["cut"] or "" for m in self._call.finditer(text) if m["thought"] is None]
+        content = self._call.sub(lambda found: found["thought"] or "", text).strip()
+        return content, [call for body in bodies for call in self._calls(body, tools)]
+
+    def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+        """What stands between two marks, or in the whole turn."""
+        if self._parser == "llama3_json" and not body.startswith("{"):  # it writes nothing around a call
+            return []
+        if self._parser in _SHARED:
+            return [_read(body)]
+        if self._parser == "openai":  # times<|channel|>commentary json<|message|>{"a": 6, "b": 4}
+            return [_read(body.partition("<|message|>")[2], re.split(r"[\s<]", body.strip())[0])]
+        whole, found = self._begin * bool(self._end) + body + self._end, list[Any]()
+        with contextlib.suppress(Exception):  # they raise what they like
+            found = _by_vllm(self._tokenizer, self._parser, json.dumps(tools))(whole).tool_calls
+        if not found and self._begin and self._begin in whole:
+            return [Call(problem="the call cannot be read")]
+        return [_read(one.function.arguments, one.function.name) for one in found]
+
+    def start(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raises what vLLM's parser raises for a tokenizer without its tokens."""
+        if self._parser not in (*_SHARED, "openai"):
+            _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
+
+
+@functools.lru_cache(maxsize=64)
+def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # the model is told, and it is counted
+    schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in json.loads(tools)]
+    request = ChatCompletionRequest(messages=[], tools=schemas or None)
+    parser: Any = ToolParserManager.get_tool_parser(name)
+    return functools.partial(parser(tokenizer, request.tools).extract_tool_calls, request=request)
+
+
+def _read(given: Any, name: str | None = None) -> Call:
+    """A call, or the arguments of one that has its name. Arguments may be JSON in a string, as OpenAI has them."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+    except (ValueError, RecursionError) as error:
+        return Call(name or "", problem=f"the call is not valid JSON: {error}")
+    if name is not None:
+        return Call(name, found)
+    if not isinstance(name := found.get("name"), str) or not name:
+        return Call(problem='the call has no "name"')
+    return _read(found.get("arguments", found.get("parameters", {})), name)
