@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from common.exits import kill_group
-from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
+from common.worker import BETWEEN, FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
 from common.worker.server import cause
 
 START_TIMEOUT_S = 120.0
@@ -191,6 +192,10 @@ class Worker:
         self._either = select.poll()
         self._either.register(lifeline, select.POLLIN)
         self._either.register(channel, select.POLLIN)
+        self._alarm, self._closing, self._is_closed = os.eventfd(0), threading.Lock(), False
+        self._anything = select.poll()
+        for watched in (lifeline, channel, self._alarm):
+            self._anything.register(watched, select.POLLIN)
 
     def wait_until_forked(self) -> str:
         """Why it cannot be; "" when it is there."""
@@ -205,16 +210,34 @@ class Worker:
 
     def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
         """Its answer. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
-        body = encode(request)
-        self._number += 1
         deadline = time.monotonic() + timeout_s
-        try:
-            self._send(HEADER.pack(len(body), self._number) + body, deadline)
+        self.begin(request, timeout_s)
+        return self.hear(answer, deadline, timeout_s, max_answer)
+
+    def begin(self, request: Any, timeout_s: float) -> None:
+        """Without waiting for the answer. Raises as `ask`."""
+        self._number += 1
+        self.tell(request, timeout_s, self._number)
+
+    def tell(self, said: Any, timeout_s: float, number: int = BETWEEN) -> None:
+        """More of a request whose answer is not there yet. Raises as `ask`."""
+        body = encode(said)
+        with self._explained(timeout_s):
+            self._send(HEADER.pack(len(body), number) + body, time.monotonic() + timeout_s)
+
+    def hear(self, answer: type[T], deadline: float, timeout_s: float, max_answer: int = MAX_BYTES) -> T:
+        """Its answer, or what it says before that. timeout_s: as it is told. Raises LostError."""
+        with self._explained(timeout_s):
             size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
-            if number != self._number or size > max_answer:
+            if number not in (BETWEEN, self._number) or size > max_answer:
                 raise ValueError(f"an answer of {size} bytes to request {number}")
             reply: T = decode(self._receive(size, deadline), answer)
             return reply
+
+    @contextlib.contextmanager
+    def _explained(self, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError:
             raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
         except ValueError as error:
@@ -223,6 +246,19 @@ class Worker:
             if self.is_cancelled or not self.has_ended(_CAUSE_PATIENCE_S):
                 raise LostError("closed its connection") from None
             raise LostError(self._last_word()) from None
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it says something, or has ended, before another thread calls `wake` or the time is over."""
+        left_ms = None if timeout_s is None else math.ceil(1000 * max(0.0, timeout_s))
+        ready = {descriptor for descriptor, _ in self._anything.poll(left_ms)}
+        if self._alarm in ready:
+            os.eventfd_read(self._alarm)
+        return bool(ready - {self._alarm})
+
+    def wake(self) -> None:
+        with self._closing:
+            if not self._is_closed:
+                os.eventfd_write(self._alarm, 1)
 
     def _send(self, frame: bytes, deadline: float) -> None:
         view = memoryview(frame)
@@ -271,3 +307,7 @@ class Worker:
             if not self.has_ended(_KILL_PATIENCE_S):
                 self._server.kill()
         self._lifeline.close()
+        with self._closing:
+            if not self._is_closed:
+                os.close(self._alarm)
+            self._is_closed = True
