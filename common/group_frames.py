@@ -45,9 +45,10 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     def check(self, prompt: int) -> None:
         """Raises ValueError if its spans do not lie in the completion, or its counts do not fit together."""
-        edges = [0, *itertools.chain(*self.observed), self.length]
-        has_sampled_between = not self.observed or _ascend(edges)
-        counts_fit = len(self.observed) < self.turns and 0 <= self.tool_errors <= self.tool_calls
+        spans = [*itertools.chain(*self.observed), self.length]
+        begins_observed = spans[0] == 0  # where agents of a group began with different prompts
+        has_sampled_between = not self.observed or _ascend(spans if begins_observed else [0, *spans])
+        counts_fit = len(self.observed) < self.turns + begins_observed and 0 <= self.tool_errors <= self.tool_calls
         if not (has_sampled_between and counts_fit and 0 <= self.environment_s < math.inf):
             raise ValueError(f"{self} is no rollout")
         if len(self.turn_rewards) not in (0, len(self.observed) + 1) or not all(map(math.isfinite, self.turn_rewards)):

@@ -35,6 +35,12 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
     columns: list[str] | None = None  # null: the signature of reset is not checked
 
 
+class AgentSetup(msgspec.Struct, frozen=True):
+    agent: str | list[str]
+    law: dict[str, float]  # what tokens are drawn from
+    columns: list[str] | None = None  # null: the signature is not checked
+
+
 class BrokenEnvironment(Exception):
     """The user's environment raised, or returned something else than the contract says."""
 
@@ -53,7 +59,7 @@ class Found:
         """A fresh one. Raises BrokenEnvironment."""
         if self._make is None:
             return Instance(None, Toolbox(self._tools))
-        target = _called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
+        target = called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
         return Instance(target, Toolbox(_methods(target)))
@@ -100,7 +106,7 @@ class Instance:
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
             return Turn()
-        given = _called("reset", self.target.reset, **_wanted(self.target.reset, row))
+        given = called("reset", self.target.reset, **wanted(self.target.reset, row))
         if given is None:
             return Turn()
         if isinstance(given, str) and self.toolbox is not None:
@@ -110,7 +116,7 @@ class Instance:
     def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
         if self.toolbox is not None:
             return self.toolbox.answer(calls) or self.finish()
-        given = _called("step", self.target.step, completion)
+        given = called("step", self.target.step, completion)
         if not isinstance(given, Done):
             given, reward = given if _has_reward(given) else (given, None)
             return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
@@ -120,7 +126,7 @@ class Instance:
         """The end without a word of `step`: what get_reward says; without it nothing from tools, 0 from a class that
         has not given its reward yet."""
         if hasattr(self.target, "get_reward"):
-            return Done(_reward(_called("get_reward", self.target.get_reward), "get_reward"))
+            return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.toolbox is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
@@ -134,7 +140,7 @@ class Instance:
 
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
-            _called("close", self.target.close)
+            called("close", self.target.close)
 
 
 def _has_reward(given: Any) -> bool:
@@ -176,7 +182,7 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def _called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What the user's function returns, awaited. Raises BrokenEnvironment for all that it raises."""
     try:
         [value] = await_all([function(*arguments, **named)])
@@ -189,7 +195,7 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any, **named: A
     return value
 
 
-def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     parameters = parameters_of(function)
     if takes_all(parameters):
         return dict(row)

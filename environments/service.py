@@ -14,6 +14,7 @@ import msgspec
 from common.errors import UserError
 from common.worker import decode, encode
 from environments import Done, Failed, Turn
+from environments.chat_completions import Ask
 from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
 from environments.tools import NO_CALLS, Calls, schemas
 
@@ -35,6 +36,7 @@ class Answer(msgspec.Struct, frozen=True):
     done: Done | None = None
     failed: Failed | None = None
     tools: list[dict[str, Any]] | None = None  # of describe
+    ask: Ask | None = None  # of an agent, between its reset and its end
 
 
 class EnvironmentService:
@@ -67,7 +69,7 @@ class EnvironmentService:
             instance = self._instance = self._found.checked()
             return Answer(tools=schemas(instance.toolbox.tools) if instance.toolbox else [])
         if request.kind == "reset":
-            _seed(request.seed)
+            seed_generators(request.seed)
             self._instance = self._found.instance()
         assert self._instance is not None, "the first request is a reset"
         if request.kind == "step":
@@ -80,7 +82,7 @@ class EnvironmentService:
         return Answer(turn=replace(given, seconds=seconds))
 
 
-def _seed(seed: int | None) -> None:
+def seed_generators(seed: int | None) -> None:
     """Processes that were forked from one have the same state of numpy's generator."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,6 +31,7 @@ class SamplingParams:
     top_k: int = 0  # 0 = all
     min_p: float = 0.0
     returns_sampling_mask: bool = False  # needs top_k
+    stop: tuple[str, ...] = ()  # texts that end it, beside sampler.stop
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,20 @@ class Completion:
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
+
+    def cut(self, length: int) -> Completion:
+        """Of one turn: as it would be had it ended at so many tokens."""
+        if (more := len(self.token_ids) - length) <= 0:
+            return self
+        mask, routing = self.sampling_mask, self.routing
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:length],
+            finish_reason="length",
+            sampling_mask=None if mask is None else mask[:length],
+            routing=None if routing is None else routing[:-more],
+        )
 
 
 def completions_of(output: RequestOutput) -> list[Completion]:

@@ -136,13 +136,13 @@ class Engine:
             min_tokens=0,
             ignore_eos=self._ignore_eos,
             stop_token_ids=list(self._ends.ids),
-            stop=list(self._ends.texts),
+            stop=[*self._ends.texts, *params.stop],
             include_stop_str_in_output=True,
             skip_special_tokens=False,  # a text that ends may hold one
             seed=params.seed,
             logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
-            detokenize=bool(self._ends.texts),
+            detokenize=bool(self._ends.texts or params.stop),
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
         self._add(key, prompt_ids, parameters, images)

@@ -21,16 +21,15 @@ from sampler.completions import Completion, SamplingParams
 from sampler.dataset import whole_row
 from sampler.episode import Episode, Played
 from sampler.task import Decode, GroupKey
-from sampler.turns import TurnTemplate
 
 if TYPE_CHECKING:
     from environments.pool import EnvironmentPool
     from rewards.pool import RewardPool
     from sampler.engine import Engine
 
-_PATIENCE_S = 0.05  # for an answer, while nothing decodes
+PATIENCE_S = 0.05  # for an answer, while nothing decodes
 MIN_ROLLOUTS = 2  # of a group, or it has no deviation and trains nothing
-_MAX_REASON = 500  # characters, as on the wire
+MAX_REASON = 500  # characters, as on the wire
 
 Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
 
@@ -83,14 +82,14 @@ class SingleTurns:
 
 
 @dataclass
-class _Group:
+class RunningGroup:
     """One prompt and its rollouts, by number."""
 
     prompt: Prompt
     params: SamplingParams
     resets: dict[int, Turn | Failed] = field(default_factory=dict)
-    running: dict[int, Episode] = field(default_factory=dict)
-    ended: dict[int, Played] = field(default_factory=dict)
+    running: dict[int, Any] = field(default_factory=dict)  # an Episode; of an agent its AgentRollout
+    ended: dict[int, Any] = field(default_factory=dict)  # Played; of an agent its AgentRollout and Done
     failures: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -110,13 +109,13 @@ class Episodes:
         config: Config,
         engine: Engine,
         pool: EnvironmentPool,
-        template: TurnTemplate,
+        template: Any,  # a TurnTemplate; of agents a Chat
         decode: Decode,
         reprompt: Reprompt,
     ):
         self._config, self._engine, self._pool, self._template = config, engine, pool, template
         self._decode, self._reprompt = decode, reprompt
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, RunningGroup] = {}
         self.num_events = 0
 
     @property
@@ -134,7 +133,7 @@ class Episodes:
         )
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
-        self._groups[key] = _Group(prompt, params)
+        self._groups[key] = RunningGroup(prompt, params)
         for i in range(params.num_completions):
             self._pool.start((key, i), prompt.problem.columns, None if params.seed is None else params.seed + i)
 
@@ -143,12 +142,15 @@ class Episodes:
         turns = self._engine.step() if self._engine.num_running else []
         for (key, i), [completion] in turns:
             self._sampled(key, i, completion)
-        replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else _PATIENCE_S)
+        replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else PATIENCE_S)
         for (key, i), reply in replies:
             self._answered(key, i, reply)
         self.num_events = len(turns) + len(replies)
         over = [key for key in dict.fromkeys(key for (key, _), _ in [*turns, *replies]) if self._groups[key].is_over]
-        return [(key, self._groups.pop(key).sampled()) for key in over]
+        return [(key, self._over(self._groups.pop(key))) for key in over]
+
+    def _over(self, group: RunningGroup) -> Sampled:
+        return group.sampled()
 
     def abort(self, keys: Collection[Any]) -> None:
         """Drops these prompts and ends their environments."""
@@ -181,13 +183,13 @@ class Episodes:
             self._reset(key, group, i, reply)
         elif isinstance(reply, Failed):
             del group.running[i]
-            group.failures[i] = reply.reason[:_MAX_REASON]
+            group.failures[i] = reply.reason[:MAX_REASON]
         elif isinstance(reply, Turn):
             self._go_on(key, group, i, group.running[i].answered(reply), reply)
         else:
             group.ended[i] = group.running.pop(i).answered(reply).played()
 
-    def _go_on(self, key: Any, group: _Group, i: int, episode: Episode, reply: Turn) -> None:
+    def _go_on(self, key: Any, group: RunningGroup, i: int, episode: Episode, reply: Turn) -> None:
         """Another turn, if its limits leave room for what was observed and for a token behind it."""
         try:
             template = self._template.of_row(group.prompt.problem)
@@ -195,7 +197,7 @@ class Episodes:
         except Exception as error:  # the template may stumble over messages that an environment made
             self._pool.close((key, i))
             del group.running[i]
-            group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:_MAX_REASON]
+            group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
             return
         group.running[i] = episode.observed(ids)
         if group.running[i].finish_reason == "length":
@@ -203,12 +205,12 @@ class Episodes:
         else:
             self._submit(key, group, i)
 
-    def _submit(self, key: Any, group: _Group, i: int) -> None:
+    def _submit(self, key: Any, group: RunningGroup, i: int) -> None:
         episode, prompt = group.running[i], group.prompt
         ids = [*prompt.token_ids.tolist(), *episode.token_ids.tolist()]
         self._engine.submit((key, i), ids, episode.params(group.params, i), prompt.images)
 
-    def _reset(self, key: Any, group: _Group, i: int, reply: Reply) -> None:
+    def _reset(self, key: Any, group: RunningGroup, i: int, reply: Reply) -> None:
         """The first turns start together when every environment of the prompt has answered: they share the prompt."""
         group.resets[i] = reply if isinstance(reply, Turn | Failed) else Failed("error", "reset ended the rollout")
         if len(group.resets) < group.params.num_completions:
@@ -229,7 +231,7 @@ class Episodes:
                     )
             except Exception as error:  # the template may stumble over messages that an environment made
                 self._pool.close((key, j))
-                group.failures[j] = str(error)[:_MAX_REASON]
+                group.failures[j] = str(error)[:MAX_REASON]
                 continue
             group.running[j] = Episode(self._config.rollout.max_turns, group.params.max_tokens, seconds=reset.seconds)
             self._submit(key, group, j)

@@ -15,6 +15,8 @@ from common.config import Config, Model
 from common.types import Problem, Prompt
 from environments import Message
 from model.folder import vocabulary
+from sampler.agents import Agents
+from sampler.chat import Chat
 from sampler.chat_template import read_template, render
 from sampler.episodes import Episodes
 from sampler.messages import as_messages
@@ -35,11 +37,13 @@ class MultiTurn:
     config: Config
     tokenizer: Any
     pool: EnvironmentPool
-    template: TurnTemplate
+    template: TurnTemplate | None  # None: an agent makes its own conversations
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
         """problem: of the run, to try the template on. Raises UserError for a template that cannot serve."""
+        if config.rollout.agent is not None:
+            return cls(config, tokenizer, pool, None)
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
         messages = as_messages(problem, config.data, config.prompt)
@@ -52,6 +56,10 @@ class MultiTurn:
         return cls(config, tokenizer, pool, template)
 
     def episodes(self, engine: Engine, decode: Decode) -> Episodes:
+        if self.template is None:
+            tokenize = functools.partial(_tokenize, self.tokenizer, self.config.model)
+            chat = Chat(self.tokenizer, self.config, tokenize, decode)
+            return Agents(self.config, engine, self.pool, chat, decode, self._asked_with)
         if isinstance(reader := self.template.read_calls, CallReader):
             reader.start(self.pool.tools)
         return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
@@ -60,6 +68,7 @@ class MultiTurn:
         """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
         if prompt.images:
             raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
+        assert self.template is not None, "an agent has no reset"
         text = self.template.of_row(prompt.problem).render(messages)
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):
@@ -83,5 +92,6 @@ def opened(config: Config, tokenizer: Any, problem: Problem, columns: Iterable[s
         return
     from environments.pool import EnvironmentPool
 
-    with EnvironmentPool(config.rollout, columns=list(columns)) as pool:
+    law = {name: float(getattr(config.sampler, name) or 0) for name in ("temperature", "top_p", "top_k", "min_p")}
+    with EnvironmentPool(config.rollout, list(columns), law | {"top_k": max(0.0, law["top_k"])}) as pool:
         yield MultiTurn.of(config, tokenizer, pool, problem)

@@ -106,6 +106,8 @@ def _rollouts(config: Settings) -> Iterator[str]:
         if rewarded:
             yield "reward 'environment' needs one: set rollout.environment=my.py:Class, or remove it from reward_funcs"
         return
+    if given.agent is not None and config.data.image_key is not None:
+        yield f"rollout.agent asks with text alone; remove data.image_key {config.data.image_key!r}"
     if given.tools and rewarded:
         yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
     if count > MAX_ENVIRONMENTS:  # the rollouts of a group begin together

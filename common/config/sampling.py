@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from common.config.sections import Section
+from common.config.sections import Section, require_own_function
 from common.functions import short_name
 
 MAX_ENVIRONMENTS = 256  # alive at once: a process each
@@ -76,6 +76,8 @@ class Rollouts(Section):
 
     environment: str | None = None
     """`file.py:Class`, ours or TRL's kind."""
+    agent: str | list[str] | None = None
+    """`file.py:solve`, which calls the model itself by OpenAI's API, or a command, `[node, agent.js]`."""
     environment_kwargs: dict[str, Any] = {}
     """The class's arguments."""
     tools: list[str] = []
@@ -91,9 +93,15 @@ class Rollouts(Section):
 
     @property
     def is_multi_turn(self) -> bool:
-        return self.environment is not None or bool(self.tools)
+        return self.environment is not None or bool(self.tools) or self.agent is not None
 
     def _contradictions(self) -> Iterator[str]:
+        if self.agent is not None and (self.environment is not None or self.tools):
+            yield "agent and environment or tools are both given; remove the others, an agent brings its own"
+        if self.agent is not None and isinstance(self.agent, str):
+            require_own_function(self.agent)
+        if self.agent == []:
+            yield "agent is an empty command; write rollout.agent: [python, my_agent.py], or my_agent.py:solve"
         if self.environment is not None and self.tools:
             yield "environment and tools are both given; remove tools, and make them methods of the environment's class"
         if self.environment_kwargs and self.environment is None:

@@ -63,6 +63,24 @@ def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
     assert asked, "an answer of the calculator stands in a sample"
 
 
+AGENT = ("rollout.tools=[]", "rollout.max_turns=7", "rewards.reward_funcs=[environment]", "rewards.full_marks={}")
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_two_steps_of_an_agent_that_only_knows_the_openai_package(kind: str, tmp_path: Path) -> None:
+    knows_how_to_call = Calculator(
+        num_train=64, num_test=16, num_clean_steps=80, num_careless_steps=0, context_length=512
+    )
+    files = files_of(knows_how_to_call, tmp_path / "task")
+    folder = "tests/support/agents"
+    agent = f"{folder}/assistant.py:solve" if kind == "function" else f"[{sys.executable}, {folder}/program.py]"
+    more = ["trainer.max_steps=2", "run.record=true", "sampler.max_completion_length=200", "vllm.max_model_len=512"]
+    words = [*files, *SMALLER, *AGENT, *more, f"rollout.agent={agent}"]
+    metrics = trained("configs/quickstart_tools.yaml", tmp_path, *words)
+    assert len(metrics) == 2 and all(m["grad_norm"] > 0 for m in metrics)
+    assert sum(m["rollout/tool_calls"] for m in metrics) > 0
+
+
 # ---- images
 
 DRAWINGS = "configs/quickstart_vlm.yaml"

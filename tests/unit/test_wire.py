@@ -299,7 +299,7 @@ def test_the_builders_make_messages_that_are_accepted() -> None:
         (rollout_with(length=2**62), "malformed"),
         (rollout_with(finish_reason="abort"), "malformed"),
         (rollout_with(surplus=1), "malformed"),
-        (rollout_with(observed=[[0, 2]]), "malformed"),  # the model begins
+        (rollout_with(observed=[[0, 5]]), "malformed"),  # the model writes something
         (rollout_with(observed=[[2, 5]]), "malformed"),  # and ends
         (rollout_with(observed=[[2, 2]]), "malformed"),
         (rollout_with(observed=[[3, 2]]), "malformed"),

@@ -1,0 +1,420 @@
+"""Agents: real processes, the real openai client, a chat template, and an engine that is a function."""
+
+import collections
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Config
+from common.errors import UserError
+from common.group_frames import read_group, write_group
+from common.types import Group, Problem, sequences
+from examples.tokenizer import byte_level
+from sampler.completions import Completion
+from sampler.episode import Played, as_rollout
+from sampler.episodes import Sampled
+from sampler.multi_turn import opened
+from sampler.prompts import make_prompt
+from sampler.task import held_out_params
+from tests.support.configs import config_in
+from tests.support.speed import limit
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
+PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
+CLIENT = """
+import asyncio, json, os, random, time
+from openai import AsyncOpenAI, OpenAI, BadRequestError
+
+client = AsyncOpenAI()
+
+async def said(*messages, **more):
+    asked = [{"role": "user" if i % 2 == 0 else "assistant", "content": m} for i, m in enumerate(messages)]
+    response = await client.chat.completions.create(model="any", messages=asked, **more)
+    return response.choices[0].message.content
+"""
+
+
+@pytest.fixture(autouse=True)
+def _with_a_row_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 400)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return byte_level(["What is 417*382? tool_call name calculator"], 400, 2048, (), "")
+
+
+class Model:
+    """An engine that writes what a function says of the prompt: (rollout, prompt) -> text."""
+
+    def __init__(self, writes: Callable[[int, str], str]) -> None:
+        self._writes, self._running = writes, dict[Any, tuple[list[int], Any]]()
+        self.turns: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []  # rollout, what it followed, what it wrote
+        self.seeds: list[int] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, key: Any, ids: Any, params: Any, images: Any = ()) -> None:
+        assert key not in self._running
+        self._running[key] = ([int(i) for i in ids], params)
+        self.seeds.append(params.seed)
+
+    def abort(self, keys: Any) -> None:
+        self._running = {key: what for key, what in self._running.items() if key not in keys}
+
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        running, self._running = self._running, {}
+        return [(key, [self._completion(key[1][0], *what)]) for key, what in running.items()]
+
+    def _completion(self, rollout: int, asked: list[int], params: Any) -> Completion:
+        text = self._writes(rollout, tokenizer().decode(asked))
+        for stop in params.stop:
+            text = text[: text.index(stop) + len(stop)] if stop in text else text
+        ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+        reason: Any = "stop" if len(ids) <= params.max_tokens else "length"
+        ids = ids[: params.max_tokens]
+        self.turns.append((rollout, tuple(asked), tuple(ids)))
+        return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
+
+
+def config(folder: Path, code: str = "", template: str = "hermes_tools", **settings: Any) -> Config:
+    (folder / "mine.py").write_text(CLIENT + code)
+    rollout = {"agent": f"{folder}/mine.py:solve", "timeout_s": limit(20)} | settings.pop("rollout", {})
+    return config_in(
+        folder,
+        data={"max_prompt_length": 600},
+        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"},
+        sampler={"num_generations": 2, "max_completion_length": 1000} | settings.pop("sampler", {}),
+        eval={"num_generations": 2, "temperature": 1} | settings.pop("eval", {}),
+        rollout=rollout,
+        **settings,
+    )
+
+
+def played(given: Config, model: Any, problem: Problem = PROBLEM) -> Sampled:
+    with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
+        assert multi_turn is not None
+        prompt = make_prompt(problem, tokenizer(), given)
+        agents = multi_turn.episodes(model, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
+        agents.start("key", prompt, held_out_params(given, 0))
+        while not (over := agents.step()):
+            pass
+        assert agents.num_running == 0 and model.num_running == 0
+        return over[0][1]
+
+
+def trained(sampled: Sampled) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(what it follows, what was sampled) of every turn, as the trainer gets it."""
+    prompt = sampled.prompt.token_ids
+    for c in sampled.completions:
+        whole, edges = np.concatenate([prompt, c.token_ids]), [0, *np.ravel(c.observed).tolist(), len(c.token_ids)]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            if start == end:
+                continue  # it begins with what is observed
+            places = next(s for s in sequences(len(prompt), len(c.token_ids), c.forks) if len(prompt) + start in s)
+            at = places.tolist().index(len(prompt) + start)
+            yield tuple(whole[places[:at]].tolist()), tuple(c.token_ids[start:end].tolist())
+
+
+def require_all_is_trained_once(sampled: Sampled, model: Model) -> None:
+    """And the wire takes it."""
+    assert collections.Counter(trained(sampled)) == collections.Counter(
+        (asked, wrote) for _, asked, wrote in model.turns
+    )
+    logprobs = [float(c.logprobs.sum()) for c in sampled.completions]
+    assert sum(logprobs) == -0.5 * sum(len(wrote) for _, _, wrote in model.turns)
+    rollouts = tuple(as_rollout(c, None, {"environment": 1.0}, 1.0) for c in sampled.completions)
+    read_group(*write_group(Group(0, 0, 0, sampled.prompt.token_ids, rollouts)))
+
+
+LOOP = """
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}]
+
+async def solve(question, answer, **row):
+    messages = [{"role": "user", "content": question}]
+    while True:
+        response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        message = response.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            assert response.choices[0].finish_reason == "stop"
+            return 1.0 if message.content == answer else 0.0
+        assert response.choices[0].finish_reason == "tool_calls"
+        for call in message.tool_calls:
+            a, b = json.loads(call.function.arguments)["expression"].split("*")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(int(a) * int(b))})
+"""
+
+
+def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: Path) -> None:
+    sloppy = CALL.replace('{"name"', '{ "name"')  # as no template would write it
+    model = Model(lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"))
+    sampled = played(config(tmp_path, LOOP), model)
+    called, direct = sampled.completions
+    assert isinstance(called, Played) and isinstance(direct, Played)
+    assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
+    assert (direct.turns, direct.tool_calls, direct.environment_reward, direct.finish_reason) == (1, 0, 0.0, "stop")
+    assert called.forks == () and sampled.failures == ()
+    [(start, end)] = called.observed
+    assert tokenizer().decode(called.token_ids[start:end]) == (
+        "\n<|im_start|>user\n<tool_response>\n159294\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [m["role"] for m in called.messages] == ["assistant", "tool", "assistant"]
+    require_all_is_trained_once(sampled, model)
+
+
+def test_the_agent_of_the_page_looks_a_word_up_and_is_rewarded(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    [block] = re.findall(r"^```python\n# my_agent.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    call = CALL.replace("calculator", "lookup").replace("expression", "word").replace("417*382", "apple")
+    model = Model(lambda i, prompt: "a fruit" if "a fruit" in prompt else (call if i else "What?"))
+    given = config(tmp_path)
+    (tmp_path / "mine.py").write_text(block)
+    sampled = played(given, model, Problem(3, {"question": "What is an apple?", "answer": "fruit"}))
+    assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(1, 0.0), (2, 1.0)]
+    require_all_is_trained_once(sampled, model)
+
+
+def test_requests_side_by_side_are_sequences_of_their_own_behind_one_prompt(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    one, two, three = await asyncio.gather(*(said(question) for _ in range(3)))
+    await said(question, one, "Why?")
+    return 1.0
+"""
+    model = Model(lambda i, prompt: f"{random.random()}")
+    sampled = played(config(tmp_path, code), model)
+    assert [(c.turns, len(c.forks)) for c in sampled.completions] == [(4, 2), (4, 2)]
+    assert len(set(model.seeds)) == 8, "the same question asked again is not answered with the same words"
+    require_all_is_trained_once(sampled, model)
+
+
+def test_whatever_agents_ask_every_sampled_token_is_trained_once_behind_what_it_followed(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    known = [(), (question,)]
+    for _ in range(random.randint(1, 4)):
+        start = [random.choice(known) for _ in range(random.randint(1, 3))]
+        asked = [(*s, random.choice("abc")) if len(s) % 2 == 0 else s for s in start]
+        for s, text in zip(asked, await asyncio.gather(*(said(*s) for s in asked))):
+            known += [(*s, text), (*s, text, "More."), (*s, text.strip("0"), "More.")]
+    return random.random()
+"""
+    for seed in range(4):
+        model = Model(lambda i, prompt: random.choice(["0", "1 2", "0 1", "2"]))
+        rollout = {"max_turns": 20}
+        given = config(tmp_path, code, run={"seed": seed}, rollout=rollout, sampler={"num_generations": 4})
+        sampled = played(given, model)
+        assert sampled.failures == () and len(sampled.completions) == 2
+        require_all_is_trained_once(sampled, model)
+
+
+def test_a_template_that_drops_thoughts_forks(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    first = await said(question)
+    assert "<think>" in first
+    await said(question, first, "And now?")
+    return 1.0
+"""
+    given = config(tmp_path, code, template="../../tests/support/templates/qwen3")
+    model = Model(lambda i, prompt: "<think>\nHm.\n</think>\n\nWords.")
+    sampled = played(given, model)
+    assert [len(c.forks) for c in sampled.completions] == [1, 1]
+    assert "Hm." not in tokenizer().decode(model.turns[-1][1]), "as the template has it"
+    require_all_is_trained_once(sampled, model)
+
+
+def test_a_stream_is_the_same_answer_and_stop_and_max_tokens_end_it(tmp_path: Path) -> None:
+    code = """
+async def solve(question, base_url, **row):
+    asked = dict(model="m", messages=[{"role": "user", "content": [{"type": "text", "text": question}]}])
+    chunks = [c async for c in await client.chat.completions.create(
+        **asked, stream=True, stop=["three"], stream_options={"include_usage": True})]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "one two ", text
+    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason == "stop"
+    sync = OpenAI(base_url=base_url).chat.completions.create(**asked, max_completion_tokens=2, temperature=1, n=1)
+    assert sync.choices[0].finish_reason == "length" and sync.usage.completion_tokens == 2
+    return 1.0
+"""
+    model = Model(lambda i, prompt: "one two three four")
+    sampled = played(config(tmp_path, code), model)
+    assert sampled.failures == ()
+    assert {c.finish_reason for c in sampled.completions} == {"stop"}, "its own limit is no limit of the rollout"
+    require_all_is_trained_once(sampled, model)
+
+
+REFUSED = {
+    "temperature=0.2": "temperature 0.2 is not that of the run, 1",
+    "top_p=0.9": "top_p 0.9",
+    "presence_penalty=1": "presence_penalty 1",
+    "n=2": "n: ",
+    "logprobs=True": "logprobs",
+    "tool_choice='required'": "tool_choice: ",
+    "response_format={'type': 'json_object'}": "response_format",
+    "extra_body={'guided_json': {}}": "guided_json",
+    "tools=[{'type': 'function'}]": "tools: each is",
+    "extra_body={'messages': [{'role': 'bard', 'content': ''}]}": "no role 'bard'",
+    "extra_body={'messages': []}": "messages: ",
+    "extra_body={'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}": "parts that are text",
+    "extra_body={'messages': [{'role': 'user', 'content': 'x' * (1 << 20)}]}": "Request Entity Too Large",
+}
+
+
+def test_what_would_be_trained_wrong_is_refused_by_name_and_what_says_what_holds_is_served(tmp_path: Path) -> None:
+    code = f"""
+async def solve(question, **row):
+    await said(question, temperature=1, top_p=1.0, frequency_penalty=0, user="me", response_format={{"type": "text"}})
+    errors = []
+    for given in {list(REFUSED)}:
+        try:
+            await said(question, **eval(f"dict({{given}})"))
+            errors.append("served")
+        except Exception as error:
+            errors.append(f"{{type(error).__mro__}} {{error}}")
+    return json.dumps(errors)
+"""
+    sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
+    for completion in sampled.completions:
+        assert isinstance(completion, Played) and completion.finish_reason == "stop" and completion.turns == 1
+        for error, named in zip(json.loads(completion.messages[-1]["content"]), REFUSED.values(), strict=True):
+            assert named in error and "APIStatusError" in error
+
+
+def test_agents_whose_first_prompts_differ_train_behind_what_they_have_in_common(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    for _ in range(2):
+        text = await said(f"{random.random()} {question}")
+    return 1.0
+"""
+    model = Model(lambda i, prompt: "fine")
+    sampled = played(config(tmp_path, code), model)
+    assert tokenizer().decode(sampled.prompt.token_ids).startswith("<|im_start|>user\n")
+    assert [c.observed[0][0] for c in sampled.completions] == [0, 0], "they begin with their own words"
+    require_all_is_trained_once(sampled, model)
+
+
+# ---- limits
+
+
+def test_beyond_its_turns_or_tokens_a_rollout_is_truncated_and_what_it_returns_counts(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    try:
+        while True:
+            await said(question)
+    except BadRequestError as error:
+        return 0.25 if "max_turns" in str(error) else -1
+"""
+    sampled = played(config(tmp_path, code, rollout={"max_turns": 3}), model := Model(lambda i, prompt: "fine"))
+    assert [(c.turns, c.finish_reason, c.environment_reward) for c in sampled.completions] == [(3, "length", 0.25)] * 2
+    require_all_is_trained_once(sampled, model)
+
+
+def test_side_by_side_requests_share_the_tokens_that_are_left(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    await asyncio.gather(*(said(question) for _ in range(3)))
+    await said(question)
+"""
+    rewards = {"reward_funcs": ["environment"]}
+    given = config(tmp_path, code, sampler={"max_completion_length": 20}, rewards=rewards)
+    sampled = played(given, Model(lambda i, prompt: "a b c d e f g"))
+    for completion in sampled.completions:
+        assert len(completion.token_ids) <= 20 and completion.finish_reason == "length" and completion.turns < 4
+    assert [c.environment_reward for c in sampled.completions] == [0.0, 0.0]
+    assert sampled.failures == (), "an agent that stumbles over a limit has ended by it"
+
+
+ENDS = {
+    "raise KeyError('x')": "agent solve raised KeyError: 'x' (mine.py:",
+    "raise SystemExit(3)": "agent solve raised SystemExit: 3",
+    "return [1]": "the agent gave [1], expected its reward",
+    "return float('nan')": "the agent gave nan",
+    "return None": "the agent gave no reward",
+    "time.sleep(99)": "no answer from its own time within 2 s, killed",
+    "await asyncio.sleep(99)": "no answer from its own time within 2 s, killed",
+    "os.kill(os.getpid(), 9)": "the agent died of signal 9",
+    "os._exit(0)": "the agent ended with exit code 0",
+    "x = bytearray(3 << 30)": "agent solve raised MemoryError",
+    "while True: await asyncio.gather(said('again', n=2), return_exceptions=True)": "no answer from its own time",
+}
+
+
+def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path) -> None:
+    code = "\nasync def solve(question, **row):\n    i = int(await said(question))\n"
+    code += "".join(f"    if i == {i}:\n        {how}\n" for i, how in enumerate(ENDS))
+    code += "    return i"
+    given = config(
+        tmp_path,
+        code,
+        rollout={"timeout_s": 2},
+        rewards={"reward_funcs": ["environment"]},
+        eval={"num_generations": len(ENDS) + 1},
+    )
+    sampled = played(given, Model(lambda i, prompt: f"{i}"))
+    assert [c.environment_reward for c in sampled.completions] == [len(ENDS)]
+    for reason, named in zip(sampled.failures, ENDS.values(), strict=True):
+        assert named in reason
+
+
+def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:
+    sampled = played(config(tmp_path, "\ndef solve(**row):\n    return 1.0\n"), Model(lambda i, prompt: ""))
+    assert not sampled.completions and set(sampled.failures) == {"the agent has ended without a completion."}
+
+
+def test_requests_that_nobody_waits_for_at_the_end_are_dropped(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    await said(question)
+    asyncio.ensure_future(said(question, "left", "behind"))
+    await asyncio.sleep(0.2)
+    return 1.0
+"""
+    sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
+    assert all(c.turns in (1, 2) for c in sampled.completions) and sampled.failures == ()
+
+
+def test_a_command_gets_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
+    program = ROOT / "tests/support/agents/program.py"
+    model = Model(lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
+    sampled = played(config(tmp_path, rollout={"agent": ["python3", str(program)]}), model)
+    assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
+    require_all_is_trained_once(sampled, model)
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [("echo 1; exit 3", "exit code 3; its last line: b'1"), ("echo words", "expected a reward"), (":", "without")],
+)
+def test_a_command_that_fails_is_named(command: str, named: str, tmp_path: Path) -> None:
+    sampled = played(config(tmp_path, rollout={"agent": ["sh", "-c", command]}), Model(lambda i, prompt: ""))
+    assert not sampled.completions and all(named in reason for reason in sampled.failures)
+
+
+@pytest.mark.parametrize(
+    ("agent", "named"),
+    [
+        (["no-such-program"], "no program 'no-such-program'"),
+        ("mine.py:nothing", "no file mine.py"),
+        ("{}/mine.py:sove", "Did you mean solve"),
+        ("{}/mine.py:wants", "agent wants wants 'colour'; it gets base_url and the columns question, answer"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_ends_the_run_at_once(agent: Any, named: str, tmp_path: Path) -> None:
+    agent = agent.format(tmp_path) if isinstance(agent, str) else agent
+    given = config(tmp_path, "\ndef solve(**row): pass\ndef wants(colour): pass\n", rollout={"agent": agent})
+    with pytest.raises(UserError, match=named):
+        played(given, Model(lambda i, prompt: ""))
