@@ -217,6 +217,19 @@ def say(text: str) -> None:
         print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
+def every(seconds: float) -> Callable[[], bool]:
+    """What is true once in so many seconds from now on: for a wait that says why it goes on."""
+    last = time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal last
+        due = time.monotonic() - last > seconds
+        last = time.monotonic() if due else last
+        return due
+
+    return is_due
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Asks the kernel to signal this process when its parent ends: a killed launcher leaves no orphan. Linux only."""
     if sys.platform == "linux":

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from common.exits import say
+from common.exits import every, say
 from common.watchdog import report_progress
 
-_SAY_EVERY_S = 10.0
 T = TypeVar("T")
 
 
 def counted(items: Iterable[T], doing: str, total: int | None = None, each: int = 1) -> Iterator[T]:
     """The items. Each is progress, and each 10 seconds a line. each: rows in an item."""
-    said = time.monotonic()
+    is_due = every(10.0)
     for count, item in enumerate(items):
         report_progress(doing)
-        if time.monotonic() - said > _SAY_EVERY_S:
-            said = time.monotonic()
+        if is_due():
             say(f"{doing}: {count * each:,}" + (f" of {total:,} rows" if total is not None else " rows"))
         yield item

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from common import durable, exits
 from common.config import Config, load
 from common.errors import UserError
-from common.exits import say
+from common.exits import every, say
 from common.redact import redacted
 from launcher.evaluation.target import Target, find_target
 from report.escape import strip_escapes
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sampler.task import Decode
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
-_SAYS_EVERY_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,7 +135,7 @@ def sample(
     finished: dict[int, Sampled] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
     failures: list[str] = []
-    last_report = time.monotonic()
+    is_due = every(10.0)
     for i, prompt in enumerate(prompts):
         turns.start(i, prompt, held_out_params(config, i))
     while turns.num_running or pool.pending:
@@ -152,8 +151,7 @@ def sample(
                 failures.append(scores.reason)
             else:
                 samples[i] = _records(finished.pop(i), decode, scores)
-        if time.monotonic() - last_report > _SAYS_EVERY_S:
-            last_report = time.monotonic()
+        if is_due():
             say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 

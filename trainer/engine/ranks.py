@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -80,17 +79,14 @@ class Exchange:
 
     def _waited_for(self, work: Callable[[], T]) -> T:
         """On rank 0."""
-        said_at = time.monotonic()
+        is_due = exits.every(self._word_s)
 
         def say(doing: str) -> None:
-            nonlocal said_at
-            if time.monotonic() - said_at < self._word_s:
-                return
-            self._announce(_STILL_WAITING)
-            self.text(doing)
-            if self.any(exits.interrupted()):
-                exits.ask_to_end()  # `work` looks for that
-            said_at = time.monotonic()
+            if is_due():
+                self._announce(_STILL_WAITING)
+                self.text(doing)
+                if self.any(exits.interrupted()):
+                    exits.ask_to_end()  # `work` looks for that
 
         try:
             with progress_heard_by(say):

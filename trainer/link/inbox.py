@@ -16,7 +16,7 @@ from common.address import endpoint
 from common.channel import Transport
 from common.config import Config
 from common.errors import Interrupted, Retryable
-from common.exits import code_of, interrupted
+from common.exits import code_of, every, interrupted
 from common.failpoints import failpoint
 from common.group_limits import Limits
 from common.run_folder import sampler_log
@@ -143,7 +143,8 @@ class Inbox(GroupSource):
         Raises Retryable if what is missing has been the same for timeout_s, by default channel.stall_timeout_s.
         Raises Interrupted if somebody asks for the end meanwhile: a sampler may take minutes to deliver.
         """
-        start = said = moved = time.monotonic()
+        start = moved = time.monotonic()
+        is_due = every(_SAY_EVERY_S)
         last_missing = ""
         deadline = timeout_s or self.config.channel.stall_timeout_s
         while True:
@@ -162,8 +163,7 @@ class Inbox(GroupSource):
                 last_missing, moved = what, now
             if now - moved > deadline:
                 raise Retryable(f"waited {now - start:.0f} s for {what}; {peers}.{self._sampler_log()}")
-            if now - said > _SAY_EVERY_S:
-                said = now
+            if is_due():
                 self.say(f"waiting {now - start:.0f} s for {what}; {peers}")
 
     def _describe_peers(self) -> str:

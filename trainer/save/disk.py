@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from common import durable
 from common.errors import Interrupted, Retryable
-from common.exits import interrupted, say
+from common.exits import every, interrupted, say
 from common.watchdog import progress_heard_by, report_progress
 
 T = TypeVar("T")
@@ -49,13 +49,12 @@ def together(ranks: Ranks, work: Callable[[], None]) -> None:
     Parts may take as long as they report progress, of which the ranks that are done hear every few seconds. In a part
     there is no other collective.
     """
-    codes, reason, said_at = [0.0] * ranks.world_size, "", time.monotonic()
+    codes, reason = [0.0] * ranks.world_size, ""
+    is_due = every(min(_WORD_S, ranks.stall_timeout_s / 4))
 
     def tell(_: str) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at >= min(_WORD_S, ranks.stall_timeout_s / 4):
+        if is_due():
             ranks.add([_AT_WORK * (rank == ranks.rank) for rank in range(ranks.world_size)])
-            said_at = time.monotonic()
 
     try:
         with progress_heard_by(tell) if ranks.world_size > 1 else contextlib.nullcontext():
