@@ -77,16 +77,24 @@ def _host(path: Path, number: int, text: str) -> HostLine:
     return HostLine(match["name"], int(counts["slots"]), int(counts.get("samplers", 0)))
 
 
-def placement_over(hosts: Sequence[HostLine], config: Config) -> Placement:
-    """Raises UserError where the config says otherwise than the hostfile."""
+def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
+    """Overrides: how many samplers there are. Raises UserError where the config says otherwise than the hostfile."""
+    ranks, samplers, endpoint = sum(h.slots for h in hosts), sum(h.samplers for h in hosts), config.channel.endpoint
+    for name, given, is_right in (
+        ("trainer.num_ranks", config.trainer.num_ranks, config.trainer.num_ranks in (None, ranks)),
+        ("sampler.num_samplers", config.sampler.num_samplers, config.sampler.num_samplers in (1, samplers)),
+        ("trainer.devices", config.trainer.devices, not config.trainer.devices),
+        ("sampler.devices", config.sampler.devices, not config.sampler.devices),
+        ("channel.endpoint", endpoint, endpoint is None or endpoint.startswith("tcp://")),
+    ):
+        if not is_right:
+            counts = f"the hostfile has {ranks} slots and {samplers} samplers"
+            raise UserError(f"{name} {given} is not of these hosts: {counts}; remove {name}")
+    return [] if config.sampler.num_samplers == samplers else [f"sampler.num_samplers={samplers}"]
+
+
+def placement_over(hosts: Sequence[HostLine]) -> Placement:
     ranks = sum(host.slots for host in hosts)
-    if config.trainer.num_ranks not in (None, ranks):
-        raise UserError(
-            f"trainer.num_ranks {config.trainer.num_ranks} and the hostfile has {ranks} slots; remove trainer.num_ranks"
-        )
-    for name, devices in (("trainer", config.trainer.devices), ("sampler", config.sampler.devices)):
-        if devices:
-            raise UserError(f"{name}.devices {devices} are of one host; remove it, the hostfile counts them")
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
     samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
     return Placement(ranks, (), (), {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
@@ -108,7 +116,7 @@ class Meeting:
 def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> Meeting:
     """Its name is not enough: on Debian a host's own is 127.0.1.1 to itself, and ssh has names that only ssh knows.
 
-    answers: of `host_link.answers`. Of the addresses that all others have reached, those that they know by its name
+    answers: of `over_hosts.answers`. Of the addresses that all others have reached, those that they know by its name
     come first. Raises UserError if there is none.
     """
     (first, *others), port = answers, answers[0]["port"]
@@ -134,39 +142,18 @@ def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> 
     return Meeting(address, port, {host.name: card for host, card in zip(hosts, cards, strict=True)})
 
 
-def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
-    """Overrides: how many samplers there are. Raises UserError where the config is of one host."""
-    samplers, given = sum(host.samplers for host in hosts), config.sampler.num_samplers
-    if config.channel.endpoint is not None and not config.channel.endpoint.startswith("tcp://"):
-        raise UserError(f"channel.endpoint {config.channel.endpoint} is of one host; remove it, or write tcp://…")
-    if given not in (1, samplers):
-        raise UserError(f"sampler.num_samplers {given} and the hostfile has {samplers}; remove sampler.num_samplers")
-    return [] if given == samplers else [f"sampler.num_samplers={samplers}"]
-
-
 class HostCommands(Commands):
-    """As Commands, of processes on several hosts."""
+    """As Commands, of processes on several hosts. meet: also where rank 0 listens, unless the config says it."""
 
-    def __init__(
-        self,
-        path: Path,
-        overrides: Sequence[str],
-        config: Config,
-        place: Placement,
-        hosts: Sequence[HostLine],
-        meet: Meeting,
-    ) -> None:
-        """meet: also where rank 0 listens, unless the config says it."""
-        overrides = [*overrides, *([f"channel.endpoint={meet.endpoint}"] if config.channel.endpoint is None else [])]
-        super().__init__(path, overrides, config, place)
+    def __init__(self, path: Path, overrides: Sequence[str], config: Config, hosts: Sequence[HostLine], meet: Meeting):
+        listens = [] if config.channel.endpoint else [f"channel.endpoint={meet.endpoint}"]
+        super().__init__(path, [*overrides, *listens], config, placement_over(hosts))
         self._hosts, self._meet, self._attempt = hosts, meet, 0
-        folder = config.run.output_dir.resolve()
-        self._folder = folder / "hosts"
+        self._folder = config.run.output_dir.resolve() / "hosts"
         durable.make_private(self._folder)
-        self._proof = self._folder / f"seen-{secrets.token_hex(4)}"
-        for old in self._folder.glob("seen-*"):
+        for old in self._folder.glob("*.json"):
             old.unlink()
-        self._proof.touch()
+        self._number = secrets.token_hex(4)  # no other host has these files by chance
 
     def samplers(self) -> list[Child]:
         """Each by itself: one that ends is started again alone."""
@@ -176,7 +163,7 @@ class HostCommands(Commands):
             name = "sampler" if len(places) == 1 else f"sampler.{number}"
             alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
             gpus = (host.slots + i * width, width)
-            found.append(self._over(name, [self._order(host, name, alone.argv, gpus=gpus, scratch=alone.scratch)]))
+            found.append(self._over(name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})]))
         return found
 
     def trainer(self, *extra: str) -> Child:
@@ -187,51 +174,47 @@ class HostCommands(Commands):
         launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level", "critical"]
         launcher += ["--world_info", world.decode(), "--master_addr", self._meet.address, "--master_port", PORT]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
-        orders = [
-            self._order(
+        buffers = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*"
+        starts = [
+            (
                 host,
-                "trainer",
-                (*launcher, "--node_rank", str(number), *script),
-                gpus=(0, host.slots),
-                scratch=(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*",),
-                launcher_depth=1,
-                env=self._by_card(host.name) | passed_on(os.environ),
+                [*launcher, "--node_rank", str(number), *script],
+                {"gpus": (0, host.slots), "scratch": [buffers], "launcher_depth": 1},
             )
             for number, host in enumerate(hosts)
         ]
-        return self._over("trainer", orders)
+        return self._over("trainer", starts)
 
-    def _by_card(self, host: str) -> dict[str, str]:
-        """Gloo would take the one whose address the host's own name stands for."""
-        return {"GLOO_SOCKET_IFNAME": self._meet.cards[host]} if self._meet.cards else {}
-
-    def _order(self, host: HostLine, name: str, argv: Sequence[str], **more: Any) -> dict[str, Any]:
-        """What on_host.py reads. Its log has the host's name; that of the whole is beside it.
-
-        more: gpus (the first of this host, and how many), scratch, launcher_depth, env.
-        """
+    def _over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
+        """starts: hosts, commands, and what else on_host.py reads: gpus (the first of the host, and how many), scratch,
+        launcher_depth. The log of each has its host's name; that of the whole is beside them."""
         self._attempt += 1
-        return {
-            "host": host.name,
-            "name": name,
-            "argv": list(argv),
-            "env": passed_on(os.environ),
-            "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
-            "processes": host.slots + host.samplers,
-            "launcher_depth": 0,
-            "attempt": self._attempt,
-            "proof": str(self._proof),
-            "within_s": _SHOWN_LATE_S,
-            "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
-            **more,
-        }
-
-    def _over(self, name: str, orders: Sequence[Mapping[str, Any]]) -> Child:
-        file = self._folder / f"{name}.json"
+        file = self._folder / f"{name}-{self._number}.json"
+        orders = [
+            {
+                "host": host.name,
+                "name": name,
+                "argv": list(argv),
+                "env": self._by_card(host.name) | passed_on(os.environ),
+                "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
+                "processes": host.slots + host.samplers,
+                "launcher_depth": 0,
+                "attempt": self._attempt,
+                "proof": str(file),
+                "within_s": _SHOWN_LATE_S,
+                "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
+                **more,
+            }
+            for host, argv, more in starts
+        ]
         durable.write_file(file, json.dumps(orders).encode(), mode=0o600)
         argv = (sys.executable, "-m", "launcher.over_hosts", str(file))
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer", on_other_hosts=True)
+
+    def _by_card(self, host: str) -> dict[str, str]:
+        """Gloo would take the one whose address the host's own name stands for."""
+        return {"GLOO_SOCKET_IFNAME": self._meet.cards[host]} if self._meet.cards else {}
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import selectors
 import signal
 import socket
 import sys
@@ -44,24 +43,22 @@ _ENDS = (DONE, USER_ERROR, RETRYABLE, INTERRUPTED)
 
 
 def main() -> int:
-    asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored stays ignored in all that is started
     os.chdir(ROOT)
-    with listen() as listening:
-        _answer({"port": listening.getsockname()[1], "cards": _cards()})
-        order = json.loads(_line(asked) or "{}")
-        if "reach" in order:
-            _answer(_reached(**order["reach"]))
-            return DONE
     try:
-        if not order or not _is_shared(order, asked):
-            return INTERRUPTED
+        order = _order()
+        _require_shared(order)
         child = _child(order, os.environ)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except UserError as error:
         say(str(error))
         return USER_ERROR
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
     with Guard() as guard:
         kills = OomKills()
         running = Running(child, guard.mark, order["attempt"])
@@ -75,19 +72,20 @@ def main() -> int:
         return code % 256
 
 
+def _order() -> dict[str, Any]:
+    """After answers to what else is asked. Not a byte more is read. Raises KeyboardInterrupt at the end of stdin."""
+    with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
+        _answer({"port": listening.getsockname()[1], "cards": _cards()})
+        for line in iter(words.readline, b""):
+            order: dict[str, Any] = json.loads(line)
+            if "reach" not in order:
+                return order
+            _answer(_reached(**order["reach"]))
+    raise KeyboardInterrupt
+
+
 def _answer(content: Mapping[str, Any]) -> None:
     _show(ANSWER + json.dumps(content).encode() + b"\n")
-
-
-def _line(asked: Sequence[int]) -> str:
-    """The next line of stdin, and not a byte more; "" at its end, or once somebody asked for ours."""
-    line = bytearray()
-    while not asked:
-        if select.select([0], [], [], 0.2)[0]:
-            if (byte := os.read(0, 1)) in (b"", b"\n"):
-                return line.decode()
-            line += byte
-    return ""
 
 
 def _cards() -> dict[str, str]:
@@ -99,34 +97,30 @@ def _cards() -> dict[str, str]:
 
 def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
     """The network card by which each address of another host is reached from here, and what its name stands for."""
-    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        cards = dict(zip(addresses, pool.map(lambda address: _card_to(address, port), addresses), strict=True))
-    known: list[str] = []
-    with suppress(OSError):
-        known = [str(of[4][0]) for of in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
-    return {"cards": {address: card for address, card in cards.items() if card}, "known": known}
 
-
-def _card_to(address: str, port: int) -> str | None:
-    try:
-        with socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
+    def card_to(address: str) -> str | None:
+        with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
             return _cards().get(link.getsockname()[0])
-    except OSError:
         return None
 
+    known: list[str] = []
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool, suppress(OSError):
+        cards = {address: card for address, card in zip(addresses, pool.map(card_to, addresses), strict=True) if card}
+        known = [str(of[4][0]) for of in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    return {"cards": cards, "known": known}
 
-def _is_shared(order: Mapping[str, Any], asked: Sequence[int]) -> bool:
-    """False if the end is asked for meanwhile. Raises UserError if the first host's file does not appear in time."""
-    proof, host, deadline = Path(order["proof"]), order["host"], time.monotonic() + order["within_s"]
+
+def _require_shared(order: Mapping[str, Any]) -> None:
+    """Raises UserError if the first host's file does not appear in time, KeyboardInterrupt at a word on stdin."""
+    proof, deadline = Path(order["proof"]), time.monotonic() + order["within_s"]
     while not (proof.parent.is_dir() and proof.name in os.listdir(proof.parent)):  # NFS looks anew, for a folder
-        if asked or select.select([0], [], [], 0.2)[0]:
-            return False
+        if select.select([0], [], [], 0.2)[0]:
+            raise KeyboardInterrupt
         if time.monotonic() > deadline:
             raise UserError(
-                f"{host} does not see {proof.parent}, which the first host has written; set run.output_dir to a "
-                "folder that all hosts share"
+                f"{order['host']} does not see {proof.parent}, which the first host has written; set run.output_dir to "
+                "a folder that all hosts share"
             )
-    return True
 
 
 def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
@@ -148,38 +142,26 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
         )
     elif order["name"].startswith("sampler"):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
-    return Child(
-        order["name"],
-        tuple(order["argv"]),
-        env,
-        Path(order["log"]),
-        echo=True,
-        launcher_depth=order["launcher_depth"],
-        scratch=tuple(order["scratch"]),
-    )
+    more = {"launcher_depth": order["launcher_depth"], "scratch": tuple(order["scratch"])}
+    return Child(order["name"], tuple(order["argv"]), env, Path(order["log"]), echo=True, **more)
 
 
 def _watch(running: Running, asked: list[int], kills: OomKills) -> int:
     """The exit code of the process. Output goes up, signals go down."""
     passed_on = 0
-    with selectors.DefaultSelector() as selector:
-        for descriptor in (0, *running.streams):
-            selector.register(descriptor, selectors.EVENT_READ)
-        while running.process.poll() is None:
-            kills.look()
-            for key, _ in selector.select(0.1):
-                if key.fd != 0:
-                    if not running.relay(key.fd, _show):
-                        selector.unregister(key.fd)
-                    continue
-                words = os.read(0, 4096).split()
-                if not words:
-                    running.close(_show)
-                    return INTERRUPTED
+    while running.process.poll() is None:
+        kills.look()
+        for descriptor in select.select([0, *running.streams], [], [], 0.1)[0]:
+            if descriptor != 0:
+                running.relay(descriptor, _show)
+            elif words := os.read(0, 4096).split():
                 asked += map(int, words)
-            for number in asked[passed_on:]:
-                passed_on += 1
-                running.interrupt(number)
+            else:
+                running.close(_show)
+                return INTERRUPTED
+        for number in asked[passed_on:]:
+            passed_on += 1
+            running.interrupt(number)
     code = running.process.returncode
     running.close(_show)
     is_interrupted = code in _BY_REQUEST or (passed_on and code not in _ENDS)

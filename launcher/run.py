@@ -26,10 +26,10 @@ from launcher import shares
 from launcher.batch_plan import batch_line
 from launcher.commands import Commands
 from launcher.fit import fit, on_host
-from launcher.host_link import answers
 from launcher.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
 from launcher.machine import MACHINE, ROOT, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
 from launcher.output_dir import LOCK, in_use, make_room
+from launcher.over_hosts import answers
 from launcher.placement import Placement, placement, visible_gpus
 from launcher.supervisor import Rules, Supervisor
 from launcher.workload import workload_of
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         if hosts:
             overrides = [*overrides, *settings_over(hosts, config)]
             config = load(path, overrides)
-            place = placement_over(hosts, config)
+            place = placement_over(hosts)
         else:
             os.sched_setaffinity(0, usable_cores())  # all that is started counts its cores by this
             place = placement(config, visible_gpus(os.environ), usable_cores())
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
                 config = load(path, overrides)
             if hosts:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
-                return _run(HostCommands(path, overrides, config, place, hosts, meet), again)
+                return _run(HostCommands(path, overrides, config, hosts, meet), again)
             return _run(Commands(path, overrides, config, place), again)
     except (UserError, Retryable) as error:
         say(str(error))

@@ -23,8 +23,7 @@ from tests.support.ssh_server import ssh_server
 
 # Whoever does not follow the first that fails is waited for 2 s instead of 15.
 PROGRAM = (
-    "import sys; from launcher import host_link; host_link.FOLLOW_S = 2.0;"
-    "from launcher import over_hosts; sys.exit(over_hosts.main(sys.argv[1:]))"
+    "import sys; from launcher import over_hosts; over_hosts.FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
 )
 
 
@@ -159,7 +158,7 @@ def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connec
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("me@h: Permission denied (publickey).", 2, "let this user in by a key (ssh-copy-id)"),
+        ("me@h: Permission denied (publickey).", 2, "ssh-copy-id, or name user and key"),
         ("Host key verification failed.", 2, "connect once by hand"),
         ("ssh: Could not resolve hostname h: Name or service not known", 2, "write its address in the hostfile"),
         ("command-line: line 0: Bad configuration option: port", 2, "mend it, until this works here"),
@@ -177,6 +176,13 @@ def test_a_host_that_refuses_is_the_users_to_mend_and_one_that_is_down_is_waited
     found, out = ended(hosts.start("print('one')"))
     assert found == code and f"203.0.113.0: {words}" in out and says in out
     assert (f"until this works here: {tmp_path}/ssh 203.0.113.0 true" in out) == (code == 2)
+
+
+@pytest.mark.parametrize("how", ["exit 137", "kill -9 $$"])
+def test_a_host_whose_shell_is_killed_before_it_answers_is_tried_again(tmp_path: Path, how: str) -> None:
+    hosts = Connections(tmp_path)
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho ssh: line 2: Killed >&2\n{how}\n")
+    assert ended(hosts.start("print('one')"))[0] == 75
 
 
 @pytest.mark.parametrize("trouble", ["key", "host key", "user", "name", "down"])

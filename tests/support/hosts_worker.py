@@ -8,18 +8,24 @@ from pathlib import Path
 
 from common.config import load
 from common.durable import lock
+from common.errors import Retryable, UserError
+from common.exits import RETRYABLE, USER_ERROR, say
 from common.run_folder import FINAL
-from launcher.host_link import answers
-from launcher.hosts import HostCommands, meeting, placement_over, read_hosts
+from launcher.hosts import HostCommands, meeting, read_hosts
 from launcher.output_dir import LOCK, in_use
+from launcher.over_hosts import answers
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 
 
 def main(path: Path, hostfile: Path, overrides: list[str]) -> int:
     config, hosts = load(path, overrides), read_hosts(hostfile)
-    meet = meeting(hosts, answers([host.name for host in hosts]))
-    commands = HostCommands(path, overrides, config, placement_over(hosts, config), hosts, meet)
+    try:
+        meet = meeting(hosts, answers([host.name for host in hosts]))
+    except (UserError, Retryable) as error:
+        say(str(error))
+        return RETRYABLE if isinstance(error, Retryable) else USER_ERROR
+    commands = HostCommands(path, overrides, config, hosts, meet)
     folder = config.run.output_dir
     idle = Child("sampler", ("sleep", "1000"), {}, folder / "logs" / "sampler.log")
     finished = (folder / FINAL).is_dir

@@ -2,14 +2,15 @@
 
 import base64
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.errors import UserError
-from launcher.host_link import is_here, reach
 from launcher.hosts import (
     HostCommands,
     HostLine,
@@ -20,7 +21,7 @@ from launcher.hosts import (
     read_hosts,
     settings_over,
 )
-from launcher.over_hosts import PORT
+from launcher.over_hosts import PORT, is_here, reach
 from tests.support.configs import config_in
 
 
@@ -63,18 +64,22 @@ def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, sa
 
 def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
-    place = placement_over(hosts, config_in(tmp_path))
+    place = placement_over(hosts)
     assert (place.num_ranks, place.trainer_place) == (3, "10.0.0.1 × 2, 10.0.0.3 × 1, 3 ranks")
     assert place.sampler_place == "10.0.0.3 × 2"
-    with pytest.raises(UserError, match="num_ranks 2 and the hostfile has 3 slots"):
-        placement_over(hosts, config_in(tmp_path, trainer={"num_ranks": 2}))
-    with pytest.raises(UserError, match=r"trainer.devices \[0\] are of one host"):
-        placement_over(hosts, config_in(tmp_path, trainer={"devices": [0]}))
     assert settings_over(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
     assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
-    with pytest.raises(UserError, match="num_samplers 3 and the hostfile has 2"):
-        settings_over(hosts, config_in(tmp_path, sampler={"num_samplers": 3}))
+
+
+@pytest.mark.parametrize(
+    "setting", ["trainer.num_ranks=2", "sampler.num_samplers=3", "trainer.devices=[0]", "channel.endpoint=ipc:///run/x"]
+)
+def test_a_setting_of_one_host_is_refused_with_what_to_remove(tmp_path: Path, setting: str) -> None:
+    section, name, value = re.split("[.=]", setting)
+    config = config_in(tmp_path, **{section: {name: yaml.safe_load(value)}})
+    with pytest.raises(UserError, match=rf"the hostfile has 3 slots and 2 samplers; remove {section}.{name}"):
+        settings_over((HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2)), config)
 
 
 def answered(*others: dict[str, str], known: str = "10.0.0.1") -> list[dict[str, Any]]:
@@ -114,7 +119,7 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     config = config_in(tmp_path, vllm={"tensor_parallel_size": 2})
     meet = Meeting("10.0.0.9", 12345, {"10.0.0.1": "ib0", "10.0.0.3": "eth7"})
-    commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, placement_over(hosts, config), hosts, meet)
+    commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, hosts, meet)
     trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
     children = commands.samplers()
     assert [child.name for child in children] == ["sampler.0", "sampler.1"]
@@ -156,4 +161,4 @@ def test_where_the_reference_is_follows_from_the_config_and_not_from_the_launchi
     hosts = (HostLine("10.0.0.1", 1, 1), HostLine("10.0.0.3", 1, 0))
     for ahead, side in ((0, "trainer"), (1, "sampler")):
         config = config_in(tmp_path, algorithm={"beta": 0.1}, trainer={"max_staleness": ahead})
-        assert placement_over(hosts, config).num_ranks == 2 and config.reference_on == side
+        assert placement_over(hosts).num_ranks == 2 and config.reference_on == side
