@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.exits import RETRYABLE
+from common.exits import RETRYABLE, every, say
 from common.transcript import last_lines
 
 _watching: Watchdog | None = None
@@ -43,6 +43,24 @@ def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _listening.by = before
+
+
+@contextmanager
+def waiting_for(what: str, is_said: bool) -> Iterator[None]:
+    """Around a wait in a library's own code that has a deadline of its own: it counts as progress, and is said."""
+    is_over, is_due = threading.Event(), every(10.0)
+
+    def report() -> None:
+        while not is_over.wait(0.2):
+            report_progress(f"waiting for {what}")
+            if is_said and is_due():
+                say(f"waiting for {what}")
+
+    threading.Thread(target=report, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class Watchdog:

@@ -14,3 +14,8 @@ SHORT = ("zero3",)
 def test_no_wait_of_rank_0_outlasts_the_patience_of_the_others(trainers: Stack, variant: str) -> None:
     seen = trainers.seen("tests.support.slow_waits", f"slow-{variant}", 2)
     assert seen.ranks == [{"waited": sorted(WAITS), "heard": []}, {"waited": [], "heard": list(WAITS)}]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_whose_imports_take_longer_than_the_others_limit_is_waited_for(trainers: Stack, late: int) -> None:
+    trainers.seen("tests.support.slow_waits", f"late-{late}", 2, "start_late")

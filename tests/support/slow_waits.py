@@ -3,13 +3,15 @@
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from common.watchdog import report_progress
 from tests.support.gloo_data import GAE, TRAINER, settings
+from tests.support.speed import limit
 from trainer import start
-from trainer.engine import ranks
+from trainer.engine import deepspeed_model, ranks
 from trainer.link.recording import Replay
 
 STALL_S = 2.0
@@ -32,6 +34,7 @@ def work(folder: Path) -> None:
         report_progress(what)
 
     ranks.report_progress = hear
+    deepspeed_model.timedelta = lambda seconds: timedelta(seconds=2 * STALL_S)  # as if no start took longer
     waited = list[str]()
     for name in WAITS:
         real = getattr(Replay, name)
@@ -45,17 +48,21 @@ def work(folder: Path) -> None:
             return real(self, *arguments)
 
         setattr(Replay, name, slow)
-    run = {"replay": str(folder.parent / "groups"), "report_to": []}
-    chosen = VARIANTS[folder.name.removeprefix("slow-")]
-    start.run(
-        settings(
-            folder.parent,
-            folder.name,
-            1,
-            run=run | {"output_dir": folder},
-            channel={"stall_timeout_s": STALL_S},
-            **chosen,
-        )
-    )
+    train(folder, STALL_S, **VARIANTS[folder.name.removeprefix("slow-")])
     heard = [name for name in WAITS if any(f"waiting for {name}" in what for what in doing)]
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps({"waited": sorted(set(waited)), "heard": heard}))
+
+
+def start_late(folder: Path) -> None:
+    """One rank imports for longer than another may be silent."""
+    limit_s = limit(3)
+    if folder.name == f"late-{os.environ['RANK']}":
+        time.sleep(1.5 * limit_s)
+    train(folder, limit_s, connect_timeout_s=limit_s)
+    (folder / f"rank{os.environ['RANK']}.json").write_text("{}")
+
+
+def train(folder: Path, stall_s: float, connect_timeout_s: float = 600.0, **chosen: Any) -> None:
+    run = {"replay": str(folder.parent / "groups"), "report_to": [], "output_dir": folder}
+    channel = {"stall_timeout_s": stall_s, "connect_timeout_s": connect_timeout_s}
+    start.run(settings(folder.parent, folder.name, 1, run=run, channel=channel, **chosen))

@@ -14,15 +14,18 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.config import Config
-from common.errors import UserError
+from common.errors import Retryable, UserError
 from common.ports import free_port
 from common.shared_memory import NO_BUFFERS
+from common.watchdog import waiting_for
 from model import devices
 from model.checksum import all_finite
 from model.layout import packing_of
@@ -73,7 +76,12 @@ def init_distributed(config: Config) -> None:
     if not devices.count():
         devices.add_in_order()
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
-    deepspeed.init_distributed(dist_backend=chosen, timeout=patience(config), verbose=False)
+    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # who imports has a limit
+    try:
+        with waiting_for("the other ranks to start", is_said=os.environ["LOCAL_RANK"] == "0"):
+            deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
+    except dist.DistError as error:
+        raise Retryable(f"not every rank has started within {timeout}: {error}") from None
     if not devices.count():
         unlink_shared_buffer()
 
