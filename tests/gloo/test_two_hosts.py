@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,14 +34,21 @@ def written(trainers: Stack, name: str) -> Path:
     return path
 
 
-def start(trainers: Stack, hosts: tuple[str, str], name: str, *overrides: str, **more: str) -> subprocess.Popen[bytes]:
-    """`run --hosts` of one rank on each. more: environment."""
+def start(
+    trainers: Stack,
+    hosts: tuple[str, str],
+    name: str,
+    *overrides: str,
+    enter: Callable[[], None] | None = None,
+    **more: str,
+) -> subprocess.Popen[bytes]:
+    """`run --hosts` of one rank on each. enter: called in the process first. more: environment."""
     path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
     env = os.environ | ENVIRONMENT | {"TANDEM_SSH": namespaces.ENVIRONMENT["TANDEM_SSH"]} | more
     command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile), *overrides]
     log = open(trainers.folder / f"{name}.log", "ab")  # noqa: SIM115 the process has it
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=enter)
 
 
 def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
