@@ -22,7 +22,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from common import functions
@@ -203,7 +202,8 @@ def _warm(openai: Any) -> None:
 
 def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
     """What the last line that it prints says, in JSON. Raises BrokenEnvironment."""
-    ended = subprocess.run(command, input=msgspec.json.encode(row, enc_hook=str), stdout=subprocess.PIPE, check=False)
+    told = json.dumps(row, default=str).encode()
+    ended = subprocess.run(command, input=told, stdout=subprocess.PIPE, check=False)
     last = next((line for line in reversed(ended.stdout.splitlines()) if line.strip()), b"null")
     if ended.returncode:
         raise BrokenEnvironment(f"{command[0]} ended with exit code {ended.returncode}; its last line: {shorten(last)}")

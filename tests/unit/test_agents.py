@@ -292,6 +292,35 @@ async def solve(question, **row):
             assert named in error and "APIStatusError" in error
 
 
+def test_bytes_that_are_no_request_are_answered_as_openai_does_and_cost_nothing(tmp_path: Path) -> None:
+    code = """
+import urllib.error, urllib.request
+
+GARBAGE = [
+    b"", b"\\xff", b"[" * 100_000, b"[]", b'{"messages": 3}', b'{"messages": [{}]}', b'{"messages": [{"role": []}]}',
+    b'{"messages": [{"role": "user", "content": {"a": 1}}]}', b'{"messages": [{"role": "user", "content": 1e999}]}',
+    b'{"messages": [{"role": "user", "content": "\\\\ud800"}]}',
+    b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}', b'{"messages": [{"role": "tool", "tool_calls": "x"}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"function": ' * 300 + b'3' + b'}' * 300 + b']}',
+    b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 3}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+]
+
+async def solve(question, base_url, **row):
+    await said(question)
+    for garbage in GARBAGE:
+        try:
+            urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", garbage))
+            return f"served {garbage[:90]}"
+        except urllib.error.HTTPError as error:
+            if error.code != 400 or not json.load(error)["error"]["message"]:
+                return f"{error.code} {garbage[:90]}"
+    return "all refused"
+"""
+    sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
+    assert [c.messages[-1]["content"] for c in sampled.completions] == ["all refused"] * 2
+
+
 def test_agents_whose_first_prompts_differ_train_behind_what_they_have_in_common(tmp_path: Path) -> None:
     code = """
 async def solve(question, **row):
