@@ -131,13 +131,30 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
         return prompt
     rows, real = _indexes(span.completions, query.device)
     num_rows, longest = rows.shape
-    q_rows, k_rows, v_rows = (x[0, :, begin:end][:, rows].transpose(0, 1) for x in (query, key, value))  # [G, H, C, d]
+    q_rows, k_rows, v_rows = (_Padded.apply(x[0, :, begin:end], rows, real).transpose(0, 1) for x in (query, key, value))
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
     padded = _attend(q_rows, k_all, v_all, kind)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
-    completions = flat[real]  # [Σ C, H, d]
+    completions = flat.index_select(0, real)  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
+
+
+class _Padded(torch.autograd.Function):
+    """[H, Σ C, d] -> [H, G, C, d] by the indexes of `_indexes`. Padding is read by nobody and has no gradient, so the
+    gradient is read back in one pass, where that of an index is sorted and summed: on a GPU most of the attention.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, rows: Tensor, real: Tensor) -> Tensor:
+        ctx.save_for_backward(real)
+        return flat.index_select(1, rows.flatten()).unflatten(1, rows.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        [real] = ctx.saved_tensors
+        return grad.flatten(1, 2).index_select(1, real), None, None
 
 
 def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:

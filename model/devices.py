@@ -6,6 +6,8 @@ module of the device's type. pyproject.toml keeps torch.cuda out of all other ro
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 _COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl"}
@@ -56,7 +58,9 @@ def buffer_on_host(size: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
     buffer = torch.empty(size, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    cuda, at = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(cuda.cudaHostRegister(at, size, 0))
+    weakref.finalize(buffer, cuda.cudaHostUnregister, at).atexit = False  # before its pages are anybody else's
     return buffer
 
 
