@@ -131,7 +131,9 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
         return prompt
     rows, real = _indexes(span.completions, query.device)
     num_rows, longest = rows.shape
-    q_rows, k_rows, v_rows = (_Padded.apply(x[0, :, begin:end], rows, real).transpose(0, 1) for x in (query, key, value))
+    q_rows, k_rows, v_rows = (
+        _Padded.apply(x[0, :, begin:end], rows, real).transpose(0, 1) for x in (query, key, value)
+    )
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
     padded = _attend(q_rows, k_all, v_all, kind)

@@ -29,10 +29,22 @@ def test_copies_lie_in_one_buffer_of_their_size_and_the_next_ones_in_the_same_pl
         assert copies["a"].tolist() != tensors["a"].tolist()
 
 
-def test_memory_for_cuda_is_ordinary_memory_that_is_registered_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[tuple[int, int, int]] = []
-    runtime = type("Runtime", (), {"cudaHostRegister": lambda _, *given: registered.append(given) or 0})
-    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+def test_memory_for_cuda_is_ordinary_memory_registered_as_it_is_and_as_long_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
+            return calls.append((f"registered {size} {flags}", at)) or 0
+
+        def cudaHostUnregister(self, at: int) -> int:
+            return calls.append(("freed", at)) or 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     buffer = devices.buffer_on_host(9 << 10, torch.device("cuda"))
-    assert registered == [(buffer.data_ptr(), 9 << 10, 0)]
+    at = buffer.data_ptr()
+    assert calls == [("registered 9216 0", at)]
+    del buffer
+    assert calls[1:] == [("freed", at)], "the next one may lie there, and CUDA registers no page twice"

@@ -9,9 +9,11 @@ loads it whole first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,13 +131,14 @@ class DeepSpeedModel:
         import deepspeed
 
         pickle_the_stage_by_value()
-        self.ds, self.optimizer, *_ = deepspeed.initialize(
-            model=self._forward,
-            model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
-            optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
-            lr_scheduler=scheduler(self.config, self._optimized),
-            config=self._ds_config,
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints of bfloat16's memory belongs into the log alone
+            self.ds, self.optimizer, *_ = deepspeed.initialize(
+                model=self._forward,
+                model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
+                optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
+                lr_scheduler=scheduler(self.config, self._optimized),
+                config=self._ds_config,
+            )
         leave_the_grid(self.model, self.optimizer, self.stage)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
