@@ -97,16 +97,17 @@ def placement_over(hosts: Sequence[HostLine]) -> Placement:
     ranks = sum(host.slots for host in hosts)
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
     samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
-    return Placement(ranks, (), (), {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+    samplers = tuple(SamplerPlace({}, (), host.name) for host in hosts for _ in range(host.samplers))
+    return Placement(ranks, (), samplers, {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Meeting("10.0.0.1", 12345, {"10.0.0.3": "eth0"}): where all reach the first, by which network card."""
+    """Where all reach the first.  Meeting("10.0.0.1", 12345, {"10.0.0.3": {"GLOO_SOCKET_IFNAME": "eth0"}})"""
 
     address: str = "127.0.0.1"
     port: int = 0  # of that host, which is free there
-    cards: Mapping[str, str] = field(default_factory=dict)  # of every host; empty where there is only one
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of every host; empty where there is only one
 
     @property
     def endpoint(self) -> str:
@@ -139,7 +140,8 @@ def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> 
 
     address = min(common, key=order)
     cards = [first["cards"][address], *(other["cards"][address] for other in others)]
-    return Meeting(address, port, {host.name: card for host, card in zip(hosts, cards, strict=True)})
+    names = (host.name for host in hosts)  # gloo would take the card whose address the host's own name stands for
+    return Meeting(address, port, {name: {"GLOO_SOCKET_IFNAME": c} for name, c in zip(names, cards, strict=True)})
 
 
 class HostCommands(Commands):
@@ -157,14 +159,12 @@ class HostCommands(Commands):
 
     def samplers(self) -> list[Child]:
         """Each by itself: one that ends is started again alone."""
-        places = [(host, i) for host in self._hosts for i in range(host.samplers)]
-        found, width = [], self.config.engine_gpus
-        for number, (host, i) in enumerate(places):
-            name = "sampler" if len(places) == 1 else f"sampler.{number}"
-            alone = self._sampler(name, SamplerPlace({}, (), host.name), "--id", name)
-            gpus = (host.slots + i * width, width)
-            found.append(self._over(name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})]))
-        return found
+        width = self.config.engine_gpus
+        places = [(host, (host.slots + i * width, width)) for host in self._hosts for i in range(host.samplers)]
+        return [
+            self._over(alone.name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})])
+            for alone, (host, gpus) in zip(super().samplers(), places, strict=True)
+        ]
 
     def trainer(self, *extra: str) -> Child:
         """DeepSpeed's own launcher on every host that has ranks, told which host it is on. Not `deepspeed`, which would
@@ -195,7 +195,7 @@ class HostCommands(Commands):
                 "host": host.name,
                 "name": name,
                 "argv": list(argv),
-                "env": self._by_card(host.name) | passed_on(os.environ),
+                "env": {**self._meet.env.get(host.name, {}), **passed_on(os.environ)},
                 "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
                 "launcher_depth": 0,
@@ -211,10 +211,6 @@ class HostCommands(Commands):
         argv = (sys.executable, "-m", "launcher.over_hosts", str(file))
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer", on_other_hosts=True)
-
-    def _by_card(self, host: str) -> dict[str, str]:
-        """Gloo would take the one whose address the host's own name stands for."""
-        return {"GLOO_SOCKET_IFNAME": self._meet.cards[host]} if self._meet.cards else {}
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:

@@ -103,7 +103,8 @@ def test_ranks_meet_where_every_other_host_has_reached_the_first(known: str, rea
     found = meeting(hosts, answered(here, dict.fromkeys(reached, "bond0"), known=known))
     assert (found.address, found.port) == (address, 12345)
     assert found.endpoint == ("tcp://[fd00::1]:12345" if ":" in address else f"tcp://{address}:12345")
-    assert found.cards == {"a": answered()[0]["cards"][address], "b": here[address], "c": "bond0"}
+    cards = {"a": answered()[0]["cards"][address], "b": here[address], "c": "bond0"}
+    assert {host: env["GLOO_SOCKET_IFNAME"] for host, env in found.env.items()} == cards
 
 
 def test_a_first_host_that_another_does_not_reach_is_named_before_anything_starts() -> None:
@@ -118,7 +119,9 @@ def test_a_first_host_that_another_does_not_reach_is_named_before_anything_start
 def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     config = config_in(tmp_path, vllm={"tensor_parallel_size": 2})
-    meet = Meeting("10.0.0.9", 12345, {"10.0.0.1": "ib0", "10.0.0.3": "eth7"})
+    meet = Meeting(
+        "10.0.0.9", 12345, {f"10.0.0.{i}": {"GLOO_SOCKET_IFNAME": card} for i, card in ((1, "ib0"), (3, "eth7"))}
+    )
     commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, hosts, meet)
     trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
     children = commands.samplers()
