@@ -46,12 +46,12 @@ def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for(what: str, is_said: bool) -> Iterator[None]:
-    """Around a wait in a library's own code that has a deadline of its own: it counts as progress, and is said."""
-    is_over, is_due = threading.Event(), every(10.0)
+def waiting_for(what: str, within_s: float, is_said: bool) -> Iterator[None]:
+    """Around a wait in a library's own code: for so long it counts as progress. It is said, too."""
+    is_over, is_due, until = threading.Event(), every(10.0), time.monotonic() + within_s
 
     def report() -> None:
-        while not is_over.wait(0.2):
+        while not is_over.wait(0.2) and time.monotonic() < until:
             report_progress(f"waiting for {what}")
             if is_said and is_due():
                 say(f"waiting for {what}")

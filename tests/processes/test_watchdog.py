@@ -32,7 +32,7 @@ import re, sys, tempfile, threading, time
 from pathlib import Path
 from common import exits
 from common.errors import Interrupted, Retryable
-from common.watchdog import Watchdog, report_progress
+from common.watchdog import Watchdog, report_progress, waiting_for
 from tests.support.protocol_helpers import make_config, make_inbox, published
 log, limit_s, startup_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 def main():
@@ -90,9 +90,10 @@ with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s"
         ("for _ in range(10): report_progress('sampling'); time.sleep(limit_s / 4)", 0.0),
         (JUMPS + "for _ in range(6): report_progress('sampling'); time.sleep(limit_s / 4)", 0.0),
         ("time.sleep(2 * limit_s)\nreport_progress('stepping')", 4.0),
+        ("with waiting_for('ranks', 9 * limit_s, False): time.sleep(3 * limit_s)", 0.0),
         (GROUPS.strip(), 0.0),  # the wait looks twice a second, twice as long as the limit: each look must count
     ],
-    ids=["progress", "a clock that jumps", "a slow start", "a wait with a deadline of its own"],
+    ids=["progress", "a clock that jumps", "a slow start", "a library's wait", "a wait with a deadline of its own"],
 )
 def test_a_process_that_moves_starts_or_waits_lawfully_goes_on(tmp_path: Path, body: str, startup_s: float) -> None:
     code, said, _ = run(tmp_path / "none", body, startup_s, PATIENT_S)
@@ -103,6 +104,11 @@ def test_a_start_that_takes_too_long_ends(tmp_path: Path) -> None:
     code, said, _ = run(tmp_path / "none", "time.sleep(60)", startup_s=0.5)
     assert code == 75 and "while starting" in said
     assert "Last lines of" not in said  # a run by hand has no log of its peer
+
+
+def test_a_wait_in_a_library_that_outlasts_its_limit_ends(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path / "none", "with waiting_for('ranks', 0.5, False): time.sleep(60)")
+    assert code == 75 and "while waiting for ranks" in said
 
 
 # ---- a sampler that beats and does not work ---------------------------------------------------------------------

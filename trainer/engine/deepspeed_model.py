@@ -80,7 +80,7 @@ def init_distributed(config: Config) -> None:
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
     timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # who imports has a limit
     try:
-        with waiting_for("the other ranks to start", is_said=os.environ["LOCAL_RANK"] == "0"):
+        with waiting_for("all ranks to start", timeout.total_seconds(), is_said=os.environ["LOCAL_RANK"] == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
     except dist.DistError as error:
         raise Retryable(f"not every rank has started within {timeout}: {error}") from None
