@@ -47,18 +47,18 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored stays ignored in all that is started
     os.chdir(ROOT)
+    asked: list[int] = []
     try:
         order = _order()
         _require_shared(order)
         child = _child(order, os.environ)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: asked.append(number))
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
         say(str(error))
         return USER_ERROR
-    asked: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: asked.append(number))
     with Guard() as guard:
         kills = OomKills()
         running = Running(child, guard.mark, order["attempt"])

@@ -86,10 +86,11 @@ def answers(names: Sequence[str]) -> list[dict[str, Any]]:
         hosts += [Host(name) for name in names]
         _until_answered(hosts)
         first = hosts[0].answer
-        for host in hosts[1:]:
-            host.tell({"reach": {"name": names[0], "addresses": list(first["cards"]), "port": first["port"]}})
-        _until_answered(hosts)
-        return [host.answer for host in hosts]
+        for asked in (hosts[1:], hosts[:1]):  # the first as the last: then it was there while the others tried
+            for host in asked:
+                host.tell({"reach": {"name": names[0], "addresses": list(first["cards"]), "port": first["port"]}})
+            _until_answered(hosts)
+        return [first, *(host.answer for host in hosts[1:])]
     finally:
         _end(hosts)
 

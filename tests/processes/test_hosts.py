@@ -16,8 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.errors import Retryable
 from common.ports import free_port
 from launcher.machine import ROOT
+from launcher.over_hosts import answers
 from tests.support.speed import is_gone, limit, overdue, until
 from tests.support.ssh_server import ssh_server
 
@@ -183,6 +185,15 @@ def test_a_host_whose_shell_is_killed_before_it_answers_is_tried_again(tmp_path:
     hosts = Connections(tmp_path)
     (tmp_path / "ssh").write_text(f"#!/bin/sh\necho ssh: line 2: Killed >&2\n{how}\n")
     assert ended(hosts.start("print('one')"))[0] == 75
+
+
+def test_a_first_host_that_is_lost_while_the_others_try_to_reach_it_is_not_called_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_SSH", Connections(tmp_path).env["TANDEM_SSH"])
+    (tmp_path / "ssh").write_text('#!/bin/sh\nhost=$1; shift; [ $host = 203.0.113.1 ] && exec "$@"; head -n 1 | "$@"\n')
+    with pytest.raises(Retryable, match=r"203.0.113.0: the connection ended"):
+        answers(["203.0.113.0", "203.0.113.1"])
 
 
 @pytest.mark.parametrize("trouble", ["key", "host key", "user", "name", "down"])
