@@ -45,26 +45,20 @@ class Endpoint:
         self._channel, self._law = channel, law
         self._address = secrets.token_hex(8)
         self._asked: list[asyncio.Future[Said]] = []  # by the id of the Ask
-        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> str:
+        """The address."""
         self._thread.start()
-        self._ready.wait()
-        return self
+        return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     def __exit__(self, *exception: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._channel.setblocking(True)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._starting = self._loop.create_task(self._start())
-        self._loop.run_forever()
-
-    async def _start(self) -> None:
+    async def _start(self) -> str:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._channel.dup())
         self._hearing = self._loop.create_task(self._hear(reader))
         app = web.Application(client_max_size=MAX_ANSWER_BYTES - _ROOM, middlewares=[_as_openai])
@@ -73,8 +67,7 @@ class Endpoint:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/{self._address}/v1"
-        self._ready.set()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/{self._address}/v1"
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """The sampler's answers, until it wants no more of this rollout: the function need not end by itself."""
@@ -155,24 +148,20 @@ class AgentService(EnvironmentService):
             self._check()
             return Answer(tools=[])
         seed_generators(request.seed)
-        with Endpoint(self._channel, self._setup.law) as endpoint:
-            given = self._run(request.columns, endpoint.url)
-        return Answer(done=_done(given))
+        with Endpoint(self._channel, self._setup.law) as url:
+            return Answer(done=_done(self._run(request.columns, url)))
 
     def _check(self) -> None:
         """Raises UserError where the function wants what no row has."""
-        columns = self._setup.columns
-        if columns is None or isinstance(self._setup.agent, list):
+        if self._setup.columns is None or isinstance(self._setup.agent, list):
             return
+        offered = ["base_url", *self._setup.columns]
 
-        def unknown(parameter: str) -> str:
-            return (
-                f"{self._label} wants {parameter!r}; it gets base_url and the columns {', '.join(columns)}. Remove it, "
-                f"or set data.rename: {{<a column>: {parameter}}}"
-            )
+        def unknown(wanted: str) -> str:
+            remedy = f"Remove it, or set data.rename: {{<a column>: {wanted}}}"
+            return f"{self._label} wants {wanted!r}; it gets {', '.join(offered)}. {remedy}"
 
-        offered = [*columns, "base_url"]
-        check_parameters(self._label, self._function, offered, (), "async def solve(question, **row)", unknown)
+        check_parameters(self._label, self._function, offered, (), "", unknown)
 
     def _run(self, row: Mapping[str, Any], url: str) -> Any:
         os.environ["OPENAI_BASE_URL"] = url

@@ -62,6 +62,11 @@ def has_right_prefix_cache(model: Any) -> bool:
     return not (model.is_hybrid or model.attention_chunk_size)
 
 
+def _looks_for_texts(config: Config) -> bool:
+    """Whether a text may end a completion: one of sampler.stop, or of what an agent asks."""
+    return config.rollout.agent is not None or any(isinstance(stop, str) for stop in config.sampler.stop)
+
+
 def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
     """vllm.LLM's arguments: ours, then the user's `vllm:` section on top."""
     arguments: dict[str, Any] = {
@@ -69,7 +74,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "revision": config.model.revision,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": not any(isinstance(stop, str) for stop in config.sampler.stop),  # a text is looked for
+        "skip_tokenizer_init": not _looks_for_texts(config),
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),

@@ -439,7 +439,7 @@ def test_a_command_that_fails_is_named(command: str, named: str, tmp_path: Path)
         (["no-such-program"], "no program 'no-such-program'"),
         ("mine.py:nothing", "no file mine.py"),
         ("{}/mine.py:sove", "Did you mean solve"),
-        ("{}/mine.py:wants", "agent wants wants 'colour'; it gets base_url and the columns question, answer"),
+        ("{}/mine.py:wants", "agent wants wants 'colour'; it gets base_url, question, answer"),
     ],
 )
 def test_an_agent_that_cannot_be_called_ends_the_run_at_once(agent: Any, named: str, tmp_path: Path) -> None:

@@ -55,7 +55,10 @@ async def solve(question: str, answer: str, **row: object) -> float:
     drafts = await asyncio.gather(draft(question), draft(question))
     asked = [{"role": "user", "content": f"{question}\n" + "\n".join(text or "-" for text in drafts)}]
     text = ""
-    async for chunk in await client.chat.completions.create(model=MODEL, messages=asked, stream=True, max_tokens=24):
+    async for chunk in await client.chat.completions.create(
+        model=MODEL, messages=asked, stream=True, max_tokens=24, stop=["</answer>"]
+    ):
         text += chunk.choices[0].delta.content or ""
+    assert "</answer>" not in text
     gold = answer.removeprefix("#### ")
     return 1.0 * (gold in text) - len(text) / 100
