@@ -32,6 +32,7 @@ class Workload:
     groups_per_micro_batch: float  # of the longest; with a budget of tokens as many as it holds, at least 1
     groups_per_batch: int
     shares_prompt: bool = True
+    sequences: int = 1  # of a rollout, at most
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
     adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
@@ -77,9 +78,10 @@ class Workload:
 
     @property
     def tokens_of_group(self) -> int:
-        """P + G·C with a shared prompt, else G·(P + C)."""
-        prompts = 1 if self.shares_prompt else self.num_generations
-        return prompts * self.prompt + self.num_generations * self.completion
+        """P + G·C with a shared prompt, else G·(P + C), for each sequence that a rollout may have."""
+        if self.shares_prompt:
+            return self.prompt + self.num_generations * self.completion
+        return self.num_generations * self.sequences * (self.prompt + self.completion)
 
 
 def workload_of(
@@ -106,6 +108,7 @@ def workload_of(
         has_token_budget=budget is not None,
         groups_per_batch=config.prompts_per_batch,
         shares_prompt=config.trainer.packing != "separate",
+        sequences=config.max_sequences,
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
         adapters=_adapter_parameters(config, model),

@@ -60,7 +60,7 @@ def _completion(record: Record, full: bool) -> list[str]:
     """One part after the other, those that the environment wrote under its name."""
     if "turns" not in record:
         return _lines("model ", record["completion"], full)
-    names = {"model": "model ", "environment": "tool  "}
+    names = {"model": "model ", "environment": "tool  ", "history": "again "}
     lines = []
     for part in record["turns"]:
         lines += _lines(names[part["by"]], part["text"], full)

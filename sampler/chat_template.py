@@ -44,11 +44,12 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
     is_over: bool = False,
+    history: int = 0,
 ) -> str:
     """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own.
 
-    arguments: more for the template than prompt.chat_template_kwargs. is_over: nobody says more. Raises UserError, also
-    for arguments, tools and messages that the template does not show.
+    arguments: more for the template than prompt.chat_template_kwargs. is_over: nobody says more. history: how many of
+    the first messages it need not show. Raises UserError, also for arguments, tools and messages that it does not show.
     """
     goes_on = messages[-1].get("role") == "assistant" and not is_over
     arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
@@ -60,7 +61,7 @@ def render(
         "continue_final_message": goes_on,
     }
     shape = [_marked(message, f"Mark{i}") for i, message in enumerate(messages)]
-    way = _way(tokenizer, prompt.chat_template, json.dumps(told, default=str), json.dumps(shape))
+    way = _way(tokenizer, prompt.chat_template, json.dumps(told, default=str), json.dumps(shape), history)
     try:
         text = _write(tokenizer, template, map(way, messages), told)
     except _FAILURES as error:
@@ -89,8 +90,8 @@ def _marked(value: Any, mark: str, key: str = "") -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _way(tokenizer: Any, path: Path | None, told: str, shape: str) -> Way:
-    """The first in which the template shows the marks of all messages and calls. Raises UserError where none does."""
+def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int) -> Way:
+    """The first in which the template shows the marks of all messages behind the history. UserError: none does."""
     messages, lost_by = json.loads(shape), dict[Way, list[str]]()
     ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=3)]
     for way in ways:
@@ -98,7 +99,7 @@ def _way(tokenizer: Any, path: Path | None, told: str, shape: str) -> Way:
             text = _write(tokenizer, read_template(path), map(way, messages), json.loads(told))
         except _FAILURES:
             continue
-        lost_by[way] = [what for message in messages for what in _lost(message, text)]
+        lost_by[way] = [what for message in messages[history:] for what in _lost(message, text)]
     if not lost_by:
         return ways[0]  # the real words say why
     way, lost = min(lost_by.items(), key=lambda found: len(found[1]))

@@ -59,6 +59,12 @@ class Episode:
         whole = np.concatenate([prompt_ids, self.token_ids])
         return whole[sequences(len(prompt_ids), len(self.token_ids), self.forks)[-1]]
 
+    def said(self) -> list[tuple[str, list[Message], NDArray[np.int32]]]:
+        """(text, what the environment answered, ids as they were sampled) of each turn."""
+        sampled = [part.token_ids for part in self.parts if isinstance(part, Completion)]
+        answers = [reply.messages if reply else [] for _, reply in self.replies]
+        return list(zip([text for text, _ in self.replies], answers, sampled, strict=True))
+
     @property
     def num_turns(self) -> int:
         return len(self.replies)

@@ -4,8 +4,8 @@
              pool     engine  pool    engine
 
 Each rollout is a request of its own, so that all of them decode together and a slow tool holds only its own. Turn n + 1
-has the tokens of turn n before it, which vLLM's prefix cache still holds. A group is sampled by one version of the
-policy: it counts as running, environments included, until its last rollout has ended.
+has the tokens of turn n before it, which vLLM's prefix cache still holds, or what the template rewrote of them. A group
+is sampled by one version of the policy: it counts as running, environments included, until its last rollout has ended.
 """
 
 from __future__ import annotations
@@ -193,13 +193,17 @@ class Episodes:
         """Another turn, if its limits leave room for what was observed and for a token behind it."""
         try:
             template = self._template.of_row(group.prompt.problem)
-            ids = template.continuation(int(episode.token_ids[-1]), reply.messages)
+            if template.rewrites:
+                ids = template.conversation(group.prompt, episode.said())
+                episode = episode.asked(group.prompt.token_ids, ids)
+            else:
+                episode = episode.observed(template.continuation(int(episode.token_ids[-1]), reply.messages))
         except Exception as error:  # the template may stumble over messages that an environment made
             self._pool.close((key, i))
             del group.running[i]
             group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
             return
-        group.running[i] = episode.observed(ids)
+        group.running[i] = episode
         if group.running[i].finish_reason == "length":
             self._pool.finish((key, i))
         else:
@@ -207,7 +211,7 @@ class Episodes:
 
     def _submit(self, key: Any, group: RunningGroup, i: int) -> None:
         episode, prompt = group.running[i], group.prompt
-        ids = [*prompt.token_ids.tolist(), *episode.token_ids.tolist()]
+        ids = episode.sequence(prompt.token_ids).tolist()
         self._engine.submit((key, i), ids, episode.params(group.params, i), prompt.images)
 
     def _reset(self, key: Any, group: RunningGroup, i: int, reply: Reply) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config import Config, Model
+from common.errors import UserError
+from common.exits import say
 from common.types import Problem, Prompt
 from environments import Message
 from model.folder import vocabulary
@@ -23,7 +25,7 @@ from sampler.messages import as_messages
 from sampler.prompts import begun_in
 from sampler.task import Decode
 from sampler.tool_calls import CallReader, parser_of
-from sampler.turns import TurnTemplate
+from sampler.turns import REMEDY, TurnTemplate
 
 if TYPE_CHECKING:
     from environments.pool import EnvironmentPool
@@ -48,7 +50,10 @@ class MultiTurn:
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
-        template = TurnTemplate.of(rendered, tokenize, asked, ["tool" if pool.tools else "user"])
+        role = "tool" if pool.tools else "user"
+        template = TurnTemplate.of(rendered, tokenize, asked, [role])
+        if template.rewrites:
+            _say_or_refuse(template.rewrites, template.opening(asked, role), tokenizer, config)
         if pool.tools:
             source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))
             reader = CallReader(tokenizer, parser_of(source, config.rollout.tool_parser))
@@ -74,6 +79,15 @@ class MultiTurn:
         if len(ids) > (limit := self.config.data.max_prompt_length):
             raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
         return replace(prompt, text=text, token_ids=ids, begun=begun_in(text, messages))
+
+
+def _say_or_refuse(how: str, opening: str, tokenizer: Any, config: Config) -> None:
+    what = f"the chat template rewrites earlier turns of a conversation: {how}"
+    if config.data.image_key is not None:
+        raise UserError(f"{what}. Of prompts with images that cannot be followed; {REMEDY}, or data.image_key=null")
+    if lost := [token for token in tokenizer.all_special_tokens if token in opening]:
+        raise UserError(f"{what}. The text of a turn lacks {lost[0]}, with which the template opens it; {REMEDY}")
+    say(f"{what}. A rollout becomes several sequences: docs/environments.md#rewritten-histories")
 
 
 def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:

@@ -121,7 +121,15 @@ class Settings(Section):
     def longest_group(self) -> int:
         """Tokens of the longest group there can be, as packed."""
         count, completion = self.sampler.num_generations, self.sampler.max_completion_length
-        return (count if self.trainer.packing == "separate" else 1) * self.data.max_prompt_length + count * completion
+        prompt = self.data.max_prompt_length
+        if self.trainer.packing == "separate":
+            return count * self.max_sequences * (prompt + completion)
+        return prompt + count * completion
+
+    @property
+    def max_sequences(self) -> int:
+        """Token sequences of a rollout, at most: as many as turns, each of which may rewrite its history."""
+        return self.rollout.max_turns if self.rollout.is_multi_turn else 1
 
     def uneven_work(self, world_size: int) -> str | None:
         """What to say when some ranks have a group more than others and those wait. The update is the same."""

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from common.watchdog import progress_heard_by
+from environments import Turn
 from model.logprobs import score_logprobs
 from model.packing import pack
 from sampler.completions import SamplingParams
+from sampler.episode import Episode, as_rollout
 from sampler.reload import reload
 from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
 
@@ -74,6 +76,28 @@ def test_every_turn_of_a_conversation_has_the_trainers_log_probs_behind_all_that
             ids = completion.token_ids.tolist()
             np.testing.assert_allclose(completion.logprobs, policy.logprobs(said[i], ids, 0.7), atol=1e-5)
             said[i] += ids + observed
+
+
+def test_every_token_of_a_rollout_whose_history_is_rewritten_has_the_trainers_log_prob(engine, config, policy, version):
+    """Before each turn a piece of what was said is cut or replaced, here and there within prompt and turns."""
+    reload(engine, version(0), config)
+    prompt, episodes = np.array(PROMPT, np.int32), [Episode(4, 200) for _ in range(4)]
+    for turn in range(4):
+        for i, episode in enumerate(episodes):
+            engine.submit(i, episode.sequence(prompt).tolist(), SamplingParams(0.7, 12, 1, seed=10 * turn + i))
+        for i, [completion] in finished(engine).items():
+            episode = episodes[i].sampled(completion, "").answered(Turn())
+            present, cut = episode.sequence(prompt), [len(PROMPT) - 2, len(PROMPT), len(PROMPT) + 4, 1][(i + turn) % 4]
+            asked = np.array([*present[:cut], *[40, 41][:i], *present[cut + 3 :], 42], np.int32)
+            episodes[i] = episode.asked(prompt, asked) if turn < 3 else episode
+    rollouts = [as_rollout(episode.played(), None, {}, 0.0) for episode in episodes]
+    assert [(r.turns, len(r.forks)) for r in rollouts] == [(4, 3)] * 4
+    groups, forks = [(PROMPT, [r.completion_ids.tolist() for r in rollouts])], [[r.forks for r in rollouts]]
+    for packing in ("shared", "separate"):
+        row = pack(groups, packing, forks=forks)
+        for rollout, found in zip(rollouts, policy.score(row, 0.7).split(row.lengths), strict=True):
+            at = rollout.sampled()
+            np.testing.assert_allclose(rollout.old_logprobs[at], found.numpy()[at], atol=1e-5)
 
 
 def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, config, version):

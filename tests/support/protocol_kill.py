@@ -130,7 +130,7 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
         expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
         assert group.images == images(group.group_id), "it shows another image"
-        assert bool(group.rollouts[1].observed) == in_turns(group.group_id), "it has lost its turns, or found some"
+        assert bool(group.rollouts[1].forks) == in_turns(group.group_id), "it has lost its turns, or found some"
     alive = [e.group.group_id for e in batch.training()]
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
@@ -197,7 +197,7 @@ def produce(link: Link, weights_number: int) -> None:
             continue
         failpoint("sampler.leased")
         first, reward = make_rollout(tokens(group_id, weights_number)), float(is_dead(group_id))
-        second = of_two_turns(reward=reward) if in_turns(group_id) else make_rollout(reward=reward)
+        second = of_two_turns(reward=reward, forks=((2, 1),)) if in_turns(group_id) else make_rollout(reward=reward)
         failpoint("sampler.generated")
         shown = images(group_id)
         prompt_ids = np.array([1, *[PAD] * len(shown)], np.int32)

@@ -63,7 +63,7 @@ class Seen:
 class Stack:
     """A folder with a tiny model and a recording of NUM_GROUPS groups, and the process that forks trainers.
 
-    Every third group has rollouts of several turns.
+    Two of three groups have rollouts of several turns, half of them with rewritten histories.
     """
 
     def __init__(self, folder: Path):
@@ -201,12 +201,13 @@ def wait_for(pids: list[int]) -> list[int]:
 
 def prepare(folder: Path) -> int:
     from tests.support.gloo_data import group
-    from tests.support.tiny import in_turns, tiny_model
+    from tests.support.tiny import in_forks, in_turns, tiny_model
     from trainer.link.recording import Recorder
 
     tiny_model(folder / "model")
     recorder = Recorder(folder / "groups", cursor=0)
-    recorder.append([received(in_turns(group(g)) if g % 3 == 2 else group(g)) for g in range(NUM_GROUPS)])
+    kinds = (lambda one: one, in_turns, in_forks)
+    recorder.append([received(kinds[g % 3](group(g))) for g in range(NUM_GROUPS)])
     recorder.close()
     return 0
 

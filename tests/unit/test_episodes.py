@@ -99,7 +99,9 @@ class Played2:
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
-        template = SimpleNamespace(continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ")
+        template = SimpleNamespace(
+            continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ", rewrites=""
+        )
         template.tools, template.of_row, template.read_calls = (), lambda row: template, lambda *_: ("", ())
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.types import Problem
+from common.errors import UserError
+from common.types import Problem, sequences
 from examples.tokenizer import byte_level
 from sampler.completions import Completion
 from sampler.episode import Played
@@ -120,6 +121,61 @@ def test_the_environment_of_the_page_gives_the_prompt_the_answers_and_the_reward
     assert first == start and asked["content"].startswith("Guess my number")
     assert second == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
+
+
+TEMPLATES = ROOT / "tests" / "support" / "templates"
+GUESS = """
+from tandem.environments import Done
+class Guess:
+    def reset(self):
+        pass
+    def step(self, completion):
+        return Done(1.0) if completion.endswith("7") else "No."
+"""
+
+
+def with_template(folder: Path, template: Path, **data: Any) -> Config:
+    (folder / "guess.py").write_text(GUESS)
+    given = config(folder, environment=f"{folder}/guess.py:Guess", max_turns=4)
+    changes = {"prompt": {"chat_template": template}, "data": {**given.data.model_dump(), **data}}
+    return Config.model_validate(given.model_dump() | changes)
+
+
+def test_a_template_that_drops_thoughts_makes_several_sequences_of_a_rollout_with_one_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = "<think>\nFive?\n</think>\n\n5", "<think>\nSix?\n</think>\n\n6"
+    engine = Scripted([first, second, "7"], ["7"])
+    sampled = played(with_template(tmp_path, TEMPLATES / "qwen3.jinja"), engine)
+    assert "rewrites earlier turns" in capsys.readouterr().err
+    long, short = sampled.completions
+    begin = "<|im_start|>user\n417*382?<|im_end|>\n<|im_start|>assistant\n"
+    no = "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    asked = [text for rollout, text in engine.asked if rollout == 0]
+    assert asked == [begin, f"{begin}5{no}", f"{begin}5{no}6{no}"]
+    assert (long.turns, len(long.forks), long.environment_reward, short.forks) == (3, 2, 1.0, ())
+    prompt = len(sampled.prompt.token_ids)
+    whole = np.array([*sampled.prompt.token_ids, *long.token_ids])
+    seen = [tokenizer().decode(whole[of]) for of in sequences(prompt, len(long.token_ids), long.forks)]
+    assert seen == [begin + first + "<|im_end|>", f"{begin}5{no}{second}<|im_end|>", f"{begin}5{no}6{no}7<|im_end|>"]
+    parts = np.split(long.token_ids, np.ravel(long.observed))
+    written = [tokenizer().decode(part) for part in parts]
+    assert written[::2] == [f"{text}<|im_end|>" for text in (first, second, "7")], "what trains, once each"
+    assert long.forks == ((len(parts[0]), prompt), (sum(map(len, parts[:3])), len(tokenizer()(asked[1]).input_ids)))
+    assert (long.logprobs[np.r_[tuple(slice(*span) for span in long.observed)]] == 0).all()
+
+
+def test_a_template_that_opens_a_turn_with_special_tokens_is_refused_and_so_is_one_that_rewrites_beside_images(
+    tmp_path: Path,
+) -> None:
+    opens = tmp_path / "opens.jinja"
+    turn = "<|im_start|>{{ m.role }}{{ '<|endoftext|>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"
+    opens.write_text("{% for m in messages %}" + turn + "{% endfor %}<|im_start|>assistant")
+    with pytest.raises(UserError, match=r"The text of a turn lacks <\|endoftext\|>.*hermes_tools.jinja"):
+        played(with_template(tmp_path, opens), Scripted())
+    given = with_template(tmp_path, TEMPLATES / "qwen3.jinja", image_key="image")
+    with pytest.raises(UserError, match=r"prompts with images.*data\.image_key=null"):
+        played(given, Scripted())
 
 
 def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(

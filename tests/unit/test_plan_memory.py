@@ -141,6 +141,7 @@ def test_adapters_alone_have_gradients_and_a_critic_brings_its_own_states() -> N
     assert trainer_memory(load_of(critic=QWEN)).critic == 9 * N
     assert load_of().tokens_of_group == TOKENS
     assert load_of(shares_prompt=False).tokens_of_group == 8 * (384 + 512)
+    assert load_of(shares_prompt=False, sequences=3).tokens_of_group == 3 * 8 * (384 + 512)
 
 
 def test_what_a_step_needs_by_turns_is_not_added_up() -> None:

@@ -10,13 +10,13 @@ from common.errors import UserError
 from common.types import Group, Tombstone
 from tests.support.gloo_data import group
 from tests.support.protocol_helpers import received
-from tests.support.tiny import random_group
+from tests.support.tiny import in_forks, random_group
 from tests.unit.test_wire import same
 from trainer.link import recording
 from trainer.link.recording import Recorder, Replay
 
 Item = Group | Tombstone
-ITEMS: list[Item] = [group(0), Tombstone(1, 0, "the reward timed out"), *(group(g) for g in range(2, 6))]
+ITEMS: list[Item] = [group(0), Tombstone(1, 0, "the reward timed out"), in_forks(group(2)), *map(group, range(3, 6))]
 
 
 def record(path: Path, items: list[Item], cursor: int = 0) -> None:

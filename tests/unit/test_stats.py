@@ -65,7 +65,7 @@ def in_two_turns(**changes: Any) -> Rollout:
 
 def test_turn_metrics_by_hand() -> None:
     looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
-    ended = in_two_turns(turns=4)
+    ended = in_two_turns(turns=4, forks=((3, 2),))
     turned = group(0, 3, 4, in_two_turns(), looped, ended, rollout(3, 1.0, 1.0))
     assert turn_metrics([dataclasses.replace(turned, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
         "rollout/failures": 1.0,
@@ -74,6 +74,7 @@ def test_turn_metrics_by_hand() -> None:
         "rollout/tool_calls": (1 + 3 + 1) / 4,
         "rollout/tool_errors": 0.5,
         "rollout/observed_tokens": 9 / 4,
+        "rollout/forks": 1 / 4,
         "rollout/environment_s": 0.5,
     }
     metrics = rollout_metrics([turned], policy_version=3, full_mark=full_mark)

@@ -11,6 +11,7 @@ from trainer.algorithm.mismatch import CAUSES, MEASURES
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.mini_batches import Step, TrainedStep
 from trainer.engine.deepspeed_model import StepResult
+from trainer.record.stats import turn_texts
 from trainer.record.step_records import StepRecords
 
 
@@ -35,5 +36,7 @@ def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_pat
     assert (row["rollout/turns"], row["rollout/tool_calls"], row["completion_tokens"]) == (1.5, 0.5, 2 + 3)
     written = [("model", "3 4"), ("environment", "60 61"), ("model", "5")]
     assert "turns" not in samples[0] and [(part["by"], part["text"]) for part in samples[1]["turns"]] == written
+    forked = turn_texts(of_two_turns(forks=((2, 1),)), lambda ids: " ".join(map(str, ids)))
+    assert [part["by"] for part in forked] == ["model", "history", "model"]
     row, _ = record_of(tmp_path / "plain")
     assert not [key for key in row if key.startswith("rollout/")]

@@ -4,15 +4,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
+from common.types import Problem, Prompt, sequences
+from environments import Message, Turn
 from sampler.chat_template import render
+from sampler.completions import Completion
+from sampler.episode import Episode
 from sampler.turns import TurnTemplate
+from tests.unit.test_chat_template import NO_TRL, REAL
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}
+TEMPLATES |= {path.stem: path for path in REAL if path.stem.startswith("qwen3_5")}
 TEMPLATES |= {name: ROOT / f"configs/templates/{name}.jinja" for name in ("chatml", "hermes_tools")}
 ASK = [{"role": "user", "content": "12*34?"}]
 SEEN = [{"role": "tool", "content": "408"}]
@@ -75,14 +82,113 @@ def test_answers_of_tools_stand_in_one_turn_behind_the_templates_own_end_of_turn
     assert template.continuation(other, SEEN).tolist() == [end, *template.continuation(end, SEEN).tolist()]
 
 
-def test_a_template_that_strips_thoughts_is_refused_where_the_user_speaks_next_and_taken_where_a_tool_does() -> None:
-    of("qwen3", "tool")
-    with pytest.raises(UserError, match="rewrites earlier turns") as error:
-        of("qwen3", "user")
-    assert "'<think>" in str(error.value) and "prompt.chat_template=configs/templates/hermes_tools.jinja" in str(
-        error.value
-    )
-    of("hermes_tools", "user", "tool")
+# ---- templates that rewrite
+
+THOUGHT = "<think>\nA thought.\n</think>\n\n"
+USER = {"role": "user", "content": "And by 2?"}
+END = "<|im_end|>"
+
+
+class Conversation:
+    """A rollout under a template, in text: what each turn was asked behind, and what trains of it."""
+
+    def __init__(self, name: str, begun: str = "") -> None:
+        self.template, self.render = of(name, "user"), rendered(name)
+        text = self.render(ASK)
+        self.prompt = Prompt(Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), begun=begin_of(text))
+        self.episode, self.asked = Episode(9, 10_000), [text]
+
+    def says(self, text: str, *seen: Message, end: str = END) -> None:
+        ids = np.array(tokens(text + end), np.int32)
+        begun = self.template.begun if self.episode.num_turns else self.prompt.begun
+        self.episode = self.episode.sampled(Completion(ids, np.zeros(len(ids), np.float32), "stop"), begun + text)
+        self.episode = self.episode.answered(Turn(list(seen)))
+        ids = self.template.conversation(self.prompt, self.episode.said())
+        self.episode = self.episode.asked(self.prompt.token_ids, ids)
+        self.asked.append(text_of(self.episode.sequence(self.prompt.token_ids)))
+
+    @property
+    def kept(self) -> list[str]:
+        """What each fork keeps, in text."""
+        whole, length = [*self.prompt.token_ids, *self.episode.token_ids], len(self.episode.token_ids)
+        places = sequences(len(self.prompt.token_ids), length, self.episode.forks)
+        return [text_of([whole[p] for p in of[:n]]) for of, (_, n) in zip(places, self.episode.forks, strict=False)]
+
+
+def begin_of(text: str) -> str:
+    return "<think>\n" if text.endswith("<think>\n") else ""
+
+
+def text_of(ids: Any) -> str:
+    return tokenizer().decode(list(ids))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_5_nothink"])
+def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps_all_before(name: str) -> None:
+    if name not in TEMPLATES:
+        pytest.skip(NO_TRL)
+    talk = Conversation(name)
+    first = talk.asked[0]
+    thought = THOUGHT if not talk.prompt.begun else THOUGHT.removeprefix("<think>\n")
+    talk.says(thought + "408.", USER)
+    talk.says(thought + "816.", USER)
+    texts = ["408.", "816."]
+    for i in (1, 2):
+        said = [m for text in texts[:i] for m in ({"role": "assistant", "content": THOUGHT + text}, USER)]
+        assert talk.asked[i] == talk.render([*ASK, *said]), "what the model sees is what the template writes"
+        assert "A thought" not in talk.asked[i]
+    assert len(talk.episode.forks) == 2
+    bare = first.removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
+    assert talk.kept[0] == bare, "the prompt, without the thought that it opened"
+    assert talk.kept[1].startswith(bare + "408.<|im_end|>")
+
+
+def test_a_turn_whose_text_stays_keeps_its_sampled_ids_and_extends_the_sequence() -> None:
+    """Nothing to drop: as it would be without rewriting, though sampled ids are not those of the tokenizer."""
+    talk = Conversation("qwen3")
+    talk.episode = talk.episode.sampled(turn_of(*[tokens(c)[0] for c in "408"], tokens(END)[0]), "408")
+    talk.episode = talk.episode.answered(Turn([USER]))
+    ids = talk.template.conversation(talk.prompt, talk.episode.said())
+    expected = of("chatml", "user").continuation(tokens(END)[0], [USER])
+    assert ids.tolist() == [*talk.prompt.token_ids, *talk.episode.token_ids, *expected]
+    assert talk.episode.asked(talk.prompt.token_ids, ids).forks == ()
+
+
+def turn_of(*ids: int) -> Completion:
+    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "forks"),
+    [
+        ("Words.\n", END, 0),
+        ("Words.\n", "<|endoftext|>", 0),  # another end: the template's own follows
+        ("", END, 0),
+        ("⟦turn 0⟧", END, 0),  # our own mark: its ids may be made anew, its text stays
+        ("<think>\nNever closed", END, 0),
+        ("</think>", END, 1),
+        ("<think>a</think>\n\nb</think>c", END, 1),
+    ],
+)
+def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it(
+    text: str, end: str, forks: int
+) -> None:
+    talk = Conversation("qwen3")
+    talk.says(text, USER, end=end)
+    said = [*ASK, {"role": "assistant", "content": text}, USER]
+    assert talk.asked[1].replace("<|endoftext|>", "") == talk.render(said)
+    assert len(talk.episode.forks) == forks
+
+
+def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_last(tmp_path: Path) -> None:
+    window = "{% for m in messages[:1] + messages[1:][-2:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "x.jinja").write_text(window + "{% if add_generation_prompt %}assistant: {% endif %}")
+    TEMPLATES["window"] = tmp_path / "x.jinja"
+    talk = Conversation("window")
+    for text in ("1", "2", "3"):
+        talk.says(text, USER)
+    assert talk.asked[3] == "user: 12*34?<|im_end|>assistant: 3<|im_end|>user: And by 2?<|im_end|>assistant: "
+    assert talk.kept == ["user: 12*34?<|im_end|>assistant: "] * 2
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def turn_metrics(groups: Sequence[Group | Tombstone], max_turns: int) -> dict[st
             "rollout/tool_calls": float(np.mean([r.tool_calls for r in rollouts])),
             "rollout/tool_errors": float(np.mean([r.tool_errors for r in rollouts])),
             "rollout/observed_tokens": float(np.mean([len(r.completion_ids) - r.num_sampled for r in rollouts])),
+            "rollout/forks": float(np.mean([len(r.forks) for r in rollouts])),
             "rollout/environment_s": float(np.mean([r.environment_s for r in rollouts])),
         }
     return metrics
@@ -185,11 +186,14 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
 def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
     """The completion in parts, by who wrote them: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]
 
-    Where turns had rewards of their own, the model's parts have `reward`.
+    By "history": what a rewritten one repeats, and what is new behind it. Where turns had rewards of their own, the
+    model's parts have `reward`.
     """
     edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
     texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]
     parts = [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
+    for part, span in zip(parts[1::2], rollout.observed, strict=True):
+        part["by"] = "history" if span[0] in dict(rollout.forks) else "environment"
     for part, reward in zip(parts[::2], rollout.turn_rewards, strict=False):
         part["reward"] = reward
     return parts
