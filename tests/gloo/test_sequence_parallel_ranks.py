@@ -17,7 +17,7 @@ from tests.support.gloo_data import BETA, CONSTANT_RATE, DEAD, GAE, GROUP_PPO, R
 from tests.support.rank import Case, Worker
 from tests.support.replay_worker import Seen, Stack
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, bytes_kept, difference, random_group, tiny_model
+from tests.support.tiny import VOCAB_SIZE, bytes_kept, difference, in_forks, random_group, tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,6 +34,11 @@ def group(group_id: int, beta: float = BETA) -> Item:
 def bare(group_id: int) -> Item:
     """For a reference that the trainer scores."""
     return group(group_id, beta=0.0)
+
+
+def forked(group_id: int) -> Item:
+    """Their histories were rewritten."""
+    return in_forks(random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=BETA, longest=LONGEST))
 
 
 def uneven(group_id: int) -> Item:
@@ -63,6 +68,7 @@ EXACT = GROUP_PPO["algorithm"] | {"group_params": {"score": "exact", "segment_lo
 LORA = {"lora": {"r": 4, "alpha": 8}}
 CASES: dict[str, tuple[Stream, dict[str, Any]]] = {
     "grpo": (group, {}),
+    "forked": (forked, {}),
     "sequence": (group, VARIANTS["sequence"]),
     "entropy": (group, VARIANTS["entropy"]),
     "group_ppo": (group, GROUP_PPO),

@@ -1,6 +1,7 @@
 """Shared-prompt attention against the same stock model run densely, one sequence at a time."""
 
 import copy
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.types import Forks
 from model import attention, devices
 from model.packing import Packing, pack
-from tests.support.tiny import randomise_vectors
+from tests.support.protocol_helpers import make_rollout
+from tests.support.tiny import branches, randomise_vectors
 
 VOCAB = 61
 # (prompt length, completion lengths): unequal, several in a row, a prompt of one token, a single completion
@@ -70,22 +73,33 @@ def random_groups() -> list[tuple[list[int], list[list[int]]]]:
     ]
 
 
-def packed_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], packing: Packing = "shared") -> Tensor:
+def packed_logits(
+    model: Any, groups: list[tuple[list[int], list[list[int]]]], packing: Packing = "shared", forks: Any = ()
+) -> Tensor:
     """Logits that predict each target, in the model's own precision: [N, V]."""
-    row = pack(groups, packing)
+    row = pack(groups, packing, forks=forks)
     hidden = model.get_decoder()(
         input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
     ).last_hidden_state.flatten(0, 1)
     return model.lm_head(hidden[row.source_index])
 
 
-def dense_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]]) -> Tensor:
+def dense_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], forks: Any = ()) -> Tensor:
     parts = []
-    for prompt, completions in groups:
-        for completion in completions:
-            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
-            parts.append(logits[len(prompt) - 1 : -1])
+    for (prompt, completions), of in zip(groups, forks or itertools.repeat(itertools.repeat(())), strict=False):
+        for completion, forked in zip(completions, of, strict=False):
+            for before, own in branches(prompt, make_rollout(tuple(completion), forks=forked)):
+                logits = model(input_ids=torch.tensor([before + own]), use_cache=False).logits[0]
+                parts.append(logits[len(before) - 1 : -1])
     return torch.cat(parts)
+
+
+def forks_of(groups: list[tuple[list[int], list[list[int]]]]) -> list[list[Forks]]:
+    """Of three tokens and more: one behind the prompt, one two behind its first token."""
+    return [
+        [((1, len(prompt)), (2, 1), (3, 1))[: max(0, len(completion) - 1)] for completion in completions]
+        for prompt, completions in groups
+    ]
 
 
 def gradients(model: Any, scalar: Tensor) -> Tensor:
@@ -101,10 +115,10 @@ PRECISION = pytest.mark.parametrize(
 )
 
 
-def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, tolerance: float) -> None:
+def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, tolerance: float, forks: Any = ()) -> None:
     """Logits, and the gradient of their sum along a random direction."""
     groups = random_groups()
-    found, expected = packed_logits(packed, groups, packing), dense_logits(dense, groups)
+    found, expected = packed_logits(packed, groups, packing, forks), dense_logits(dense, groups, forks)
     assert relative(found, expected) < tolerance
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
     gradient = gradients(packed, (found * direction).sum())
@@ -123,6 +137,7 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
     check(dense, packed.train(), packing, dtype, tolerance)
+    check(dense, packed, packing, dtype, tolerance, forks_of(random_groups()))
 
 
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
@@ -174,6 +189,7 @@ def test_windows_soft_caps_and_sinks_are_those_of_one_dense_forward_per_sequence
     family, changes = KINDS[kind]
     dense = make_model(family, attn_implementation="eager", **changes)
     check(dense, shared(dense), packing, torch.float32, 2e-6)
+    check(dense, shared(dense), packing, torch.float32, 2e-6, forks_of(random_groups()))
 
 
 def test_a_wish_that_nobody_has_seen_here_is_refused() -> None:
