@@ -43,7 +43,8 @@ class AgentTurn:
 
     asked: Asked
     completion: Completion
-    text: str  # as it was read off the tokens
+    text: str  # as it was read off the tokens, with what of it the prompt holds
+    whole: str  # of prompt and turn
     message: Message  # as the agent was told
 
     @property
@@ -76,7 +77,7 @@ class Chat:
         for turn in known:
             messages[len(turn.history) - 1] = {"role": "assistant", "content": turn.text}
         text = self._render(ask, messages)
-        if last is None or not _bare(text).startswith(_bare(last.asked.text + last.text)):
+        if last is None or not _bare(text).startswith(_bare(last.whole)):
             return Asked(ask, text, np.array(self.tokenize(text), np.int32))
         messages[len(last.history) - 1] = {"role": "assistant", "content": _MARK}
         added = self.tokenize(self._render(ask, messages).rpartition(_MARK)[2])
@@ -113,7 +114,7 @@ class Chat:
             message["content"] = around.removeprefix(begun)
             message["tool_calls"] = [{"id": f"call_{ask.id}_{i}"} | call.for_message() for i, call in enumerate(calls)]
         said = Said(ask.id, message, completion.finish_reason, len(asked.ids), len(ids))
-        turn = AgentTurn(asked, completion, text, message)
+        turn = AgentTurn(asked, completion, begun + text, asked.text + text, message)
         return turn, said, len(found), sum(1 for call in found if call.problem)
 
 

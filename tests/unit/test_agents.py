@@ -93,7 +93,7 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
     return config_in(
         folder,
         data={"max_prompt_length": 600},
-        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"},
+        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"} | settings.pop("prompt", {}),
         sampler={"num_generations": 2, "max_completion_length": 1000} | settings.pop("sampler", {}),
         eval={"num_generations": 2, "temperature": 1} | settings.pop("eval", {}),
         rollout=rollout,
@@ -232,6 +232,25 @@ async def solve(question, **row):
     sampled = played(given, model)
     assert [len(c.forks) for c in sampled.completions] == [1, 1]
     assert "Hm." not in tokenizer().decode(model.turns[-1][1]), "as the template has it"
+    require_all_is_trained_once(sampled, model)
+
+
+def test_a_template_that_opens_the_thought_and_keeps_it_does_not_fork(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    first = await said(question)
+    assert first == "Hm.</think>Words."
+    await said(question, first, "And now?")
+    return 1.0
+"""
+    chatml = (ROOT / "configs/templates/chatml.jinja").read_text()
+    (tmp_path / "opens.jinja").write_text(
+        chatml.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>'")
+    )
+    assert "<think>" in (tmp_path / "opens.jinja").read_text()
+    model = Model(lambda i, prompt: "Hm.</think>Words.")
+    sampled = played(config(tmp_path, code, prompt={"chat_template": tmp_path / "opens.jinja"}), model)
+    assert [c.forks for c in sampled.completions] == [(), ()]
     require_all_is_trained_once(sampled, model)
 
 
