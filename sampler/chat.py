@@ -76,22 +76,28 @@ class Chat:
         messages = list(ask.messages)
         for turn in known:
             messages[len(turn.history) - 1] = {"role": "assistant", "content": turn.text}
-        text = self._render(ask, messages)
-        if last is None or not _bare(text).startswith(_bare(last.whole)):
-            return Asked(ask, text, np.array(self.tokenize(text), np.int32))
-        messages[len(last.history) - 1] = {"role": "assistant", "content": _MARK}
-        added = self.tokenize(self._render(ask, messages).rpartition(_MARK)[2])
-        ended = [int(last.ids[-1])] == added[:1]  # the template's end of turn, which the model sampled
-        return Asked(ask, text, np.array([*last.ids, *added[ended:]], np.int32))
+        place = len(last.history) - 1 if last else 0
+        written: Callable[[Sequence[Message]], str] = functools.partial(
+            render,
+            self.tokenizer,
+            prompt=self.config.prompt,
+            tools=ask.tools,
+            arguments=ask.template_arguments,
+            history=place,
+        )
+        text = written(messages)
+        if last is not None and _bare(text).startswith(_bare(last.whole)):
+            messages[place] = {"role": "assistant", "content": _MARK}
+            if len(parts := written(messages).split(_MARK)) == 2:
+                added = self.tokenize(parts[1])
+                ended = [int(last.ids[-1])] == added[:1]  # the template's end of turn, which the model sampled
+                return Asked(ask, text, np.array([*last.ids, *added[ended:]], np.int32))
+        return Asked(ask, text, np.array(self.tokenize(text), np.int32))
 
     def _goes_on(self, ask: Ask, turn: AgentTurn) -> bool:
         of = turn.asked.ask
         same = (ask.tools, ask.template_arguments) == (of.tools, of.template_arguments)
         return same and len(ask.messages) > len(turn.history) and ask.messages[: len(turn.history)] == turn.history
-
-    def _render(self, ask: Ask, messages: Sequence[Message]) -> str:
-        arguments = ask.template_arguments
-        return render(self.tokenizer, messages, prompt=self.config.prompt, tools=ask.tools, arguments=arguments)
 
     @functools.cached_property
     def _reader(self) -> CallReader:

@@ -240,7 +240,7 @@ def test_a_template_that_opens_the_thought_and_keeps_it_does_not_fork(tmp_path: 
 async def solve(question, **row):
     first = await said(question)
     assert first == "Hm.</think>Words."
-    await said(question, first, "And now?")
+    await said(question, first, "And ⟦turn⟧ now?")
     return 1.0
 """
     chatml = (ROOT / "configs/templates/chatml.jinja").read_text()
