@@ -82,6 +82,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     images: tuple[ImageHeader, ...] = ()
     failures: tuple[str, ...] = ()
     routing: tuple[int, int, Literal[1, 2]] | None = None  # layers, experts of a token, bytes of each
+    source: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +134,7 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
         images=tuple(ImageHeader(image.grid_thw, len(image.png)) for image in group.images),
         failures=group.failures,
         routing=None if group.routing is None else (*group.routing.shape[1:], group.routing.itemsize),
+        source=group.source,
     )
     routed = [] if group.routing is None else [group.routing, *(rollout.routing for rollout in rollouts)]
     parts = [group.prompt_ids.astype("<i4").tobytes()]
@@ -205,7 +207,7 @@ def _group(
     images = tuple(EncodedImage(png, image.grid_thw) for png, image in zip(pngs, header.images, strict=True))
     ids = header.group_id, header.policy_version, header.problem_index
     of_prompt = None if routed is None else routed[: header.prompt_length]
-    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures, of_prompt)
+    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures, of_prompt, header.source)
 
 
 def _ascend(numbers: Sequence[int]) -> bool:

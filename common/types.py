@@ -29,6 +29,8 @@ class Problem:
     index: int  # position in the data set as loaded, before shuffling
     columns: Mapping[str, Any]  # every column of the row; reward functions receive them by name
     images: tuple[ImageFile, ...] = field(default=(), repr=False)  # of data.image_key, as they stand in the data set
+    source: str = ""  # name of its data set
+    scored_by: tuple[str, ...] = ()  # reward functions; () = all
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class Group:
     images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
     failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None  # [P, layers, k] of the prompt, as Rollout's
+    source: str = ""  # name of the data set that its row is from; "" where it has none
 
     @property
     def newest_version(self) -> int:

@@ -16,12 +16,13 @@ from typing import Any
 from common import config as settings
 from common import exits
 from common.config import Config
+from common.config.data import entries
 from common.errors import UserError
 from common.types import Problem, Prompt
 from rewards.gold_answers import Findings, check_gold
 from rewards.probes import Probe
 from rewards.tally import GoldRow
-from sampler.dataset import load_data, whole_row
+from sampler.dataset import by_source, load_data, whole_row
 from sampler.messages import shown_to_rewards
 
 FAILED = 1
@@ -40,17 +41,22 @@ def main() -> None:
 
     from sampler.start import judged
 
-    problems = judged("data.train", load_data("data.train", config.data.train, config.data), config)
-    chosen = problems[:: -(-len(problems) // arguments.rows)]
-    print(f"tandem: gold answers: {len(chosen)} of {len(problems)} rows of {config.data.train}", flush=True)
-    found = check(config, chosen)
-    print("\n".join(found.lines))
-    for kind, texts in (("problem", found.problems), ("doubt", found.doubts), ("warning", found.warnings)):
-        for text in texts:
-            print(f"{kind}: {text}", flush=True)
-    doubts = f"no problem, {_count(found.doubts, 'doubt')}" if found.doubts else "the rewards look right"
-    print(f"\ntandem: {_count(found.problems, 'problem') if found.problems else doubts}")
-    if found.problems:
+    given = by_source(load_data("data.train", config.data.train, config.data), config)
+    rows = [row for of_source, own in given for row in judged("data.train", own, of_source)]
+    chosen = rows[:: -(-len(rows) // arguments.rows)]
+    paths = ", ".join(entry.path for entry in entries(config.data.train))
+    print(f"tandem: gold answers: {len(chosen)} of {len(rows)} rows of {paths}", flush=True)
+    problems, doubts = list[str](), list[str]()
+    for of_source, own in by_source(chosen, config):
+        found = check(of_source, own)
+        print("\n".join(found.lines))
+        for kind, texts in (("problem", found.problems), ("doubt", found.doubts), ("warning", found.warnings)):
+            for text in texts:
+                print(f"{kind}: {text}", flush=True)
+        problems, doubts = problems + found.problems, doubts + found.doubts
+    doubted = f"no problem, {_count(doubts, 'doubt')}" if doubts else "the rewards look right"
+    print(f"\ntandem: {_count(problems, 'problem') if problems else doubted}")
+    if problems:
         raise SystemExit(FAILED)
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
-    from sampler.dataset import load_data
+    from sampler.dataset import by_source, load_data
 
     require_built(config)
     require_models(config)
@@ -75,7 +75,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
         troubles = result.problems
         where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
         _print("estimates", [*result.lines, *where])
-    _print("first prompt", _prompt_lines(config, problems))
+    for settings, own in by_source(problems, config):
+        _print(f"first prompt {own[0].source}".strip(), _prompt_lines(settings, own))
     for trouble in troubles:
         print(f"tandem: does not fit: {trouble}", file=sys.stderr)
     return CANNOT if troubles else exits.DONE

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import Config, load
+from common.config.data import entries
 from common.durable import lock
 from common.errors import Retryable, UserError
 from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, limit_time, out_of_time, say
@@ -186,7 +187,7 @@ def build(config: Config) -> int:
         raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
     paths = [config.model.path]
     for rows in (config.data.train, config.data.eval):
-        paths += [rows] if isinstance(rows, str) else rows or []
+        paths += [entry.path for entry in entries(rows)]
     return _program(builder, *paths)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common import durable
 from common.config import Config, load
+from common.config.data import entries
 from common.errors import UserError
 from common.exits import DONE, USER_ERROR, say
 from common.run_folder import FINAL
@@ -25,7 +26,7 @@ from launcher.placement import placement
 from launcher.run import build, parse
 from model.folder import require_models
 from report.sinks import require_packages
-from sampler.dataset import load_data
+from sampler.dataset import by_source, load_data
 from sampler.sources import check_there
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
@@ -139,12 +140,13 @@ def _check(config: Config, ranks: int) -> None:
     if config.run.replay is not None:
         return
     for option, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        sources = [spec] if isinstance(spec, str) else spec or []
+        sources = [entry.path for entry in entries(spec)]
         for source in sources:
             check_there(source)
         if sources and all(Path(source.split("@")[0].split(":")[0]).expanduser().exists() for source in sources):
-            rows = load_data(option, sources, config.data)
-            check(config, rows[:: -(-len(rows) // _ROWS)])
+            rows = load_data(option, spec or [], config.data)
+            for settings, own in by_source(rows[:: -(-len(rows) // _ROWS)], config):
+                check(settings, own)
 
 
 def sbatch(place: Nodes, folder: Path, words: Sequence[str], options: Sequence[str], width: int) -> str:

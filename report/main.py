@@ -16,6 +16,7 @@ from common import exits
 from report.comparison import comparison
 from report.curves import history_of, write_curves
 from report.escape import strip_escapes
+from report.full_marks import Records
 from report.run_log import read_jsonl
 from report.step_text import clock, wall_s
 
@@ -25,15 +26,30 @@ def final_summary(output_dir: Path) -> str:
     folder = Path(output_dir)
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
-    lines += _pace(folder)
+    rows = read_jsonl(folder / "metrics.jsonl")
+    lines += [*by_source(rows), *_pace(rows)]
     if (folder / "curves.png").exists():
         lines.append(f"curves: {strip_escapes(folder / 'curves.png')}")
     return "\n".join(lines)
 
 
-def _pace(folder: Path) -> list[str]:
+def by_source(rows: Records) -> list[str]:
+    """ "source math: reward 0.31 → 0.62, length 24 → 20; of 96 groups 71 % had an advantage", from its first step on"""
+    lines = []
+    for name in sorted({key.split("/")[1] for row in rows for key in row if key.startswith("sources/")}):
+        groups, kept, reward, length = (
+            [row[f"sources/{name}/{what}"] for row in rows if f"sources/{name}/{what}" in row]
+            for what in ("groups", "kept", "reward", "mean_length")
+        )
+        lines.append(
+            f"source {strip_escapes(name)}: reward {reward[0]:.2f} → {reward[-1]:.2f}, length {length[0]:.0f} → "
+            f"{length[-1]:.0f}; of {sum(groups):.0f} groups {sum(kept) / sum(groups):.0%} had an advantage"
+        )
+    return lines
+
+
+def _pace(rows: Records) -> list[str]:
     """ "60 steps in 1:02, the first 41 s after the start; 4,762 tok/s; the trainer waited 53 %, the sampler 42 %" """
-    rows = read_jsonl(folder / "metrics.jsonl")
     total = sum(map(wall_s, rows))
     if not total:
         return []

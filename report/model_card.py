@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common.config import Config
+from common.config.data import entries
 from common.durable import disk_trouble, write_file
 from report.comparison import comparison
 from report.curves import history_of
@@ -50,7 +51,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
     measured = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
     is_adapter = (folder / ADAPTERS).is_file()
     settings, estimator = public_settings(config), config.algorithm.adv_estimator
-    base, train = hub_id(config.model.path), _listed(config.data.train)
+    base, train = hub_id(config.model.path), [entry.path for entry in entries(config.data.train)]
     data = ModelCardData(
         base_model=base,
         base_model_relation=("adapter" if is_adapter else "finetune") if base else None,
@@ -75,7 +76,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
             config=config,
             results=comparison(measured),
             measured=" and ".join(str(record["step"]) for record in measured),
-            held_out=", ".join(map(shown_path, _listed(config.data.eval))),
+            held_out=", ".join(map(shown_path, (entry.path for entry in entries(config.data.eval)))),
             train=", ".join(map(shown_path, train)),
             trained=_trained([row for row in rows if row.get("policy_version", version) <= version]),
             versions=_versions(),
@@ -98,7 +99,3 @@ def _trained(rows: Records) -> str:
         return "0 optimizer steps"
     tokens, time = rows[-1].get("num_tokens") or 0, clock(sum(map(wall_s, rows)))
     return f"{rows[-1]['step']} optimizer steps, {tokens:,} completion tokens, {time}"
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())

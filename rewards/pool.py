@@ -108,20 +108,20 @@ class RewardPool:
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
         policy_version: int = 0,
-        **of_environments: Sequence[Any],
+        **of_row: Sequence[Any],
     ) -> None:
         """Queue the completions of one prompt and return at once.
 
         completions: texts, or of rollouts with several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
         functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
-        get as trainer_state.global_step. of_environments:
-        environment_rewards, what the environment of each completion said, and environments, the `Done.state` of each.
+        get as trainer_state.global_step. of_row: environment_rewards, what the environment of each completion said,
+        environments, the `Done.state` of each, and scored_by, Problem's.
         """
         named, rest = self.wanted.names, self.wanted.rest
         files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
         row = {k: value for k, value in columns.items() if k in named or (rest and k not in files)}
-        theirs = {name: list(values) for name, values in of_environments.items()}
+        theirs = {name: list(values) for name, values in of_row.items()}
         job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
         self.pending += 1
         with self._lock:

@@ -7,6 +7,7 @@ live through a fork. Nothing here imports torch, vllm or pydantic: killing and r
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import time
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     policy_version: int = 0  # for trainer_state
     environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
     environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
+    scored_by: list[str] = []  # the functions that apply to the row; empty: all
 
 
 class JobReply(msgspec.Struct, frozen=True):
@@ -110,9 +112,10 @@ class RewardService:
         state, logged = TrainerState(job.policy_version, self._setup.max_steps), Logged()
         prompts = [job.prompt] * n
         try:
-            scores = score_completions(
-                self._functions, prompts, completions, columns, job.completion_ids, state, logged
-            )
+            functions = [found for found in self._functions if not job.scored_by or found[0] in job.scored_by]
+            scores = score_completions(functions, prompts, completions, columns, job.completion_ids, state, logged)
+            absent = {name: math.nan for name, _, _ in self._functions}
+            scores = [(absent | rewards, total) for rewards, total in scores]
             return JobReply(scores, logged=logged.means())
         except NoRewardError as error:
             why = gold_kind(job.columns.get("answer")).reason

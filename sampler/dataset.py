@@ -11,13 +11,16 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import Data
+from common.config import Config, Data
+from common.config.data import Rows, RowSource, entries
 from common.errors import UserError
 from common.exits import say
 from common.types import ImageFile, Problem
@@ -39,13 +42,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Row = dict[str, Any]
 
 
-def load_data(option: str, spec: str | Sequence[str], data: Data) -> list[Problem]:
+def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
 
     A row with an empty answer is left out, because it cannot be scored, and so are a few that cannot be used. Raises
     UserError, also when no row has an answer or many cannot be used. Images are no column: see `whole_row`.
     """
-    problems, bad = _load(spec, data.prompt_key, data.answer_key, data.rename, data.image_key)
+    problems, bad = _load(entries(spec), data.prompt_key, data.answer_key, data.rename, data.image_key)
+    scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
+    problems = [replace(problem, scored_by=scored_by.get(problem.source, ())) for problem in problems]
     if data.image_key is not None:
         if named := [problem for problem in problems if problem.index not in bad]:
             check_images(option, named, data)
@@ -84,29 +89,29 @@ def load_problems(
     prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Raises
     UserError, also for a missing column.
     """
-    return _load(specs, prompt_key, answer_key, rename or {}, None)[0]
+    given = [specs] if isinstance(specs, str) else list(specs)
+    return _load(entries(given), prompt_key, answer_key, rename or {}, None)[0]
 
 
 def _load(
-    specs: str | Sequence[str],
+    given: Sequence[RowSource],
     prompt_key: str,
     answer_key: str | None,
     rename: Mapping[str, str],
     image_key: str | None,
 ) -> tuple[list[Problem], dict[int, str]]:
     """(the problems, by index what is wrong with the images of some). Of several data sets one must have image_key."""
-    specs = [specs] if isinstance(specs, str) else list(specs)
-    if not specs:
+    if not given:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
-    for spec in specs:
-        check_there(spec)  # all of them before the first is read
-    tables = [_named(read_rows(spec), spec, prompt_key, answer_key, rename) for spec in specs]
+    for source in given:
+        check_there(source.path)  # all of them before the first is read
+    tables = [_named(read_rows(s.path), s.path, prompt_key, answer_key, {**rename, **s.rename}) for s in given]
     if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
-        _check_column("data.image_key", image_key, tables[0][0], specs[0])
+        _check_column("data.image_key", image_key, tables[0][0], given[0].path)
     columns = dict.fromkeys(name for table in tables for name in table[0] if name != image_key)
     problems, bad = list[Problem](), dict[int, str]()
-    for spec, table in zip(specs, tables, strict=True):
-        folder = folder_of(spec)
+    for source, table in zip(given, tables, strict=True):
+        folder = folder_of(source.path)
         for row in table:
             images: tuple[ImageFile, ...] = ()
             try:
@@ -114,8 +119,16 @@ def _load(
             except ValueError as error:
                 bad[len(problems)] = f"data.image_key {image_key!r}: {error}"
             row = row if row.keys() == columns.keys() else {name: row.get(name) for name in columns}
-            problems.append(Problem(len(problems), row, images))
+            problems.append(Problem(len(problems), row, images, source.label))
     return problems, bad
+
+
+def by_source(problems: Iterable[Problem], config: Config) -> list[tuple[Config, list[Problem]]]:
+    """The problems of each source, in order, with the settings that hold for them."""
+    rows: dict[str, list[Problem]] = {}
+    for problem in problems:
+        rows.setdefault(problem.source, []).append(problem)
+    return [(config.of_source(source), own) for source, own in rows.items()]
 
 
 def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:
@@ -198,7 +211,7 @@ def _check_column(option: str, key: str, row: Row, spec: str) -> None:
     raise UserError(f'{option} "{key}" not found in {spec}; columns are {", ".join([*row, *inside])}. {remedy}')
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     """The order of n problems in one epoch, [n], read-only. The same for the same arguments and numpy version."""
     order = np.random.Generator(np.random.PCG64([seed % 2**64, epoch])).permutation(n)
@@ -210,6 +223,22 @@ def problem_index(group_id: int, seed: int, num_problems: int, shuffle: bool = T
     """Which problem group g asks: permutation(seed, g // n)[g % n]; g % n unshuffled. n consecutive groups ask all."""
     epoch, place = divmod(group_id, num_problems)
     return int(permutation(seed, epoch, num_problems)[place]) if shuffle else place
+
+
+def mixed_index(group_id: int, seed: int, parts: Sequence[tuple[Fraction | int, int]], shuffle: bool = True) -> int:
+    """Which problem group g asks where they are of several sources.  parts: (weight, problems) of each, in order.
+
+    Source 1, whose share is p, has the groups at which ⌊(g + 1) p⌋ > ⌊g p⌋, and had ⌊g p⌋ of those before; what is left
+    is dealt to the others in the same way. So each is within a group of its share at any time, and goes through its own
+    problems in its own order. One source has all groups.
+    """
+    first, left = 0, sum(weight for weight, _ in parts)
+    for weight, size in parts:
+        before = group_id * weight // left
+        if (group_id + 1) * weight // left > before:
+            return first + problem_index(int(before), seed, size, shuffle)
+        group_id, left, first = int(group_id - before), left - weight, first + size
+    raise AssertionError("the last source has all that is left")
 
 
 def sampling_seed(seed: int, group_id: int) -> int:

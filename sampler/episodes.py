@@ -64,9 +64,9 @@ class SingleTurns:
         self._prompts[key] = prompt
         self._engine.submit(key, prompt.token_ids, params, prompt.images)
 
-    def step(self) -> list[tuple[Any, Sampled]]:
-        """One engine step; the prompts whose completions are all finished."""
-        finished = self._engine.step()
+    def step(self, finished: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
+        """One engine step, or what it gave; the prompts whose completions are all finished."""
+        finished = self._engine.step() if finished is None else finished
         self.num_events = len(finished)
         return [(key, Sampled(self._prompts.pop(key), completions)) for key, completions in finished]
 
@@ -137,9 +137,10 @@ class Episodes:
         for i in range(params.num_completions):
             self._pool.start((key, i), prompt.problem.columns, None if params.seed is None else params.seed + i)
 
-    def step(self) -> list[tuple[Any, Sampled]]:
-        """One engine step and what environments have answered; the prompts whose rollouts have all ended."""
-        turns = self._engine.step() if self._engine.num_running else []
+    def step(self, turns: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
+        """One engine step, or what it gave, and what environments have answered; the prompts that have ended."""
+        if turns is None:
+            turns = self._engine.step() if self._engine.num_running else []
         for (key, i), [completion] in turns:
             self._sampled(key, i, completion)
         replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else PATIENCE_S)
@@ -263,9 +264,10 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     played = [c for c in completions if isinstance(c, Played)]
     if not played:
         texts = [prompt.begun + text for text in decode(ids)]
-        pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version)
+        pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, scored_by=prompt.problem.scored_by)
         return
     messages = [list(c.messages) for c in played]
-    theirs: dict[str, list[Any]] = {"environment_rewards": [c.environment_reward for c in played]}
+    theirs: dict[str, Sequence[Any]] = {"environment_rewards": [c.environment_reward for c in played]}
+    theirs["scored_by"] = prompt.problem.scored_by
     theirs["environments"] = [c.environment_state for c in played]
     pool.submit(key, prompt.for_rewards, messages, ids, columns, policy_version, **theirs)

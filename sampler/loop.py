@@ -35,10 +35,11 @@ from rewards.pool import RewardFailure, RewardPool
 from sampler import in_flight
 from sampler.engine import Engine
 from sampler.episode import as_rollout
-from sampler.episodes import Episodes, Sampled, SingleTurns, submit_rewards, too_few
+from sampler.episodes import Sampled, SingleTurns, submit_rewards, too_few
 from sampler.fetch import Fetcher
 from sampler.held_out import HeldOut
 from sampler.link import Link
+from sampler.mixed_turns import Turns
 from sampler.reload import reload
 from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
 
@@ -59,7 +60,7 @@ class Sampler:
         link: Link,
         pool: RewardPool,
         reference: Reference | None,
-        turns: SingleTurns | Episodes | None = None,
+        turns: Turns | None = None,
     ):
         self.config, self.task, self.engine, self.link = config, task, engine, link
         self.pool, self.reference = pool, reference
@@ -268,15 +269,17 @@ class Sampler:
             forks = [c.forks for c in completions]
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images, forks)
             self.stats["total/reference_s"] += time.monotonic() - start
+        weight = self.config.of_source(prompt.problem.source).rewards.environment_weight
         rollouts = tuple(
-            as_rollout(c, ref, rewards, reward, len(prompt.token_ids), self.config.rewards.environment_weight)
+            as_rollout(c, ref, rewards, reward, len(prompt.token_ids), weight)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
         version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)
         index = prompt.problem.index
         routing = completions[0].routing  # the others' is the same, as far as equal rows are computed equally
         routing = None if routing is None else routing[: len(prompt.token_ids)]
-        return Group(key.group_id, version, index, prompt.token_ids, rollouts, prompt.images, sampled.failures, routing)
+        of_prompt = prompt.images, sampled.failures, routing, prompt.problem.source
+        return Group(key.group_id, version, index, prompt.token_ids, rollouts, *of_prompt)
 
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""

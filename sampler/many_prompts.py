@@ -59,6 +59,14 @@ class Prompts(Sequence[Prompt]):
             if self.problems[place].images and place not in self._early:
                 self._early[place] = _threads().submit(self.make, self.problems[place])
 
+    @classmethod
+    def joined(cls, parts: Mapping[str, Prompts]) -> Prompts:
+        """Of several sources, by their names."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        largest = np.concatenate([part.largest for part in parts.values()])
+        return cls([p for part in parts.values() for p in part.problems], largest, lambda p: parts[p.source].make(p))
+
     def only(self, places: Sequence[int] | NDArray[np.int64]) -> Prompts:
         return Prompts([self.problems[i] for i in places], self.largest[np.asarray(places, np.int64)], self.make)
 

@@ -126,7 +126,9 @@ def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
 def _sources(config: Config) -> Iterator[str]:
     """The files of the user's functions, read and not imported: their own process does that."""
     specs: Iterable[str] = [BUILT_IN.get(name, name) for name in config.rewards.reward_funcs]
-    for spec in [*specs, *config.rollout.tools, *filter(None, [config.rollout.environment])]:
+    given = [one.rollout for one in config.of_sources.values()]
+    of_rollouts = [spec for rollout in given for spec in [*rollout.tools, rollout.environment] if spec]
+    for spec in [*specs, *of_rollouts]:
         place, _ = functions.parse(spec, spec)
         try:
             path = place if isinstance(place, Path) else _file_of(place)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from sampler.many_prompts import Prompts, make_prompts
 from sampler.messages import shown_to_rewards
 from sampler.multi_turn import MultiTurn, opened
 from sampler.reading import said_reader
-from sampler.task import Task
+from sampler.task import Task, parts_of
 
 _ROWS_TRIED = 4
 _SILENT_S = 5.0
@@ -90,20 +90,29 @@ def _run(config: Config, sampler_id: str) -> None:
         heard.enter_context(progress_heard_by(preparation))
         problems = load_data("data.train", config.data.train, config.data)
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
+        parts_of(config, problems)
         columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
-        problems, held_out = judged("data.train", problems, config), judged("data.eval", held_out, config)
-        for rows in filter(None, (problems, held_out)):
-            try_rewards(pool, rows, config)
+        each = {}
+        for label, settings in config.of_sources.items():
+            own, theirs = ([p for p in rows if p.source == label] for rows in (problems, held_out))
+            each[label] = judged("data.train", own, settings), judged("data.eval", theirs, settings)
+            for rows in filter(None, each[label]):
+                try_rewards(pool, rows, settings)
         with said_once(f"the tokenizer of {config.model.path} does not load"):
             tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
-        multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
-        tools = multi_turn.pool.tools if multi_turn else None
-        train_prompts = prompts_of("data.train", problems, tokenizer, config, tools)
-        held_out_prompts = prompts_of("data.eval", held_out, tokenizer, config, tools)
-        task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer))
+        multi_turns, train, others = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
+        for label, (own, theirs) in each.items():
+            settings, [first, *_] = config.of_source(label), [*own, *theirs]
+            multi_turns[label] = multi_turn = stack.enter_context(opened(settings, tokenizer, first, columns))
+            tools = multi_turn.pool.tools if multi_turn else None
+            train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
+            others[label] = prompts_of("data.eval", theirs, tokenizer, settings, tools)
+        train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(others)
+        parts = parts_of(config, train_prompts.problems)
+        task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer), parts)
         hello = wire.Hello(
             pid=os.getpid(),
             dataset_fingerprint=fingerprint(train_prompts.problems, config.data),
@@ -119,7 +128,7 @@ def _run(config: Config, sampler_id: str) -> None:
         link.introduce(hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
-                _sample(config, task, link, pool, multi_turn, min(len(tokenizer), vocabulary(config.model)))
+                _sample(config, task, link, pool, multi_turns, min(len(tokenizer), vocabulary(config.model)))
         except UserError as error:
             link.say_goodbye(str(error), USER_ERROR)
             raise
@@ -129,13 +138,19 @@ def _run(config: Config, sampler_id: str) -> None:
 
 
 def _sample(
-    config: Config, task: Task, link: Link, pool: RewardPool, multi_turn: MultiTurn | None, vocabulary_size: int
+    config: Config,
+    task: Task,
+    link: Link,
+    pool: RewardPool,
+    multi_turns: Mapping[str, MultiTurn | None],
+    vocabulary_size: int,
 ) -> None:
     from model import devices
     from model.reference import Reference
     from sampler.engine import Engine
     from sampler.fetch import remove_stale_scratch
     from sampler.loop import Sampler
+    from sampler.mixed_turns import turns_of
     from sampler.rehearsal import rehearse
 
     remove_stale_scratch(config)
@@ -148,7 +163,7 @@ def _sample(
             reference.check_vocabulary(vocabulary_size)
         engine = Engine(config, num_gpus)
         rehearse(config, task, engine, reference)
-        turns = multi_turn.episodes(engine, task.decode) if multi_turn else None
+        turns = turns_of(engine, task.decode, multi_turns)
     Sampler(config, task, engine, link, pool, reference, turns).run()
 
 
@@ -189,7 +204,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
             made_up[i % len(made_up)].text or "I" for i in range(max(len(made_up), config.sampler.num_generations))
         ]
         ids = [list(range(len(text.split()) + 1)) for text in texts]
-        said: dict[str, Any] = {}
+        said: dict[str, Any] = {"scored_by": problem.scored_by}
         if config.rollout.is_multi_turn:  # of an environment that likes every second one
             said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
         row = whole_row(problem, pool.image_key)

@@ -6,13 +6,17 @@ be produced again by anyone who holds the weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from common.config import Config
-from common.types import Prompt
+from common.config.data import entries
+from common.errors import UserError
+from common.types import Problem, Prompt
 from sampler.completions import SamplingParams
-from sampler.dataset import problem_index, sampling_seed
+from sampler.dataset import mixed_index, sampling_seed
 from sampler.many_prompts import Prompts
 
 Decode = Callable[[list[list[int]]], list[str]]  # token ids -> text, without special tokens
@@ -45,6 +49,7 @@ class Task:
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     decode: Decode
+    parts: Sequence[tuple[Fraction | int, int]] = ()  # of train: (weight, problems) of each source; () = one
 
     def prompt(self, key: Key, config: Config) -> Prompt:
         prompts, place = self._place(key, config)
@@ -53,13 +58,23 @@ class Task:
     def _place(self, key: Key, config: Config) -> tuple[Sequence[Prompt], int]:
         if isinstance(key, EvalKey):
             return self.held_out, key.problem
-        return self.train, problem_index(key.group_id, config.run.seed, len(self.train), config.data.shuffle)
+        parts = self.parts or [(1, len(self.train))]
+        return self.train, mixed_index(key.group_id, config.run.seed, parts, config.data.shuffle)
 
     def begin(self, keys: Iterable[Key], config: Config) -> None:
         """Makes the prompts with images that are asked for next side by side: each takes a tenth of a second."""
         for prompts, place in (self._place(key, config) for key in keys):
             if isinstance(prompts, Prompts):
                 prompts.begin([place])
+
+
+def parts_of(config: Config, problems: Iterable[Problem]) -> list[tuple[Fraction | int, int]]:
+    """Of Task. Raises UserError for a source of which no problem is left."""
+    sizes = Counter(problem.source for problem in problems)
+    given = {entry.label: entry for entry in entries(config.data.train)}
+    if empty := [label for label in given if not sizes[label]]:
+        raise UserError(f"data.train: no row of source {empty[0]!r} is left, for what is said above; take it out")
+    return [(Fraction(str(e.weight)) if e.weight else sizes[label], sizes[label]) for label, e in given.items()]
 
 
 def sampling_params(key: Key, config: Config) -> SamplingParams:

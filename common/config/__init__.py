@@ -1,6 +1,6 @@
 """Every setting, with its meaning under it. Both processes read the same YAML file.
 
-    sections.py sampling.py algorithm.py training.py    the settings, section by section
+    sections.py data.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
     loading.py messages.py                              reading a file; errors in words
     reference_page.py                                   docs/config.md
@@ -12,9 +12,10 @@ costs milliseconds, not the start of two processes.
 
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
+from common.config.data import Data
 from common.config.loading import load
 from common.config.sampling import MAX_ENVIRONMENTS, MAX_REWARD_WORKERS, ROUNDING, TIES, Eval, Rewards, Rollouts
-from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Data, Lora, Model, PromptTemplate, ReferenceSettings
+from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Lora, Model, PromptTemplate, ReferenceSettings
 from common.config.settings import world_size
 from common.config.training import CriticSettings
 

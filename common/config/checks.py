@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
+from common.config.data import entries
 from common.config.sampling import MAX_ENVIRONMENTS, Rollouts
 from common.config.settings import Settings
 from common.config.training import CriticSettings
@@ -15,7 +16,7 @@ class Config(Settings):
     """Settings whose sections agree."""
 
     def _contradictions(self) -> Iterator[str]:
-        of_rollouts = (_sampling, _in_flight, _sleeping, _rollouts, _batches, _kl, _evaluation, _lengths)
+        of_rollouts = (_sampling, _in_flight, _sleeping, _sources, _batches, _kl, _evaluation, _lengths)
         for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora, _router_replay):
             yield from check(self)
 
@@ -69,7 +70,7 @@ def _in_flight(config: Settings) -> Iterator[str]:
             "sampler.in_flight_updates does nothing with trainer.max_staleness 0, where no group decodes when weights "
             "are published; set trainer.max_staleness=1, or sampler.in_flight_updates=false"
         )
-    if config.rollout.is_multi_turn:
+    if config.max_turns:
         yield f"sampler.in_flight_updates does not take rollouts of several turns yet{off}"
     if config.data.image_key is not None:
         yield f"sampler.in_flight_updates does not take prompts with images (data.image_key) yet{off}"
@@ -92,11 +93,24 @@ def _sleeping(config: Settings) -> Iterator[str]:
         )
 
 
+def _sources(config: Settings) -> Iterator[str]:
+    for entry in [*entries(config.data.train), *entries(config.data.eval)]:
+        if unknown := [name for name in entry.rewards or () if name not in config.rewards.names]:
+            yield (
+                f"data: source {entry.label!r} is scored by {unknown[0]!r}, and rewards.reward_funcs gives "
+                f"{', '.join(config.rewards.names)}; add it there, or use one of them"
+            )
+    if config.algorithm.estimator.by_turn and not config.max_turns:
+        yield f"adv_estimator {config.algorithm.adv_estimator} is for several turns; set algorithm.adv_estimator=grpo"
+    for label, one in config.of_sources.items():
+        yield from (
+            f"data: source {label!r}, in its rollout or rewards: {text}" if label else text for text in _rollouts(one)
+        )
+
+
 def _rollouts(config: Settings) -> Iterator[str]:
     given, count = config.rollout, config.sampler.num_generations
     rewarded = "environment" in config.rewards.reward_funcs
-    if config.algorithm.estimator.by_turn and not given.is_multi_turn:
-        yield f"adv_estimator {config.algorithm.adv_estimator} is for several turns; set algorithm.adv_estimator=grpo"
     if not given.is_multi_turn:
         if changed := [name for name in Rollouts.model_fields if given.changes(name)]:
             yield (

@@ -134,44 +134,6 @@ class Lora(Section):
             yield f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged"
 
 
-class Data(Section):
-    train: str | list[str]
-    """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder, list."""
-    eval: str | list[str] | None = None
-    """Held-out problems; `test.jsonl@train[:96]` is a file's first 96."""
-    prompt_key: str = "question"
-    """Column of problems; `extra_info.question` looks inside."""
-    answer_key: str | None = "answer"
-    """Column of the rewards' `answer`."""
-    rename: dict[str, str] = {}
-    """{problem: question} renames columns first."""
-    max_prompt_length: int = Field(512, gt=0)
-    """Tokens; longer prompts are left out."""
-    max_bad_rows: float = Field(0.01, ge=0, le=1)
-    """Share of unreadable rows to leave out, at least 3; 0 = none."""
-    shuffle: bool = True
-    """A new order each epoch."""
-    image_key: str | None = None
-    """Column of images."""
-    limit_images: int = Field(1, ge=0)
-    """Most images in a row."""
-    min_pixels: int = Field(262_144, gt=0)
-    """Smaller images are enlarged."""
-    max_pixels: int = Field(2_097_152, gt=0)
-    """Larger images are reduced: 2,674 tokens."""
-
-    def _contradictions(self) -> Iterator[str]:
-        low, high = self.min_pixels, self.max_pixels
-        if low > high:
-            yield f"min_pixels {low} is above max_pixels {high}; set data.min_pixels={high}"
-        if self.image_key is not None and self.limit_images == 0:
-            yield "limit_images 0 allows none of the images of image_key; set data.limit_images=1"
-
-    def bad_rows_allowed(self, total: int) -> float:
-        """Rows of so many that may be left out because they cannot be used."""
-        return max(3.0, self.max_bad_rows * total) if self.max_bad_rows else 0.0
-
-
 class PromptTemplate(Section):
     system: str | None = None
     """System message."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from common.config.algorithm import Algorithm
+from common.config.data import Data, entries
 from common.config.sampling import Eval, Rewards, Rollouts, SamplerSettings
-from common.config.sections import Channel, Data, Lora, Model, PromptTemplate, ReferenceSettings, Run, Section, Weights
+from common.config.sections import Channel, Lora, Model, PromptTemplate, ReferenceSettings, Run, Section, Weights
 from common.config.training import CriticSettings, TrainerSettings
 from common.errors import UserError
+from common.functions import short_name
 
 
 def default_reference_side(kl_in_reward: bool, max_staleness: int) -> Literal["sampler", "trainer"]:
@@ -56,6 +58,32 @@ class Settings(Section):
     def start_of(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
         """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
         return (given.path, None) if given.path else (self.model.path, self.model.revision)
+
+    def of_source(self, label: str) -> Self:
+        """The settings of rows from one source: their rollouts, and the rewards that score them."""
+        named = (entry for spec in (self.data.train, self.data.eval) for entry in entries(spec) if entry.label == label)
+        source, rewards = next(named, None) if label else None, self.rewards
+        if source is None:
+            return self
+        if source.rewards is not None:
+            kept = {
+                spec: weight
+                for spec, weight in zip(rewards.reward_funcs, rewards.weights, strict=True)
+                if short_name(spec) in source.rewards
+            }
+            rewards = rewards.model_copy(update={"reward_funcs": [*kept], "reward_weights": [*kept.values()]})
+        return self.model_copy(update={"rewards": rewards, "rollout": source.rollout or self.rollout})
+
+    @property
+    def of_sources(self) -> dict[str, Self]:
+        """`of_source` of each, by its name: "" where paths alone are given."""
+        labels = [entry.label for spec in (self.data.train, self.data.eval) for entry in entries(spec)]
+        return {label: self.of_source(label) for label in labels}
+
+    @property
+    def max_turns(self) -> int:
+        """Of any rollout with an environment or tools; 0: there are none."""
+        return max((c.rollout.max_turns for c in self.of_sources.values() if c.rollout.is_multi_turn), default=0)
 
     @property
     def num_batches(self) -> int:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from common.types import Prompt
     from rewards.pool import RewardPool
     from sampler.engine import Engine
-    from sampler.episodes import Episodes, Sampled, SingleTurns
+    from sampler.episodes import Sampled
+    from sampler.mixed_turns import Turns
     from sampler.task import Decode
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
@@ -60,21 +61,26 @@ def run(config: Config, target: Target) -> None:
     from launcher.evaluation.results import report, table
     from model.tokenizer import load_tokenizer
     from rewards.pool import RewardPool
-    from sampler.dataset import load_data
-    from sampler.episodes import SingleTurns
+    from sampler.dataset import by_source, load_data
+    from sampler.many_prompts import Prompts
+    from sampler.mixed_turns import turns_of
     from sampler.multi_turn import opened
     from sampler.reading import said_reader
     from sampler.start import judged, prompts_of
 
-    problems = judged("data.eval", load_data("data.eval", config.data.eval or "", config.data), config)
-    columns = problems[0].columns
+    rows = load_data("data.eval", config.data.eval or [], config.data)
+    each = [(settings, judged("data.eval", own, settings)) for settings, own in by_source(rows, config)]
+    columns, multi_turns, parts = rows[0].columns, dict[str, Any](), dict[str, Any]()
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-        multi_turn = stack.enter_context(opened(config, tokenizer, problems[0], columns))
-        tools = multi_turn.pool.tools if multi_turn else None
-        prompts = prompts_of("data.eval", problems, tokenizer, config, tools)
+        for settings, own in each:
+            multi_turn = stack.enter_context(opened(settings, tokenizer, own[0], columns))
+            tools = multi_turn.pool.tools if multi_turn else None
+            multi_turns[own[0].source] = multi_turn
+            parts[own[0].source] = prompts_of("data.eval", own, tokenizer, settings, tools)
+        prompts = Prompts.joined(parts)
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
         say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
@@ -85,7 +91,7 @@ def run(config: Config, target: Target) -> None:
         if target.rank:
             _load_adapters(engine, Path(target.model))
         decode = said_reader(config, tokenizer)
-        turns = multi_turn.episodes(engine, decode) if multi_turn else SingleTurns(engine)
+        turns = turns_of(engine, decode, multi_turns)
         samples, failures = sample(config, prompts, pool, decode, turns)
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
@@ -113,7 +119,8 @@ def _label(config: Config, model: str) -> str:
 
 
 def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
-    settings = config.eval.model_dump(mode="json") | {"model": model, "data": config.data.eval}
+    data = config.data.model_dump(mode="json")["eval"]
+    settings = config.eval.model_dump(mode="json") | {"model": model, "data": data}
     durable.make_dir(folder)
     record = json.dumps({"settings": redacted(settings)} | result, indent=1, ensure_ascii=False)
     durable.write_file(folder / "eval.json", record.encode(errors="replace"))
@@ -122,7 +129,7 @@ def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str,
 
 
 def sample(
-    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, turns: SingleTurns | Episodes
+    config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, turns: Turns
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per completion of every problem whose rewards and environments did not fail, and why the others did.
 

@@ -1,6 +1,7 @@
 """Two or three steps by `launcher.run`, with real vLLM and DeepSpeed: a tool, images, recipes, two ranks, two hosts."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from examples.calculator import Calculator
 from examples.drawings import Drawings
 from model.images import read_vision
 from report.run_log import read_jsonl
+from sampler.dataset import mixed_index
 from tests.support import namespaces
 from tests.support.metrics_page import unexplained
 from tests.support.namespaces import two_hosts
@@ -79,6 +81,41 @@ def test_two_steps_of_an_agent_that_only_knows_the_openai_package(kind: str, tmp
     metrics = trained("configs/quickstart_tools.yaml", tmp_path, *words)
     assert len(metrics) == 2 and all(m["grad_norm"] > 0 for m in metrics)
     assert sum(m["rollout/tool_calls"] for m in metrics) > 0
+
+
+def test_two_sources_and_a_kill_between_two_steps(tmp_path: Path) -> None:
+    """One with a calculator, one of single turns that another reward scores: the groups are those of a whole run."""
+    files = files_of(Calculator(num_train=32, num_test=16, num_clean_steps=40, num_careless_steps=0), tmp_path / "task")
+    short = f"{tmp_path}/reward.py:few_letters"
+    train = [
+        {"path": f"{tmp_path}/task/train.jsonl", "name": "tools", "weight": 3, "rewards": ["answer", "thrift"]},
+        {
+            "path": f"{tmp_path}/task/test.jsonl",
+            "name": "plain",
+            "weight": 1,
+            "rewards": ["few_letters"],
+            "rollout": {},
+        },
+    ]
+    words = [*files, *SMALLER, "trainer.max_steps=2", "trainer.save_steps=1", "run.record=true"]
+    words += [
+        f"data.train={json.dumps(train)}",
+        f"data.eval={json.dumps([{key: train[1][key] for key in ('path', 'name')}])}",
+    ]
+    words += [f"rewards.reward_funcs=[answer, examples/calculator_tool.py:thrift, {short}]"]
+    env = os.environ | {"TANDEM_FAILPOINT": "trainer.micro_batch:2:kill"}  # of each life: before the second step
+    metrics = trained("configs/quickstart_tools.yaml", tmp_path, *words, env=env)
+    groups = [recorded.group for recorded, _ in recording.read(tmp_path / "run" / recording.FILE)]
+    assert [g.group_id for g in groups] == list(range(8))
+    assert [g.problem_index for g in groups] == [mixed_index(g, 0, [(3, 32), (1, 16)]) for g in range(8)]
+    assert [g.source for g in groups] == ["plain", "tools", "tools", "tools"] * 2
+    for rollout in (r for g in groups for r in g.rollouts):
+        assert list(rollout.rewards) == ["answer", "thrift", "few_letters"]
+    assert all(r.turns == 1 and math.isnan(r.rewards["answer"]) for g in groups[::4] for r in g.rollouts)
+    assert all(math.isnan(r.rewards["few_letters"]) for g in groups if g.source == "tools" for r in g.rollouts)
+    assert [(m["sources/tools/groups"], m["sources/plain/groups"]) for m in metrics] == [(3, 1), (3, 1)]
+    assert "hit 2: kill" in (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert [record["n"] for record in read_jsonl(tmp_path / "run" / "eval.jsonl")] == [16, 16]
 
 
 # ---- images

@@ -13,7 +13,7 @@ from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem
 from sampler.dataset import fingerprint
-from tests.support.configs import config_in
+from tests.support.configs import config_in, config_of
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -166,3 +166,12 @@ def test_the_fingerprint_sees_values_columns_and_order_and_no_memory() -> None:
     assert of(a) == of({"answer": "2", "question": "1"})
     assert of({"image": object()}) == of({"image": object()})
     assert of({"image": memoryview(b"x")}) == of({"image": memoryview(b"x")})
+
+
+def test_another_share_of_a_source_makes_other_groups() -> None:
+    def of(weight: int) -> dict[str, Any]:
+        games = {"path": "b.jsonl", "weight": 1, "rollout": {"environment": "g.py:G"}}
+        return resume.stream_settings(config_of(data={"train": [{"path": "a.jsonl", "weight": weight}, games]}))
+
+    assert of(3) == of(3) != of(2)
+    assert of(3)["data.train"][1]["rollout"]["environment"] == "g.py:G"

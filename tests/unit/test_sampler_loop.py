@@ -216,7 +216,7 @@ def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_g
     assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
     # an evaluation without a trainer shows them, too
     engine, pool = OneStepEngine(), Pool()
-    pool.submit = lambda key, *_: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
+    pool.submit = lambda key, *_, **__: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
     parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], SingleTurns(engine)]  # type: ignore[arg-type]
     samples, failures = sample(make_config(tmp_path), [PROMPT, replace(PROMPT, images=images)], *parts)
     assert engine.shown == {0: (), 1: images} and (len(samples), failures) == (2, [])
@@ -390,7 +390,7 @@ def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Pa
     loop.turn()
     [((shown, completions, token_ids, _, version), more)] = jobs
     assert (shown, completions, token_ids, version) == ("?", [said] * 2, [[3, 60, 2]] * 2, 0)
-    assert more == {"environment_rewards": [0.5, 0.5], "environments": [{"left": 3}] * 2}
+    assert more == {"environment_rewards": [0.5, 0.5], "environments": [{"left": 3}] * 2, "scored_by": ()}
     assert loop.sampler.stats["total/completion_tokens"] == 4, "what was observed was not generated"
 
 

@@ -94,7 +94,7 @@ def _limits(config: Config) -> Limits:
         reward_funcs=tuple(config.rewards.names),
         max_sampling_mask=config.sampler.max_sampling_mask,
         images=_image_limits(config),
-        max_turns=config.rollout.max_turns if config.rollout.is_multi_turn else 0,
+        max_turns=config.max_turns,
         in_flight_updates=config.sampler.in_flight_updates,
         experts=experts_in(config.model) if replays else None,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
 from model.images import one_mark_an_image, sample_record
-from trainer.algorithm.advantages import is_dead, rewards_of, shaped_rewards, trains
+from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
@@ -47,6 +47,21 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
             metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - ROUNDING).mean())
+    return metrics
+
+
+def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
+    """Of each data set that has a name: what rollout_metrics says of all, and how many groups have an advantage."""
+    metrics = dict[str, float]()
+    for source in sorted({g.source for g in groups if isinstance(g, Group) and g.source}):
+        own = [g for g in groups if isinstance(g, Group) and g.source == source]
+        rollouts = [r for g in own for r in g.rollouts]
+        metrics |= {
+            f"sources/{source}/groups": float(len(own)),
+            f"sources/{source}/kept": float(sum(not is_dead_group(g, config) for g in own)),
+            f"sources/{source}/reward": float(np.mean([r.reward for r in rollouts])),
+            f"sources/{source}/mean_length": float(np.mean([r.num_sampled for r in rollouts])),
+        }
     return metrics
 
 

@@ -60,8 +60,9 @@ class StepRecords:
         """What the step trained on and what came of it. version: of the policy before it."""
         step, groups, algorithm = trained.step, trained.groups, self._config.algorithm
         values = stats.rollout_metrics(groups, version, self._config.rewards.full_mark)
-        if self._config.rollout.is_multi_turn:
-            values |= stats.turn_metrics(groups, self._config.rollout.max_turns)
+        values |= stats.source_metrics(groups, self._config)
+        if self._config.max_turns:
+            values |= stats.turn_metrics(groups, self._config.max_turns)
         if self._config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
         values |= stats.shaping_metrics(groups, self._config) | trained.dead_group_metrics

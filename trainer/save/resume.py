@@ -74,7 +74,8 @@ def stream_settings(config: Config) -> dict[str, Any]:
 def _recorded(name: str, config: Config) -> Any:
     section, _, field = name.partition(".")
     value = getattr(getattr(config, section), field)
-    return _contents(value) if isinstance(value, Path) else redacted(value, field)
+    plain = getattr(config, section).model_dump(mode="json", include={field})[field]
+    return _contents(value) if isinstance(value, Path) else redacted(plain, field)
 
 
 def _contents(file: Path) -> str:

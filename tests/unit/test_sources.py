@@ -1,0 +1,231 @@
+"""Several data sets in one run: who asks which problem, by which settings, scored by what."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from common.config import Config, load
+from common.errors import UserError
+from common.types import Group, Problem, Prompt, Rollout, Tombstone
+from common.wire import Envelope, decode, encode
+from report.main import by_source as lines_by_source
+from rewards.pool import RewardPool
+from sampler.completions import Completion, SamplingParams
+from sampler.dataset import by_source, load_data, mixed_index, permutation, problem_index
+from sampler.mixed_turns import MixedTurns, turns_of
+from sampler.task import parts_of
+from tests.support.configs import config_of
+from tests.unit.test_episodes import Engine
+from trainer.record.stats import source_metrics
+
+TWO = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "name": "games", "weight": 1}]
+
+
+def config(train: Any, **sections: Any) -> Config:
+    return config_of(data={"train": train}, **sections)
+
+
+# ---- which problem a group asks
+
+
+def test_three_of_four_groups_are_of_the_source_with_weight_three_and_each_goes_through_its_own_problems() -> None:
+    # ⌊(g + 1) · 3/4⌋ grows at g = 1, 2, 3: the first source has those, and its n-th is problem n mod 2 of two
+    found = [mixed_index(g, 0, [(3, 2), (1, 5)], shuffle=False) for g in range(12)]
+    assert found == [2, 0, 1, 0, 3, 1, 0, 1, 4, 0, 1, 0]
+
+
+@given(st.lists(st.tuples(st.fractions(Fraction(1, 50), 50), st.integers(1, 9)), min_size=1, max_size=5), st.integers())
+def test_each_source_is_near_its_share_at_any_time_and_asks_its_problems_in_its_own_order(
+    parts: Any, seed: int
+) -> None:
+    ends = np.cumsum([size for _, size in parts])
+    asked: list[list[int]] = [[] for _ in parts]
+    total = sum(weight for weight, _ in parts)
+    for g in range(60):
+        place = mixed_index(g, seed, parts)
+        source = int(np.searchsorted(ends, place, side="right"))
+        asked[source].append(place - int(ends[source] - parts[source][1]))
+        for own, (weight, _) in zip(asked, parts, strict=True):
+            assert abs(len(own) - (g + 1) * weight / total) < len(parts)
+    for own, (_, size) in zip(asked, parts, strict=True):
+        assert own == [int(permutation(seed, *divmod(n, size)[:1], size)[n % size]) for n in range(len(own))]
+
+
+@given(st.integers(0, 10**9), st.integers(), st.integers(1, 99), st.booleans())
+def test_one_source_asks_what_it_always_asked(group_id: int, seed: int, size: int, shuffle: bool) -> None:
+    assert mixed_index(group_id, seed, [(size, size)], shuffle) == problem_index(group_id, seed, size, shuffle)
+
+
+def test_without_weights_rows_count() -> None:
+    problems = [Problem(i, {}, source="a" if i < 6 else "b") for i in range(8)]
+    assert parts_of(config(["a.jsonl", {"path": "b.jsonl"}]), problems) == [(6, 6), (2, 2)]
+    weighted = [{"path": "a.jsonl", "weight": 0.1}, {"path": "b.jsonl", "weight": 0.3}]
+    assert parts_of(config(weighted), problems) == [(Fraction(1, 10), 6), (Fraction(3, 10), 2)]
+    assert parts_of(config(["a.jsonl", "b.jsonl"]), [Problem(i, {}) for i in range(8)]) == [(8, 8)]
+    with pytest.raises(UserError, match="no row of source 'b' is left"):
+        parts_of(config(weighted), problems[:6])
+
+
+# ---- what holds for its rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_know_their_source_and_columns_are_those_of_all(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
+    b = write(tmp_path / "b.jsonl", [{"ask": "Guess.", "answer": "7", "level": 2}])
+    given = config([a, {"path": b, "name": "games", "rename": {"ask": "question"}, "rewards": ["format"]}])
+    first, second = load_data("data.train", given.data.train, given.data)
+    assert (first.source, first.scored_by, first.columns["level"]) == ("a", (), None)
+    assert (second.source, second.scored_by) == ("games", ("format",))
+    assert second.columns == {"question": "Guess.", "answer": "7", "level": 2}
+    assert [(c.rewards.names, len(own)) for c, own in by_source([first, second], given)] == [
+        (["answer", "format"], 1),
+        (["format"], 1),
+    ]
+
+
+def test_an_entry_has_its_own_rollouts_and_held_out_rows_those_of_their_namesake() -> None:
+    games = {"path": "g.jsonl", "name": "games", "rollout": {"environment": "g.py:G", "max_turns": 5}}
+    train = ["math.jsonl", games | {"rewards": ["environment"]}]
+    eval_ = [{"path": "math_test.jsonl", "name": "math"}, {"path": "g_test.jsonl", "name": "games"}]
+    sections = {"rewards": {"reward_funcs": ["answer", "environment"], "reward_weights": [1, 2]}}
+    given = config_of(data={"train": [{"path": train[0], "rewards": ["answer"]}, train[1]], "eval": eval_}, **sections)
+    assert given.max_turns == 5 and set(given.of_sources) == {"math", "games"}
+    of_games, of_math = given.of_source("games"), given.of_source("math")
+    assert (of_games.rollout.max_turns, of_games.rewards.names, of_games.rewards.weights) == (5, ["environment"], [2])
+    assert (of_math.rollout.is_multi_turn, of_math.rewards.environment_weight) == (False, 0)
+    assert Config.model_validate(given.model_dump(mode="json")) == given, "as config.json has it"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"train": [{"path": "a.jsonl", "wieght": 2}]}, "Extra inputs"),
+        ({"train": [{"path": "a.jsonl", "weight": 0}]}, "greater than 0"),
+        ({"train": [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]}, "some without"),
+        ({"train": [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}]}, "two sources named 'a'"),
+        ({"train": [{"path": "a.jsonl", "rewards": ["none"]}]}, "scored by 'none'"),
+        (
+            {"train": [{"path": "a.jsonl", "rollout": {"max_turns": 3}}]},
+            "source 'a', .* rollout.max_turns does nothing",
+        ),
+        ({"train": "a.jsonl", "eval": [{"path": "b.jsonl", "weight": 1}]}, "remove the weight"),
+        ({"train": TWO, "eval": [{"path": "b.jsonl", "name": "games", "rewards": ["answer"]}]}, "remove both"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(data: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config_of(data=data)
+
+
+def test_a_typo_in_an_entry_is_named_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: [{path: a.jsonl, wieght: 2}]}\n")
+    with pytest.raises(UserError, match=r"data\.train\.sources\.0\.wieght: no such option"):
+        load(tmp_path / "c.yaml")
+    assert load(tmp_path / "c.yaml", ["data.train=[{path: a.jsonl, weight: 2}]"]).data.train[0].label == "a"  # type: ignore[union-attr]
+
+
+def test_functions_that_do_not_score_a_source_are_not_called(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def fails(completions, **columns):\n    raise ValueError('called')\n")
+    funcs = ["answer", f"{tmp_path}/own.py:fails"]
+    rewards = config("a.jsonl", rewards={"reward_funcs": funcs}).rewards
+    with RewardPool(rewards, columns=["answer"]) as pool:
+        pool.submit(0, "2+2?", ["<answer>4</answer>"], [[1]], {"answer": "4"}, scored_by=("answer",))
+        [(_, scores)] = pool.ready(timeout_s=60)
+    [(by_name, total)] = scores  # type: ignore[misc]
+    assert list(by_name) == ["answer", "fails"] and (by_name["answer"], total) == (1.0, 1.0)
+    assert np.isnan(by_name["fails"])
+
+
+# ---- one engine for all
+
+
+class OfOne:
+    """Stands for a source's Episodes: an engine request for each rollout, and the group is over when all are."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.num_events, self.phase = engine, 0, "playing"
+
+    def start(self, key: Any, prompt: Prompt, params: SamplingParams) -> None:
+        self.engine.submit((key, 0), prompt.token_ids, params, ())
+
+    def step(self, done: Any) -> list[Any]:
+        self.num_events = len(done)
+        return [(key, completions) for (key, _), completions in done]
+
+    def abort(self, keys: Any) -> None:
+        self.engine.abort({(key, 0) for key in keys})
+
+    def abort_all(self) -> None:
+        self.engine.abort_all()
+
+
+def test_turns_of_two_sources_get_what_is_theirs_of_one_engine() -> None:
+    engine, made = Engine(), list[OfOne]()
+
+    def episodes(share: Any, decode: Any) -> OfOne:
+        made.append(OfOne(share))
+        return made[-1]
+
+    games: Any = SimpleNamespace(episodes=episodes)
+    turns = turns_of(engine, str, {"math": None, "games": games})  # type: ignore[arg-type]
+    assert isinstance(turns, MixedTurns)
+    params, ids = SamplingParams(1.0, 9, 2, 0), np.array([5], np.int32)
+    prompts = {s: Prompt(Problem(0, {}, source=s), "?", "?", ids) for s in ("math", "games")}
+    for key, source in [(7, "math"), (8, "games"), (9, "games"), (10, "math")]:
+        turns.start(key, prompts[source], params)
+    assert list(engine.asked) == [7, (8, 0), (9, 0), 10] and turns.num_running == 4
+    one = [Completion(ids, np.zeros(1, np.float32), "stop")]
+    engine.finished = [((8, 0), one), (7, one)]
+    assert {key for key, _ in turns.step()} == {7, 8} and turns.num_running == 2 and turns.num_events == 2
+    turns.abort([9])
+    assert list(engine.asked) == [10] and turns.num_running == 1
+    engine.finished = [(10, one)]  # the engine is empty afterwards, and what it gave still arrives
+    assert [key for key, _ in turns.step()] == [10] and turns.num_running == 0
+    turns.start(11, prompts["games"], params)
+    turns.abort_all()
+    assert (turns.num_running, len(engine.asked)) == (0, 0)
+
+
+# ---- metrics
+
+
+def test_metrics_of_each_source() -> None:
+    def group(group_id: int, source: str, *rewards: float) -> Group:
+        ids, zeros = np.array([7, 8], np.int32), np.zeros(2, np.float32)
+        rollouts = tuple(Rollout(ids, zeros, None, {"answer": r, "format": 0.0}, r, "stop") for r in rewards)
+        return Group(group_id, 0, 0, ids, rollouts, source=source)
+
+    groups = [group(0, "a", 1, 0), group(1, "a", 1, 1), group(2, "games", 0, 0.5), Tombstone(3, 0, "why")]
+    found = source_metrics(groups, config(TWO))
+    assert {name: value for name, value in found.items() if "/a/" in name} == {
+        "sources/a/groups": 2,
+        "sources/a/kept": 1,
+        "sources/a/reward": 0.75,
+        "sources/a/mean_length": 2,
+    }
+    assert found["sources/games/reward"] == 0.25
+    assert source_metrics([group(0, "", 1, 0)], config("a.jsonl")) == {}
+    [sent] = [decode(encode(Envelope("run", "life", "s0"), groups[2]))[1]]
+    assert isinstance(sent, Group) and sent.source == "games"
+    assert Counter(name.split("/")[1] for name in found) == {"a": 4, "games": 4}
+
+
+def test_the_report_has_a_line_for_each_source() -> None:
+    step = {"sources/a/groups": 3.0, "sources/a/kept": 2.0, "sources/a/reward": 0.25, "sources/a/mean_length": 9.0}
+    rows = [step, {"reward": 1.0}, step | {"sources/a/kept": 1.0, "sources/a/reward": 0.5}]
+    said = "source a: reward 0.25 → 0.50, length 9 → 9; of 6 groups 50% had an advantage"
+    assert lines_by_source(rows) == [said]
