@@ -115,7 +115,7 @@ class Rollout:
         return np.delete(np.arange(len(self.completion_ids)), np.r_[tuple(slice(*span) for span in self.observed)])
 
     def turn_lengths(self) -> NDArray[np.int64]:
-        """[turns] the sampled tokens of each."""
+        """[turns] the sampled tokens of each; of one that begins with what it observed, 0 in front of them."""
         return np.diff(np.r_[0, np.ravel(self.observed), len(self.completion_ids)].astype(np.int64))[::2]
 
     def rewards_by_turn(self, reward: float) -> NDArray[np.float64]:

@@ -183,6 +183,17 @@ def test_equal_sums_are_dead_for_grpo_and_not_where_turns_differ() -> None:
     assert is_dead_group(dataclasses.replace(group, rollouts=rollouts[:1] * 2), settings())
 
 
+def test_what_begins_with_an_observation_has_no_turn_in_front_of_it() -> None:
+    plain = rollout([2], 50, (), 1.0)
+    ids = np.array([50, 51, 10, 11], np.int32)
+    longer = dataclasses.replace(plain, completion_ids=ids, old_logprobs=np.zeros(4, np.float32), observed=((0, 2),))
+    assert token_rewards(longer, 1.0, beta=0.0).tolist() == [0, 1]
+    group = dataclasses.replace(GROUP, rollouts=(plain, dataclasses.replace(plain, reward=0.0), longer))
+    # r = (1, 0, 1): ±1/3 and −2/3; the first two answer the prompt, (1/2, −1/2); the third is alone
+    found = [a.tolist() for a in step_advantages([group], settings(gamma=1.0))[0]]
+    assert found == [pytest.approx([5 / 6] * 2), pytest.approx([-7 / 6] * 2), pytest.approx([1 / 3] * 2)]
+
+
 def test_every_rank_reads_the_tokens_that_turns_answer() -> None:
     assert needs_all_arrays(settings().algorithm) and not needs_all_arrays(settings("grpo", gamma=1.0).algorithm)
 

@@ -122,6 +122,8 @@ def gigpo(group: Group, rewards: Floats, reward_scale: str, gamma: float) -> lis
     alike: dict[bytes, list[tuple[int, int]]] = {}
     for i, rollout in enumerate(group.rollouts):
         for k, (start, end) in enumerate([(0, 0), *rollout.observed]):
+            if not rollout.turn_lengths()[k]:
+                continue  # an agent began with a longer prompt than the group's
             alike.setdefault(rollout.completion_ids[start:end].tobytes(), []).append((i, k))
     for turns in alike.values():
         if len(turns) > 1:

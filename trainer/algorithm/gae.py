@@ -50,5 +50,5 @@ def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
     rewards = np.zeros(rollout.num_sampled)
     if beta:
         rewards -= beta * rollout.ref_log_ratios()
-    rewards[rollout.turn_lengths().cumsum() - 1] += rollout.rewards_by_turn(reward)
+    np.add.at(rewards, rollout.turn_lengths().cumsum() - 1, rollout.rewards_by_turn(reward))
     return rewards
