@@ -40,8 +40,8 @@ class MixedTurns:
         return "; ".join(f"{s}: {self._turns[s].phase}" for s in dict.fromkeys(self._started.values()))
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
-        self._started[key] = prompt.problem.source
         self._turns[prompt.problem.source].start(key, prompt, params)
+        self._started[key] = prompt.problem.source  # behind it: an engine may refuse a prompt
 
     def step(self) -> list[tuple[Any, Sampled]]:
         """One engine step, and what environments have answered."""
