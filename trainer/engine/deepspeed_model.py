@@ -82,8 +82,8 @@ def init_distributed(config: Config) -> None:
     try:
         with waiting_for("all ranks to start", timeout.total_seconds(), is_said=os.environ["LOCAL_RANK"] == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
-    except dist.DistError as error:
-        raise Retryable(f"not every rank has started within {timeout}: {error}") from None
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise Retryable(f"the ranks did not find each other: {error}") from None
     if not devices.count():
         unlink_shared_buffer()
 
