@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from common.config import Config
@@ -450,6 +452,13 @@ def test_a_command_gets_the_row_and_its_last_line_is_the_reward(tmp_path: Path) 
 def test_a_command_that_fails_is_named(command: str, named: str, tmp_path: Path) -> None:
     sampled = played(config(tmp_path, rollout={"agent": ["sh", "-c", command]}), Model(lambda i, prompt: ""))
     assert not sampled.completions and all(named in reason for reason in sampled.failures)
+
+
+def test_nothing_that_a_command_starts_outlives_it(tmp_path: Path) -> None:
+    name = f"30{os.getpid()}"
+    given = config(tmp_path, rollout={"agent": ["sh", "-c", f"sleep {name} >&- & setsid sleep {name} >&- & echo 1"]})
+    played(given, Model(lambda i, prompt: ""))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
 
 
 @pytest.mark.parametrize(
