@@ -10,6 +10,7 @@ comes behind the one with which it has most in common: extensions first, then fo
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,6 +159,10 @@ class Agents(Episodes):
         """The prompt is what the first requests of all begin with: the same, unless agents make another each time."""
         if not group.ended:
             return group.sampled()
+        [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in group.ended.values()).most_common(1)
+        for i in [i for i, (rollout, _) in group.ended.items() if rollout.first[0] != begin]:
+            del group.ended[i]
+            group.failures[i] = "its first prompt has no token in common with those of its group"
         firsts = [rollout.first for rollout, _ in group.ended.values()]
         prompt_ids, limit = firsts[0][: min(shared(firsts[0], first) for first in firsts)], group.params.max_tokens
         for i, (rollout, done) in sorted(group.ended.items()):

@@ -98,7 +98,9 @@ class Rollouts(Section):
     def _contradictions(self) -> Iterator[str]:
         if self.agent is not None and (self.environment is not None or self.tools):
             yield "agent and environment or tools are both given; remove the others, an agent brings its own"
-        if self.agent is not None and isinstance(self.agent, str):
+        if isinstance(self.agent, str) and " " in self.agent:
+            yield f"agent {self.agent!r}: a command is a list; write rollout.agent=[{', '.join(self.agent.split())}]"
+        elif isinstance(self.agent, str):
             require_own_function(self.agent)
         if self.agent == []:
             yield "agent is an empty command; write rollout.agent: [python, my_agent.py], or my_agent.py:solve"

@@ -356,6 +356,21 @@ async def solve(question, **row):
     require_all_is_trained_once(sampled, model)
 
 
+def test_an_agent_whose_first_prompt_has_nothing_in_common_with_its_group_fails_alone(tmp_path: Path) -> None:
+    (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    code = """
+async def solve(question, answer, **row):
+    await said(chr(97 + int(random.random() * 26)) * 5)
+    return 1.0
+"""
+    given = config(tmp_path, code, prompt={"chat_template": tmp_path / "bare.jinja"}, eval={"num_generations": 3})
+    model = Model(lambda i, prompt: "fine")
+    sampled = played(given, model)
+    most = max(collections.Counter(asked[0] for _, asked, _ in model.turns).values())
+    assert len(sampled.prompt.token_ids) == 5 and len(sampled.failures) == 3 - most
+    assert all("no token in common" in reason for reason in sampled.failures)
+
+
 # ---- limits
 
 
