@@ -37,7 +37,7 @@ from common import channel, durable, exits, weights
 from common.config import Config
 from common.failpoints import failpoint
 from common.group_limits import ImageLimits
-from common.types import EncodedImage, Group
+from common.types import EncodedImage, Forks, Group
 from common.weights import Published
 from model.images import ImageFormat, encode_image
 from sampler import link as link_module
@@ -130,7 +130,8 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
         expected = tokens(group.group_id, number(incarnation, group.policy_version))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
         assert group.images == images(group.group_id), "it shows another image"
-        assert bool(group.rollouts[1].forks) == in_turns(group.group_id), "it has lost its turns, or found some"
+        assert bool(group.rollouts[1].observed) == in_turns(group.group_id), "it has lost its turns, or found some"
+        assert group.rollouts[1].forks == forks(group.group_id), "its history is another"
     alive = [e.group.group_id for e in batch.training()]
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
@@ -144,6 +145,11 @@ def is_dead(group_id: int) -> bool:
 
 def in_turns(group_id: int) -> bool:
     return group_id % 5 == 2
+
+
+def forks(group_id: int) -> Forks:
+    """Without images, whose places in the prompt no history may change."""
+    return ((2, 1),) if in_turns(group_id) and not images(group_id) else ()
 
 
 def tokens(group_id: int, weights_number: int) -> list[int]:
@@ -197,7 +203,8 @@ def produce(link: Link, weights_number: int) -> None:
             continue
         failpoint("sampler.leased")
         first, reward = make_rollout(tokens(group_id, weights_number)), float(is_dead(group_id))
-        second = of_two_turns(reward=reward, forks=((2, 1),)) if in_turns(group_id) else make_rollout(reward=reward)
+        turns = of_two_turns(reward=reward, forks=forks(group_id))
+        second = turns if in_turns(group_id) else make_rollout(reward=reward)
         failpoint("sampler.generated")
         shown = images(group_id)
         prompt_ids = np.array([1, *[PAD] * len(shown)], np.int32)
