@@ -50,7 +50,8 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     """
     problems, bad = _load(entries(spec), data.prompt_key, data.answer_key, data.rename, data.image_key)
     scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
-    problems = [replace(problem, scored_by=scored_by.get(problem.source, ())) for problem in problems]
+    if any(scored_by.values()):
+        problems = [replace(problem, scored_by=scored_by.get(problem.source, ())) for problem in problems]
     if data.image_key is not None:
         if named := [problem for problem in problems if problem.index not in bad]:
             check_images(option, named, data)
