@@ -1,5 +1,6 @@
 """The parts of a run with tools together: data, chat template, real environment processes, and a scripted engine."""
 
+import dataclasses
 import functools
 import re
 from collections import deque
@@ -15,6 +16,7 @@ from common.types import Problem, sequences
 from examples.tokenizer import byte_level
 from sampler.completions import Completion
 from sampler.episode import Played
+from sampler.mixed_turns import turns_of
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
@@ -211,3 +213,39 @@ def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_
     assert [text.endswith("<|im_start|>assistant\nGladly ") for text in asked] == [True, True]
     said = [m["content"] for m in sampled.completions[0].messages if m["role"] == "tool"]
     assert said == ['{"error": "Tool f not found. There are: g."}', "42"]
+
+
+def test_rows_of_one_turn_and_of_several_share_an_engine(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    scripts = {
+        ("calls", 0): [CALL, "<answer>159294</answer>"],
+        ("calls", 1): ["<answer>7</answer>"],
+        "plain": ["eight"],
+    }
+
+    class ByKey(Scripted):
+        def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
+            self._running[key] = list(ids)
+
+        def step(self) -> list[tuple[Any, list[Completion]]]:
+            running, self._running = self._running, {}
+            return [(key, [self.completion(scripts[key].pop(0))]) for key in running]
+
+        def completion(self, text: str) -> Completion:
+            ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+            return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop")
+
+    engine: Any = ByKey()
+    with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
+        assert multi_turn is not None
+        decode = functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
+        turns = turns_of(engine, decode, {"tools": multi_turn, "plain": None})
+        for source, key, shown in (("tools", "calls", multi_turn.pool.tools), ("plain", "plain", None)):
+            problem = dataclasses.replace(PROBLEM, source=source)
+            turns.start(key, make_prompt(problem, tokenizer(), given, tools=shown), held_out_params(given, 0))
+        over: dict[Any, Any] = {}
+        while turns.num_running:
+            over |= dict(turns.step())
+    assert [c.turns for c in over["calls"].completions] == [2, 1]
+    assert over["calls"].completions[0].messages[1]["content"] == "159294"
+    assert [decode([c.token_ids.tolist()]) for c in over["plain"].completions] == [["eight"]]
