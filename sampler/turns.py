@@ -35,6 +35,7 @@ _MARK = "⟦turn⟧"  # stands for what the model wrote; no template writes it i
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
 # Turns as models write them. A template that strips thoughts, or rewrites a call, is found out by one of these.
 _TURNS = ("Plain words.", "<think>\nA thought.\n</think>\n\nWords.", '<tool_call>\n{"name": "f"}\n</tool_call>')
+_MANY = 8  # of them, for templates that cut what is long ago
 REMEDY = "set prompt.chat_template=configs/templates/hermes_tools.jinja, or one of yours that writes each turn once"
 
 
@@ -54,10 +55,11 @@ class TurnTemplate:
         return begun_in(self.difference([{"role": "user", "content": "?"}]))
 
     def of_row(self, problem: Problem) -> TurnTemplate:
-        """With the row's own tools and template arguments, where it has them."""
-        tools = tools_of(problem) or self.tools
-        told = functools.partial(self.render, tools=tools, arguments=arguments_of(problem))
-        return replace(self, render=told, tools=tools)
+        """With the row's own tools and template arguments, where it has them. These may make it rewrite."""
+        tools, arguments = tools_of(problem) or self.tools, arguments_of(problem)
+        told = functools.partial(self.render, tools=tools, arguments=arguments)
+        rewrites = self.rewrites or ", ".join(arguments) * (not problem.images)
+        return replace(self, render=told, tools=tools, rewrites=rewrites)
 
     @classmethod
     def of(cls, render: Render, tokenize: Tokenize, prompt: Sequence[Message], roles: Sequence[str]) -> TurnTemplate:
@@ -129,11 +131,12 @@ class TurnTemplate:
         return before[_alike(before, self.render(prompt)) :]
 
     def _rewrites(self, prompt: Sequence[Message], turn: str, role: str) -> str:
-        """Renders two turns as a whole and in our pieces: how the texts differ, or ""."""
+        """Renders many turns as a whole and in our pieces: how the texts differ, or ""."""
         said, seen = {"role": "assistant", "content": turn}, [{"role": role, "content": "Seen."}]
+        earlier = [*prompt, *[said, *seen] * (_MANY - 1)]
         try:
-            whole = self.render([*prompt, said, *seen, said, *seen], history=len(prompt) + 1 + len(seen))
-            pieces = self.render(prompt) + 2 * (turn + self.difference(seen))
+            whole = self.render([*earlier, said, *seen], history=len(earlier))
+            pieces = self.render(prompt) + _MANY * (turn + self.difference(seen))
         except (UserError, ValueError, TypeError) as error:
             raise UserError(
                 f"a message of the role {role!r}, which the environment sends: {error}; {REMEDY}"

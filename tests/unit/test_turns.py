@@ -180,15 +180,33 @@ def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it
     assert len(talk.episode.forks) == forks
 
 
-def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_last(tmp_path: Path) -> None:
-    window = "{% for m in messages[:1] + messages[1:][-2:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+@pytest.mark.parametrize("shown", [2, 4, 6])
+def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_last(
+    tmp_path: Path, shown: int
+) -> None:
+    window = (
+        f"{{% set shown = {shown} %}}"
+        + "{% for m in messages[:1] + messages[1:][-shown:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
     (tmp_path / "x.jinja").write_text(window + "{% if add_generation_prompt %}assistant: {% endif %}")
     TEMPLATES["window"] = tmp_path / "x.jinja"
     talk = Conversation("window")
-    for text in ("1", "2", "3"):
+    for text in "1234":
         talk.says(text, USER)
-    assert talk.asked[3] == "user: 12*34?<|im_end|>assistant: 3<|im_end|>user: And by 2?<|im_end|>assistant: "
-    assert talk.kept == ["user: 12*34?<|im_end|>assistant: "] * 2
+    first, said = "user: 12*34?<|im_end|>", "assistant: {}<|im_end|>user: And by 2?<|im_end|>"
+    whole = [first, *map(said.format, "1234")]
+    assert talk.asked[4] == "".join([first, *whole[-shown // 2 :], "assistant: "])
+    assert talk.kept == [first + "assistant: "] * (4 - shown // 2)
+
+
+def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_that_row(tmp_path: Path) -> None:
+    drops = "{{ m.content.split('</think>')[-1] if drop is defined else m.content }}"
+    (tmp_path / "x.jinja").write_text(f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}a: ")
+    TEMPLATES["argued"] = tmp_path / "x.jinja"
+    template = of("argued", "user")
+    assert not template.rewrites and not template.of_row(Problem(0, {})).rewrites
+    row = template.of_row(Problem(0, {"chat_template_kwargs": {"drop": True}}))
+    assert row.rewrites and "A thought" not in row.render([*ASK, {"role": "assistant", "content": THOUGHT}, USER])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ wrote, all in float64.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
     assert micro_batch(FORKED, config(scale_rewards="none", beta=0.1)).weights.tolist() == pytest.approx(
         [1 / 2 / 6] * 6 + [1 / 2 / 2] * 2
     ), "rollouts, however many sequences"
+    # J = A, for nothing has moved and the KL's terms are equal at all tokens: k3 of −0.5 is e^−0.5 + 0.5 − 1
+    kl, logprobs = math.exp(-0.5) - 0.5, batch.old_logprobs.double()
+    terms = (batch.row.lengths, of.algorithm, torch.zeros(8))
+    assert batch.ref_logprobs is not None
+    objective, _ = token_objective(logprobs, logprobs, batch.ref_logprobs.double(), batch.advantages.double(), *terms)
+    expected = -(6 * (0.5 - 0.1 * kl) + 2 * (-0.5 - 0.1 * kl)) / 8
+    assert loss(objective, batch.weights.double()).item() == pytest.approx(expected, abs=1e-12)
     scored = score_rewards([Experience(FORKED)], of)
     separate = tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, "separate").row
     assert separate.input_ids.tolist() == [
