@@ -14,6 +14,7 @@ from environments import Message, Turn
 from sampler.chat_template import render
 from sampler.completions import Completion
 from sampler.episode import Episode
+from sampler.prompts import begun_in
 from sampler.turns import TurnTemplate
 from tests.unit.test_chat_template import NO_TRL, REAL
 
@@ -95,7 +96,7 @@ class Conversation:
     def __init__(self, name: str, begun: str = "") -> None:
         self.template, self.render = of(name, "user"), rendered(name)
         text = self.render(ASK)
-        self.prompt = Prompt(Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), begun=begin_of(text))
+        self.prompt = Prompt(Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), begun=begun_in(text))
         self.episode, self.asked = Episode(9, 10_000), [text]
 
     def says(self, text: str, *seen: Message, end: str = END) -> None:
@@ -113,10 +114,6 @@ class Conversation:
         whole, length = [*self.prompt.token_ids, *self.episode.token_ids], len(self.episode.token_ids)
         places = sequences(len(self.prompt.token_ids), length, self.episode.forks)
         return [text_of([whole[p] for p in of[:n]]) for of, (_, n) in zip(places, self.episode.forks, strict=False)]
-
-
-def begin_of(text: str) -> str:
-    return "<think>\n" if text.endswith("<think>\n") else ""
 
 
 def text_of(ids: Any) -> str:
@@ -141,6 +138,31 @@ def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps
     bare = first.removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
     assert talk.kept[0] == bare, "the prompt, without the thought that it opened"
     assert talk.kept[1].startswith(bare + "408.<|im_end|>")
+
+
+@pytest.mark.parametrize("path", REAL or [None], ids=lambda path: path and path.stem)
+def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sampled_token_counts_once(
+    path: Any,
+) -> None:
+    name = path.stem if path else pytest.skip(NO_TRL)
+    TEMPLATES.setdefault(name, path)
+    talk = Conversation(name)
+    texts = [
+        THOUGHT.removeprefix(talk.prompt.begun) + "408.",
+        "816.",
+        THOUGHT.removeprefix(talk.prompt.begun) + "1632.",
+    ]
+    for text in texts:
+        talk.says(text, USER, end="")
+    said = [
+        m for i, text in enumerate(texts) for m in ({"role": "assistant", "content": talk.episode.said()[i][0]}, USER)
+    ]
+    for i in range(1, 4):
+        assert talk.asked[i] == talk.render([*ASK, *said[: 2 * i]])
+    played = talk.episode.sampled(turn_of(1), "").played()
+    mask = np.ones(len(played.token_ids), bool)
+    mask[np.r_[tuple(slice(*span) for span in played.observed)]] = False
+    assert text_of(played.token_ids[mask][:-1]) == "".join(texts)
 
 
 def test_a_turn_whose_text_stays_keeps_its_sampled_ids_and_extends_the_sequence() -> None:
@@ -201,7 +223,9 @@ def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_
 
 def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_that_row(tmp_path: Path) -> None:
     drops = "{{ m.content.split('</think>')[-1] if drop is defined else m.content }}"
-    (tmp_path / "x.jinja").write_text(f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}a: ")
+    (tmp_path / "x.jinja").write_text(
+        f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}assistant: "
+    )
     TEMPLATES["argued"] = tmp_path / "x.jinja"
     template = of("argued", "user")
     assert not template.rewrites and not template.of_row(Problem(0, {})).rewrites
