@@ -114,7 +114,8 @@ async def _as_openai(request: web.Request, handler: Any) -> web.StreamResponse:
     except Refused as error:
         return web.json_response(error.body, status=error.status)
     except web.HTTPException as error:
-        return web.json_response(Refused(f"{request.path}: {error.reason}").body, status=error.status)
+        what = f"{request.method} {request.path}: {error.reason}; what is served is POST …/chat/completions"
+        return web.json_response(Refused(what).body, status=error.status)
 
 
 class AgentService(EnvironmentService):

@@ -286,6 +286,7 @@ REFUSED = {
     "response_format={'type': 'json_object'}": "response_format",
     "extra_body={'guided_json': {}}": "guided_json",
     "tools=[{'type': 'function'}]": "tools: each is",
+    "the responses API": "what is served is POST …/chat/completions",
     "extra_body={'messages': [{'role': 'bard', 'content': ''}]}": "no role 'bard'",
     "extra_body={'messages': []}": "messages: ",
     "extra_body={'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}": "parts that are text",
@@ -300,6 +301,8 @@ async def solve(question, **row):
     errors = []
     for given in {list(REFUSED)}:
         try:
+            if given == "the responses API":
+                await client.responses.create(model="any", input=question)
             await said(question, **eval(f"dict({{given}})"))
             errors.append("served")
         except Exception as error:
