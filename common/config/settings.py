@@ -157,7 +157,7 @@ class Settings(Section):
     @property
     def max_sequences(self) -> int:
         """Token sequences of a rollout, at most: as many as turns, each of which may rewrite its history."""
-        return self.rollout.max_turns if self.rollout.is_multi_turn else 1
+        return max(1, self.max_turns)
 
     def uneven_work(self, world_size: int) -> str | None:
         """What to say when some ranks have a group more than others and those wait. The update is the same."""

@@ -222,3 +222,9 @@ def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(
     found = estimate_segments(GROUPS, values, None, threshold, of) if by_segments else estimate(GROUPS, values, of)
     known = with_estimates([Experience(g) for g in GROUPS], found)
     assert relative(gradient_of(model, known, of), plain.gradients()) < 1e-6
+
+
+def test_of_separate_rows_the_longest_group_has_one_for_each_turn_that_may_rewrite_its_history() -> None:
+    sampler, rollout = {"num_generations": 2, "max_completion_length": 8}, {"tools": ["a.py:b"], "max_turns": 3}
+    for packing, expected in (("separate", 2 * 3 * (512 + 8)), ("auto", 512 + 2 * 8)):
+        assert config_of(sampler=sampler, rollout=rollout, trainer={"packing": packing}).longest_group == expected
