@@ -118,11 +118,8 @@ class Agents(Episodes):
 
     def _room(self, group: RunningGroup, rollout: AgentRollout, asked: Asked) -> int:
         """For its completion. Raises OverLimit."""
-        turns, tokens, longest = (
-            self._config.rollout.max_turns,
-            group.params.max_tokens,
-            self._config.data.max_prompt_length,
-        )
+        turns, longest = self._config.rollout.max_turns, self._config.data.max_prompt_length
+        tokens = group.params.max_tokens
         if len(rollout.asked) >= turns:
             raise OverLimit(f"the rollout has had its {turns} turns (rollout.max_turns)")
         if not rollout.asked and len(asked.ids) > longest:

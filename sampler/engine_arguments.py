@@ -62,9 +62,10 @@ def has_right_prefix_cache(model: Any) -> bool:
     return not (model.is_hybrid or model.attention_chunk_size)
 
 
-def _looks_for_texts(config: Config) -> bool:
+def looks_for_texts(config: Config) -> bool:
     """Whether a text may end a completion: one of sampler.stop, or of what an agent asks."""
-    return config.rollout.agent is not None or any(isinstance(stop, str) for stop in config.sampler.stop)
+    agents = any(of_source.rollout.agent is not None for of_source in config.of_sources.values())
+    return agents or any(isinstance(stop, str) for stop in config.sampler.stop)
 
 
 def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "revision": config.model.revision,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": not _looks_for_texts(config),
+        "skip_tokenizer_init": not looks_for_texts(config),
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),
