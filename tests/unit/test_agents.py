@@ -20,6 +20,7 @@ from common.group_frames import read_group, write_group
 from common.types import Group, Problem, sequences
 from examples.tokenizer import byte_level
 from sampler.completions import Completion
+from sampler.engine_arguments import looks_for_texts
 from sampler.episode import Played, as_rollout
 from sampler.episodes import Sampled
 from sampler.multi_turn import opened
@@ -461,6 +462,11 @@ def test_a_command_gets_the_row_and_its_last_line_is_the_reward(tmp_path: Path) 
     sampled = played(config(tmp_path, rollout={"agent": ["python3", str(program)]}), model)
     assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
     require_all_is_trained_once(sampled, model)
+
+
+def test_the_engine_looks_for_texts_where_one_of_several_sources_has_an_agent(tmp_path: Path) -> None:
+    sources = [{"path": "a.jsonl", "rollout": {"agent": ["node", "agent.js"]}}, {"path": "b.jsonl"}]
+    assert [looks_for_texts(config_in(tmp_path, data={"train": s})) for s in (sources, sources[1:])] == [True, False]
 
 
 @pytest.mark.parametrize(
