@@ -13,7 +13,9 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ _THOUGHT = (
     r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z))"
 )
+_CPU_S = 2.0  # of one turn
 _OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # behind the mark of a call without an end; words follow a mere mention
 
 
@@ -85,7 +88,12 @@ class CallReader:
         Marks may be special tokens, which rewards do not see: so ids are read, but for the one that ends the turn.
         """
         ids = ids[:-1] if ids and ids[-1] in self._special else ids
-        content, calls = self.read(begun + self._tokenizer.decode(ids, skip_special_tokens=False), tools)
+        whole = begun + self._tokenizer.decode(ids, skip_special_tokens=False)
+        try:
+            with _at_most(_CPU_S):
+                content, calls = self.read(whole, tools)
+        except _Late:
+            return text, [Call(problem="the calls cannot be read: the turn is too long")]
         for token in self._special.values():
             content = content if token in text else content.replace(token, "")
         names = [tool.get("function", tool)["name"] for tool in tools]
@@ -124,6 +132,29 @@ class CallReader:
             _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
 
 
+class _Late(BaseException):
+    """Not an Exception, which parsers catch."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Of CPU time, in the main thread: what a model repeats for ever takes some parsers the square of its length."""
+
+    def stop(*_: object) -> None:
+        raise _Late
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 @functools.lru_cache(maxsize=64)
 def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -132,8 +163,11 @@ def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # the model is told, and it is counted
     schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in json.loads(tools)]
     request = ChatCompletionRequest(messages=[], tools=schemas or None)
-    parser: Any = ToolParserManager.get_tool_parser(name)
-    return functools.partial(parser(tokenizer, request.tools).extract_tool_calls, request=request)
+    make: Any = ToolParserManager.get_tool_parser(name)
+    parser = make(tokenizer, request.tools)
+    if hasattr(parser, "_parser_engine"):  # or it reads all arguments again behind each ">" in them
+        parser._parser_engine._stream_arg_deltas = False
+    return functools.partial(parser.extract_tool_calls, request=request)
 
 
 def _read(given: Any, name: str | None = None) -> Call:

@@ -1,5 +1,6 @@
 """Tools and TRL's environments: what the model writes becomes calls, and what goes wrong a message to the model."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from datetime import date
@@ -147,6 +148,24 @@ def test_calls_are_read_in_the_form_of_the_models(parser, text, content, calls):
 def test_a_call_that_cannot_be_read_says_why(body, problem):
     [found] = reader("hermes").read(f"<tool_call>{body}</tool_call>")[1]
     assert found.problem.startswith(problem)
+
+
+def test_marks_that_are_special_tokens_are_read_and_what_the_model_did_not_say_in_words_is_left_out():
+    tokenizer = byte_tokenizer("<|end|>", "<|mood|>", "<tool_call>", "</tool_call>")
+    ids = tokenizer(f"<|mood|>See. {call('f', a=1)}<|end|>", add_special_tokens=False)["input_ids"]
+    tools, visible = [{"function": {"name": "f"}}], 'See. {"name": "f", "arguments": {"a": 1}}'
+    assert CallReader(tokenizer, "hermes")(visible, "<think>Hm.</think>", ids, tools) == (
+        "<think>Hm.</think>See.",
+        [Call("f", {"a": 1})],
+    )
+    assert CallReader(tokenizer, "hermes")(visible, "<think>", ids, tools)[1] == [], "the prompt began a thought"
+
+
+def test_a_turn_that_takes_for_ever_to_read_is_one_broken_call(monkeypatch):
+    monkeypatch.setattr("sampler.tool_calls._CPU_S", 0.1)
+    made = reader()
+    monkeypatch.setattr(made, "read", lambda *_: [None for _ in itertools.count() if False])
+    assert made("…", "", [5], []) == ("…", [Call(problem="the calls cannot be read: the turn is too long")])
 
 
 def double(x: int) -> int:
