@@ -55,9 +55,9 @@ def work(folder: Path) -> None:
 
 def start_late(folder: Path) -> None:
     """One rank imports for longer than another may be silent."""
-    limit_s = limit(3)
+    limit_s = limit(5)
     if folder.name == f"late-{os.environ['RANK']}":
-        time.sleep(1.5 * limit_s)
+        time.sleep(1.3 * limit_s)
     train(folder, limit_s, connect_timeout_s=limit_s)
     (folder / f"rank{os.environ['RANK']}.json").write_text("{}")
 
