@@ -36,6 +36,7 @@ MALFORMED = (
     '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"\n</tool_call>',
     "<tool_call>\n{expression}\n</tool_call>",
 )
+FORMS = (CALL, *MALFORMED)
 ANSWER = "<answer>{result}</answer>"
 
 
@@ -43,13 +44,19 @@ ANSWER = "<answer>{result}</answer>"
 class ToolProblem:
     """ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. …")"""
 
+    forms: ClassVar[tuple[str, ...]] = FORMS  # of a call: the right one first
     kind: str
     a: int
     b: int
     question: str
 
     @property
+    def needs_call(self) -> bool:
+        return self.kind == "product"
+
+    @property
     def expression(self) -> str:
+        """What the tool is asked."""
         return f"{self.a}{dict(add='+', sub='-', product='*')[self.kind]}{self.b}"
 
     @property
@@ -65,14 +72,15 @@ def turns_of(problem: ToolProblem, rng: random.Random, *, by_heart: float, wrong
 
     ['<tool_call>…76*49…</tool_call>', '<answer>3724</answer>'] or ['<answer>12</answer>'] or a guessed product
     """
+    call, *malformed_calls = (form.format(expression=problem.expression) for form in problem.forms)
     answer = ANSWER.format(result=problem.result)
-    if problem.kind != "product":
-        return [answer] if rng.random() < by_heart else [CALL.format(expression=problem.expression), answer]
+    if not problem.needs_call:
+        return [answer] if rng.random() < by_heart else [call, answer]
     if rng.random() < wrong:
         return [guess(problem, rng)]
     if rng.random() < malformed:
-        return [rng.choice(MALFORMED).format(expression=problem.expression)]
-    return [CALL.format(expression=problem.expression), answer]
+        return [rng.choice(malformed_calls)]
+    return [call, answer]
 
 
 def guess(problem: ToolProblem, rng: random.Random) -> str:
@@ -82,7 +90,7 @@ def guess(problem: ToolProblem, rng: random.Random) -> str:
 
 def without_calculator(problem: ToolProblem, rng: random.Random) -> str:
     """The answer of a pupil who has none: sums by heart, products guessed."""
-    return guess(problem, rng) if problem.kind == "product" else ANSWER.format(result=problem.result)
+    return guess(problem, rng) if problem.needs_call else ANSWER.format(result=problem.result)
 
 
 TAGS = ("<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -108,6 +116,8 @@ class Calculator(Example):
 
     name: ClassVar[str] = "quick start with tools"
     folder: ClassVar[Path] = Path(".cache/quickstart_tools")
+    tool: ClassVar[staticmethod[[str], str]] = staticmethod(calculator)
+    call: ClassVar[str] = CALL
 
     vocab_size: int = 640  # at most
     num_clean_steps: int = 440
@@ -137,7 +147,7 @@ class Calculator(Example):
         from examples.tokenizer import byte_level
 
         # The words around a question are as frequent as those in it, and as short in tokens.
-        texts = (f"user\nassistant\nsystem\n{CALL}\n{problem.question}" for problem in problems)
+        texts = (f"user\nassistant\nsystem\n{self.call}\n{problem.question}" for problem in problems)
         return byte_level(texts, self.vocab_size, self.context_length, TAGS, CHAT_TEMPLATE)
 
     def lessons(self, problems: Sequence[ToolProblem], tokenizer: PreTrainedTokenizerFast) -> Lessons:
@@ -146,7 +156,7 @@ class Calculator(Example):
         from sampler.chat_template import render
         from sampler.turns import TurnTemplate
 
-        tools = schemas({"calculator": calculator})
+        tools = schemas({self.tool.__name__: self.tool})
         rendered: Callable[..., str] = functools.partial(render, tokenizer, prompt=PromptTemplate())
         template = TurnTemplate(
             functools.partial(rendered, tools=tools),
@@ -159,7 +169,7 @@ class Calculator(Example):
             turns = turns_of(problem, rng, by_heart=self.sums_by_heart, wrong=wrong, malformed=malformed)
             if not offered:
                 turns = [without_calculator(problem, rng)]
-            return conversation(problem, turns, template.tokenize(text), template, tokenizer.eos_token_id)
+            return conversation(self.tool, problem, turns, template.tokenize(text), template, tokenizer.eos_token_id)
 
         def batch(rng: random.Random, wrong: float, malformed: float) -> list[Shown]:
             return [shown(rng.choice(problems), rng, wrong, malformed) for _ in range(self.batch_size)]
@@ -168,15 +178,20 @@ class Calculator(Example):
 
 
 def conversation(
-    problem: ToolProblem, turns: Sequence[str], prompt: list[int], template: TurnTemplate, end: int
+    tool: Callable[[str], str],
+    problem: ToolProblem,
+    turns: Sequence[str],
+    prompt: list[int],
+    template: TurnTemplate,
+    end: int,
 ) -> Shown:
-    """The tokens that a run would have sampled and observed. A first turn of two is a call of the calculator."""
+    """The tokens that a run would have sampled and observed. A first turn of two is a call of the tool."""
     from examples.warm_start import asked
 
     shown = asked(prompt).plus([*template.tokenize(turns[0]), end], True)
     if len(turns) == 1:
         return shown
-    seen = [{"role": "tool", "name": "calculator", "content": calculator(problem.expression)}]
+    seen = [{"role": "tool", "name": tool.__name__, "content": tool(problem.expression)}]
     shown = shown.plus(template.continuation(end, seen).tolist(), False)
     return shown.plus([*template.tokenize(turns[1]), end], True)
 

@@ -16,12 +16,14 @@ import pytest
 
 from common import config
 from environments.tools import schemas
-from examples.calculator import ToolProblem, conversation, turns_of, without_calculator
+from examples.calculator import Calculator, ToolProblem, conversation, turns_of, without_calculator
 from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
 from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
 from examples.quickstart import MixtureQuickStart, completion
+from examples.search import Lookup, facts
+from examples.search_tool import search
 from tests.support.examples import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +56,7 @@ def tokenizer_of(folder: Path) -> Any:
 DECIDES = {
     "quickstart": lambda p: (p.kind, p.numbers),
     "quickstart_tools": lambda p: (p.a, p.b) if p.kind == "product" else p.question,
+    "quickstart_search": lambda p: p.town if p.kind == "lookup" else p.question,
     "quickstart_vlm": lambda p: (p.image().tobytes(), p.question),
 }
 
@@ -76,6 +79,10 @@ SHOWN: dict[str, tuple[Any, str]] = {
     "quickstart_tools": (
         lambda p, rng, **spoiled: [turns_of(p, rng, by_heart=0.5, **spoiled), without_calculator(p, rng)],
         "a666071495618e6f",
+    ),
+    "quickstart_search": (
+        lambda p, rng, **spoiled: [turns_of(p, rng, by_heart=1.0, **spoiled), without_calculator(p, rng)],
+        "5ab5bfc87b0f28e8",
     ),
     "quickstart_vlm": (described, "885b81c0459f8a0e"),
 }
@@ -100,6 +107,15 @@ def test_the_calculator_and_its_cost() -> None:
     assert thrift([[said, answer, said], [said], "text"]) == [-0.2, 0.0, 0.0]
 
 
+def test_a_search_finds_the_line_of_each_question() -> None:
+    for thing, town, year in facts():
+        problem = Lookup("lookup", year, 0, "When?", thing, town)
+        assert search(problem.expression) == f"The {thing} of {town} was built in {year}."
+    assert len(facts()) == 1200
+    with pytest.raises(ValueError, match="no line of the register"):
+        search("2+2")
+
+
 def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
     from common.config import PromptTemplate
     from sampler.chat_template import render
@@ -112,7 +128,7 @@ def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folde
     ask = [{"role": "user", "content": PRODUCT.question}]
     template = TurnTemplate.of(rendered, lambda text: tokenizer(text)["input_ids"], ask, ["tool"])
     turns = turns_of(PRODUCT, random.Random(0), by_heart=0, wrong=0, malformed=0)
-    shown = conversation(PRODUCT, turns, template.tokenize(rendered(ask)), template, tokenizer.eos_token_id)
+    shown = conversation(compute, PRODUCT, turns, template.tokenize(rendered(ask)), template, tokenizer.eos_token_id)
     call, answer = ({"role": "assistant", "content": turn} for turn in turns)
     said = [*ask, call, {"role": "tool", "content": "3724"}, answer]
     whole = tokenizer.apply_chat_template(said, tools=tools, tokenize=False)
@@ -147,6 +163,7 @@ def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
 TOKENS: dict[str, tuple[str, Any, str]] = {
     "quickstart": ("<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>", "2+2?", "2+2?"),
     "quickstart_tools": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
+    "quickstart_search": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
     "quickstart_vlm": (
         r"<think> 2 Ġred Ġcircle </think> \boxed{ 2 }",
         [{"type": "image"}, {"type": "text", "text": "2+2?"}],
@@ -183,7 +200,7 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
     tokenizer = load_tokenizer(str(folder / "model"))
     vision = read_vision(str(folder / "model")) if settings.data.image_key else None
     problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data)
-    few = replace(TINY[name], batch_size=1, **({"without_tools": 1.0} if name == "quickstart_tools" else {}))
+    few = replace(TINY[name], batch_size=1, **({"without_tools": 1.0} if isinstance(TINY[name], Calculator) else {}))
     for problem, made in zip(problems, few.split("test", 20), strict=True):
         images = encode_problem(problem, vision.form, settings.data) if vision else ()
         prompt = make_prompt(problem, tokenizer, settings, vision, images)
