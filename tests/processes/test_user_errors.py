@@ -62,6 +62,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own.py": "import torch\n\n\ndef short(rewards):\n    return rewards\n",
         "rewards.py": REWARDS,
         "guess.py": GUESS,
+        "hides.jinja": "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}",
         "short/config.json": json.dumps(QWEN),
         "foreign/config.json": json.dumps(QWEN | {"model_type": "mpt", "architectures": ["MptForCausalLM"]}),
         **{f"caller/{name}": "" for name in ("mine.jsonl", "mine.py", "mine/x")},
@@ -145,9 +146,9 @@ MISTAKES = (
        "set vllm.max_model_len=768")),
     M("the model's positions", f"{BOTH} run plan", "model.path=TASK/short run.output_dir=TASK/short_run",
       ("= 768 tokens > the 600 positions of ", "set data.max_prompt_length=344")),
-    M("a template that rewrites history", "sampling.py", "rollout.environment=TASK/guess.py:Guess algorithm.beta=0 "
-      "prompt.chat_template=tests/support/templates/qwen3.jinja",
-      ("the chat template rewrites earlier turns", "configs/templates/hermes_tools.jinja"), cpu_s=10),  # before vLLM
+    M("a template that hides turns", "sampling.py", "rollout.environment=TASK/guess.py:Guess algorithm.beta=0 "
+      "prompt.chat_template=TASK/hides.jinja",
+      ("a message of the role 'user', which the environment sends: the chat template", "configs/templates/hermes_tools.jinja"), cpu_s=10),
     # --- data
     M("no data", "sampling.py", "data.train=TASK/trian.jsonl",
       ("no file or folder TASK/trian.jsonl", "Did you mean TASK/train.jsonl?")),

@@ -184,7 +184,9 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
     config = config_for(
         model, tmp_path, eval={"metric_for_best_model": "answer/accuracy"}, data={"train": "t", "eval": "e"}
     )
-    exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=lambda value: value, barrier=lambda: None)
+    exchange: Any = SimpleNamespace(
+        rank=0, world_size=1, stall_timeout_s=60.0, agree=lambda value: value, barrier=lambda: None
+    )
     policy, published = AdaptedPolicy(config), AdaptedPolicy(config).publish(tmp_path / "weights", 5)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
     Best(config, exchange, print, list).update(record, published, policy, load_tokenizer(str(model)))

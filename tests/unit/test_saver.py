@@ -33,7 +33,7 @@ class Run:
         monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
         config = config_of(trainer=trainer)
-        exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree)
+        exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
         engine: Any = None
         self.saver = Saver(config, engine, None, exchange, None, print, lambda: None, lambda *_: None, step=0)
 
