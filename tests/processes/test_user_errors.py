@@ -148,7 +148,8 @@ MISTAKES = (
       ("= 768 tokens > the 600 positions of ", "set data.max_prompt_length=344")),
     M("a template that hides turns", "sampling.py", "rollout.environment=TASK/guess.py:Guess algorithm.beta=0 "
       "prompt.chat_template=TASK/hides.jinja",
-      ("a message of the role 'user', which the environment sends: the chat template", "configs/templates/hermes_tools.jinja"), cpu_s=10),
+      ("of the role 'user', which the environment sends: the chat template", "configs/templates/hermes_tools.jinja"),
+      cpu_s=10),
     # --- data
     M("no data", "sampling.py", "data.train=TASK/trian.jsonl",
       ("no file or folder TASK/trian.jsonl", "Did you mean TASK/train.jsonl?")),
