@@ -24,7 +24,7 @@ from environments.chat_completions import Ask, Said
 from sampler.chat import AgentTurn, Asked, Chat
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
-from sampler.episode import Episode, Played
+from sampler.episode import Episode, Played, shared
 from sampler.episodes import MAX_REASON, Episodes, RunningGroup, Sampled
 
 Ids = NDArray[np.int32]
@@ -198,9 +198,3 @@ def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
         tool_errors=rollout.num_call_errors,
         environment_s=done.seconds,
     )
-
-
-def shared(one: Ids, other: Ids) -> int:
-    """How many tokens both begin with."""
-    both = min(len(one), len(other))
-    return int(next(iter(np.flatnonzero(one[:both] != other[:both])), both))

@@ -19,13 +19,11 @@ from common.config import Config
 from environments import Message
 from environments.chat_completions import Ask, Said
 from environments.tools import NO_CALLS
-from sampler.chat_template import read_template, render
+from sampler.chat_template import TURN_MARK, read_template, render
 from sampler.completions import Completion
 from sampler.prompts import begun_in
 from sampler.task import Decode
 from sampler.tool_calls import CallReader, parser_of
-
-_MARK = "⟦turn⟧"  # stands for what the model wrote; no template writes it itself
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Chat:
         )
         text = written(messages)
         if last is not None and _bare(text).startswith(_bare(last.whole)):
-            messages[place] = {"role": "assistant", "content": _MARK}
-            if len(parts := written(messages).split(_MARK)) == 2:
+            messages[place] = {"role": "assistant", "content": TURN_MARK}
+            if len(parts := written(messages).split(TURN_MARK)) == 2:
                 added = self.tokenize(parts[1])
                 ended = [int(last.ids[-1])] == added[:1]  # the template's end of turn, which the model sampled
                 return Asked(ask, text, np.array([*last.ids, *added[ended:]], np.int32))

@@ -24,6 +24,8 @@ from environments import Message
 from model.folder import NO_CHAT_TEMPLATE
 from sampler.messages import read
 
+TURN_MARK = "⟦turn⟧"  # stands for the words of a turn; no template writes it itself
+
 _FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 Way = Callable[[Message], Message]
 

@@ -95,8 +95,7 @@ class Episode:
         fork behind what both have in common, but for one token: a turn stands behind an observation. Cut short as by
         `observed`."""
         present = self.sequence(prompt_ids)
-        both = min(len(present), len(token_ids) - 1)
-        kept = next(iter(np.flatnonzero(present[:both] != token_ids[:both]).tolist()), both)
+        kept = shared(present, token_ids[:-1])
         return self.observed(token_ids[kept:], () if kept == len(present) else ((len(self.token_ids), kept),))
 
     def observed(self, token_ids: NDArray[np.int32], fork: Forks = ()) -> Episode:
@@ -168,6 +167,12 @@ def as_rollout(
         tuple(weight * reward for reward in c.turn_rewards) if isinstance(c, Played) and weight else (),
         c.forks,
     )
+
+
+def shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    both = min(len(one), len(other))
+    return int(next(iter(np.flatnonzero(one[:both] != other[:both])), both))
 
 
 def _ids(part: EpisodePart) -> NDArray[np.int32]:

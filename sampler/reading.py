@@ -20,9 +20,8 @@ from common.errors import UserError
 from common.exits import say
 from model.hub import model_json
 from rewards.find import BUILT_IN
-from sampler.chat_template import render
+from sampler.chat_template import TURN_MARK, render
 
-_MARK = "⟦turn⟧"
 _TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
 _LOOKS_LIKE_AN_END = re.compile(r"<\S+?>")
 
@@ -149,13 +148,13 @@ def _file_of(module: str) -> Path | None:
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
     """What the chat template writes behind the assistant's last words, or where nothing is, before the user's next; ""
     where it cannot be seen. (gpt-oss ends the last in <|return|>, and each of several others in <|end|>.)"""
-    said = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
+    said = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
     for some in (said[:2], said):
         try:
             text = render(tokenizer, some, prompt=config.prompt, is_over=True)
         except (UserError, ValueError):
             return ""  # no template, or one with other ideas of a conversation
-        behind = "".join(text.split(_MARK)[2:3])
+        behind = "".join(text.split(TURN_MARK)[2:3])
         if behind.strip():
             return behind
     return ""

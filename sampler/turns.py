@@ -25,13 +25,13 @@ from common.errors import UserError
 from common.types import Problem, Prompt
 from environments import Message
 from environments.tools import NO_CALLS, Calls
+from sampler.chat_template import TURN_MARK
 from sampler.messages import arguments_of, tools_of
 from sampler.prompts import begun_in
 
 Render = Callable[..., str]  # (messages, how many of them it need not show) -> text, the generation prompt behind it
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
-_MARK = "⟦turn⟧"  # stands for what the model wrote; no template writes it itself
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
 # Turns as models write them. A template that strips thoughts, or rewrites a call, is found out by one of these.
 _TURNS = ("Plain words.", "<think>\nA thought.\n</think>\n\nWords.", '<tool_call>\n{"name": "f"}\n</tool_call>')
@@ -73,9 +73,9 @@ class TurnTemplate:
 
     def difference(self, observation: Sequence[Message]) -> str:
         """Everything between the model's text and its next. Raises ValueError where the template hides its turn."""
-        history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        before, mark, after = self.render([*history, *observation]).rpartition(_MARK)
-        if not mark or _MARK in before:
+        history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
+        before, mark, after = self.render([*history, *observation]).rpartition(TURN_MARK)
+        if not mark or TURN_MARK in before:
             raise ValueError("the chat template does not write the assistant's turn exactly once")
         return after
 
@@ -94,7 +94,7 @@ class TurnTemplate:
 
         A turn whose text stands there as it was keeps its ids. Where it stands is found by a mark at its end.
         """
-        whole, marked = (self._written(prompt, turns, mark) for mark in ("", _MARK))
+        whole, marked = (self._written(prompt, turns, mark) for mark in ("", TURN_MARK))
         gaps, numbers = (part := _PLACES.split(marked))[::2], part[1::2]
         known = whole.startswith(prompt.text)
         ids, last, done, end = prompt.token_ids.tolist() if known else [], -1, len(prompt.text) if known else 0, 0
@@ -126,8 +126,8 @@ class TurnTemplate:
 
     def opening(self, prompt: Sequence[Message], role: str) -> str:
         """What it writes of a turn behind the generation prompt and before its words."""
-        turn = [{"role": "assistant", "content": _MARK}, {"role": role, "content": "Seen."}]
-        before = self.render([*prompt, *turn]).partition(_MARK)[0]
+        turn = [{"role": "assistant", "content": TURN_MARK}, {"role": role, "content": "Seen."}]
+        before = self.render([*prompt, *turn]).partition(TURN_MARK)[0]
         return before[_alike(before, self.render(prompt)) :]
 
     def _rewrites(self, prompt: Sequence[Message], turn: str, role: str) -> str:
