@@ -4,8 +4,9 @@ Threads ask the workers, because a deadline must hold while the sampler's own th
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
 with all that it started, and replaced. One that died while idle is replaced without failing a job. Groups are scored
 side by side, in more processes as soon as those that wait would take longer than another process takes to start: one a
-core, or several where functions mostly wait, as judges behind HTTP do. Nothing is pickled. Left out: several jobs share
-one interpreter until it is killed.
+core, or several where functions mostly wait, as judges behind HTTP do. One that hangs does not keep others waiting:
+another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one interpreter
+until it is killed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +79,7 @@ class RewardPool:
         self._waiting: deque[tuple[Hashable, Job]] = deque()
         self._idle: list[Worker] = []
         self._num_busy = 0
+        self._num_late = 0  # of them, those that take much longer than others did
         self._load = Load()
 
     def __enter__(self) -> RewardPool:
@@ -145,8 +148,9 @@ class RewardPool:
         """As many jobs as processes are there or may be."""
         with self._lock:
             while self._waiting:
-                there = self._num_busy + len(self._idle)
-                if self._num_busy >= max(1, self._num_workers or self._load.pays(there, len(self._waiting))):
+                there = self._num_busy + len(self._idle) - self._num_late
+                paying = self._num_late + self._load.pays(max(1, there), len(self._waiting))
+                if self._num_busy >= (self._num_workers or min(MAX_REWARD_WORKERS, paying)):
                     return
                 worker = self._idle.pop() if self._idle else None
                 self._num_busy += 1
@@ -209,7 +213,7 @@ class RewardPool:
     def _scored(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
         try:
-            reply = worker.ask(job, JobReply, self._timeout_s)
+            reply = self._asked(worker, job)
             if not reply.reason and len(reply.scores) != len(job.completions):
                 raise LostError("answered something else than it was asked")
         except LostError as error:
@@ -221,6 +225,21 @@ class RewardPool:
         with self._lock:
             self._load.note(reply.seconds, reply.cpu_s)
         return (RewardFailure("error", reply.reason), {}) if reply.reason else (reply.scores, reply.logged)
+
+    def _asked(self, worker: Worker, job: Job) -> JobReply:
+        """As Worker.ask, and those that wait may have another process while this one hangs."""
+        deadline = time.monotonic() + self._timeout_s
+        worker.begin(job, self._timeout_s)
+        is_late = not worker.wait(min(self._timeout_s, self._load.late_s))
+        with self._lock:
+            self._num_late += is_late
+        try:
+            if is_late:
+                self._start_waiting()
+            return worker.hear(JobReply, deadline, self._timeout_s)
+        finally:
+            with self._lock:
+                self._num_late -= is_late
 
 
 def _holds_bytes(value: Any) -> bool:

@@ -330,6 +330,18 @@ def test_a_judge_that_waits_costs_seconds_and_quick_functions_need_no_second_pro
     assert processes > 4 and not overdue(seconds, 12.0), "one after the other it is 32 s"
 
 
+@pytest.mark.parametrize("hangs", [1, 3])
+def test_groups_do_not_wait_behind_those_that_hang(sleeps, hangs):
+    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"], timeout_s=limit(12))) as pool:
+        time_of(pool, 2, 0.0)  # quick functions: one process is enough
+        begun = time.monotonic()
+        for key in range(40):
+            pool.submit(key, "", ["a"], [[1]], {"seconds": 60 if key < hangs else 0.0})
+        while pool.pending > hangs:
+            assert not any(isinstance(scores, RewardFailure) for _, scores in pool.ready(timeout_s=0.5))
+        assert not overdue(time.monotonic() - begun, 3.0 + 2 * hangs)
+
+
 def test_functions_that_compute_get_a_process_a_core_even_on_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for cpu_s, most in ((1.9, 2), (0.3, 2), (0.01, 16)):
