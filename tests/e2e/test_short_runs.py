@@ -23,7 +23,7 @@ from tests.support import namespaces
 from tests.support.metrics_page import unexplained
 from tests.support.namespaces import two_hosts
 from tests.support.pupils import files_of
-from tests.support.recipes import NAMES, RECIPES, local
+from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, local, of_page
 from tests.support.speed import limit
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
@@ -191,12 +191,6 @@ def check_replay(run: Path, given: list[str]) -> None:
 
 # ---- recipes, with a tiny model
 
-TINY = (
-    "model.dtype=float32", "sampler.devices=[]", "sampler.num_generations=4", "sampler.max_completion_length=16",
-    "trainer.devices=[]", "trainer.prompts_per_step=2", "trainer.max_steps=2", "trainer.warmup_steps=0",
-    "trainer.save_steps=null", "data.max_prompt_length=256", "eval.steps=null", "eval.num_generations=1", "vllm={}",
-)  # fmt: skip
-
 
 @pytest.mark.parametrize(
     "name", ["rloo_qwen2.5_1.5b", *(pytest.param(n, marks=full) for n in NAMES if "rloo" not in n)]
@@ -212,6 +206,16 @@ def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
         changes.append("algorithm.steps_per_generation=2")
     metrics = trained(f"configs/recipes/{name}.yaml", tmp_path, *changes)
     assert len(metrics) == 2 and all(m["grad_norm"] > 0 for m in metrics)
+
+
+@full
+@pytest.mark.parametrize("heading", PAGE)
+def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path) -> None:
+    """With rewards that differ, unless it brings its own."""
+    tiny_model(tmp_path / "model")
+    recipe = of_page(heading, tmp_path)
+    rewards = () if "reward_funcs" in PAGE[heading] else (f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]",)
+    assert len(trained(recipe, tmp_path, *local(tmp_path), *TINY, *rewards)) == 2
 
 
 # ---- two ranks

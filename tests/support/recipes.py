@@ -1,10 +1,34 @@
-"""What stands in for the data and the model of configs/recipes."""
+"""What stands in for the data and the model of configs/recipes and docs/recipes.md."""
 
 import json
+import re
 from pathlib import Path
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "configs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+_PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = {part.split("\n")[0]: part for part in _PAGE.split("\n## ")[1:]}  # by heading
+TINY = (
+    "model.dtype=float32", "sampler.devices=[]", "sampler.num_generations=4", "sampler.max_completion_length=16",
+    "trainer.devices=[]", "trainer.prompts_per_step=2", "trainer.max_steps=2", "trainer.warmup_steps=0",
+    "trainer.save_steps=null", "data.max_prompt_length=256", "eval.steps=null", "eval.num_generations=1", "vllm={}",
+)  # fmt: skip
+
+
+def of_page(heading: str, folder: Path) -> str:
+    """The page's recipe as folder/recipe.yaml, with the files beside it that it brings. A run of yours is the model."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE[heading], re.MULTILINE | re.DOTALL)
+    files = {name[1]: text for _, text in blocks if (name := re.match(r"# (\S+\.\w+)", text))}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    settings = "".join(text for kind, text in blocks if kind == "yaml")
+    for name in files:
+        settings = settings.replace(name, str(folder / name))
+    settings = re.sub(r"\bruns/[\w/]*final\b", str(folder / "model"), settings)
+    (folder / "recipe.yaml").write_text(settings)
+    return str(folder / "recipe.yaml")
 
 
 def local(task: Path) -> list[str]:

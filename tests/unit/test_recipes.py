@@ -8,9 +8,10 @@ import pytest
 
 from common.config import load
 from launcher import plan
-from tests.support.recipes import NAMES, RECIPES, local
+from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, local, of_page
 from tests.support.tiny import model_of_shape
 from tools.benchmarks import cells
+from trainer.algorithm.user_functions import require_user_functions
 
 CONFIGS = RECIPES.parent
 QWEN_7B: dict[str, object] = {
@@ -96,3 +97,9 @@ def test_a_config_fits_where_its_first_lines_say(name: str, tmp_path: Path, caps
     assert code == 0, said.out + said.err
     on_one_card = ("trainer       GPU 0, 1 rank, shared with the sampler", "vllm.kv_cache_memory_bytes=")
     assert [words in said.out for words in on_one_card] == [not commands] * 2
+
+
+@pytest.mark.parametrize("heading", PAGE)
+def test_the_config_of_a_recipe_of_the_page_is_accepted(heading: str, tmp_path: Path) -> None:
+    config = load(of_page(heading, tmp_path), [*local(tmp_path), *TINY])
+    require_user_functions(config.algorithm)
