@@ -48,7 +48,7 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     A row with an empty answer is left out, because it cannot be scored, and so are a few that cannot be used. Raises
     UserError, also when no row has an answer or many cannot be used. Images are no column: see `whole_row`.
     """
-    problems, bad = _load(entries(spec), data.prompt_key, data.answer_key, data.rename, data.image_key)
+    problems, bad = load_rows(entries(spec), data)
     scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
     if any(scored_by.values()):
         problems = [replace(problem, scored_by=scored_by.get(problem.source, ())) for problem in problems]
@@ -78,35 +78,19 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 
 
-def load_problems(
-    specs: str | Sequence[str],
-    prompt_key: str = "question",
-    answer_key: str | None = "answer",
-    rename: Mapping[str, str] | None = None,
-) -> list[Problem]:
-    """Every row of a data set or of several; sampler/sources.py has the notation.
+def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], dict[int, str]]:
+    """(every row, by index what is wrong with the images of some); sampler/sources.py has the notation of paths.
 
-    A Problem's columns are the whole row, after `rename`; what prompt_key and answer_key find is there under the names
-    prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none. Raises
-    UserError, also for a missing column.
+    A Problem's columns are the whole row, after `data.rename`; what prompt_key and answer_key find is there under the
+    names prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none.
+    Raises UserError, also for a missing column; of several data sets one must have image_key.
     """
-    given = [specs] if isinstance(specs, str) else list(specs)
-    return _load(entries(given), prompt_key, answer_key, rename or {}, None)[0]
-
-
-def _load(
-    given: Sequence[RowSource],
-    prompt_key: str,
-    answer_key: str | None,
-    rename: Mapping[str, str],
-    image_key: str | None,
-) -> tuple[list[Problem], dict[int, str]]:
-    """(the problems, by index what is wrong with the images of some). Of several data sets one must have image_key."""
+    image_key = data.image_key
     if not given:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
     for source in given:
         check_there(source.path)  # all of them before the first is read
-    tables = [_named(read_rows(s.path), s.path, prompt_key, answer_key, {**rename, **s.rename}) for s in given]
+    tables = [_named(read_rows(s.path), s.path, data, {**data.rename, **s.rename}) for s in given]
     if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
         _check_column("data.image_key", image_key, tables[0][0], given[0].path)
     columns = dict.fromkeys(name for table in tables for name in table[0] if name != image_key)
@@ -158,7 +142,7 @@ def is_empty(answer: Any) -> bool:
     return answer is None or (isinstance(answer, str | list | dict) and len(answer) == 0) or not str(answer).strip()
 
 
-def _named(rows: list[Row], spec: str, prompt_key: str, answer_key: str | None, rename: Mapping[str, str]) -> list[Row]:
+def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) -> list[Row]:
     """The rows with their new names, the prompt under prompt_key and the answer under `answer`. Raises UserError."""
     # of several data sets, some need not have a column whose name is taken
     rename = {old: new for old, new in rename.items() if old in rows[0] or old not in _RESERVED}
@@ -177,9 +161,9 @@ def _named(rows: list[Row], spec: str, prompt_key: str, answer_key: str | None, 
             f"{spec} has columns of a name under which reward functions get something else: {', '.join(reserved)}. "
             f"Set data.rename: {{{', '.join(f'{old}: {new}' for old, new in others.items())}}}"
         )
-    if answer_key not in (None, "answer", rename.get("answer")) and "answer" in rows[0]:
-        say(f"{spec}: rewards get {answer_key!r} as their `answer`, in the place of the column 'answer'")
-    wanted = [("data.prompt_key", prompt_key, prompt_key), ("data.answer_key", answer_key, "answer")]
+    if data.answer_key not in (None, "answer", rename.get("answer")) and "answer" in rows[0]:
+        say(f"{spec}: rewards get {data.answer_key!r} as their `answer`, in the place of the column 'answer'")
+    wanted = [("data.prompt_key", data.prompt_key, data.prompt_key), ("data.answer_key", data.answer_key, "answer")]
     for option, key, name in wanted:
         if key is None:
             continue

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from common.config import Data
+from common.config.data import entries
 from common.errors import UserError
 from common.types import Problem
-from sampler.dataset import load_data, load_problems, look_up, permutation, problem_index, sampling_seed
+from sampler.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
 from sampler.sources import read_rows
 
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
@@ -42,6 +43,10 @@ def write_parquet(path, rows=ROWS):
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
+
+
+def load_problems(spec, **keys):
+    return load_rows(entries(spec), Data(train=spec, **keys))[0]
 
 
 def message(spec, **keys):
@@ -196,9 +201,11 @@ def test_a_dotted_key_looks_inside_a_column_unless_a_column_has_that_name():
 def test_rows_of_verl_and_of_orz_which_are_lists_are_read_through_dotted_keys(tmp_path):
     row = {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"style": "rule", "ground_truth": "4"}}
     path = write_parquet(tmp_path / "train.parquet", [row])
-    [problem] = load_problems(path, "prompt", "reward_model.ground_truth")
+    [problem] = load_problems(path, prompt_key="prompt", answer_key="reward_model.ground_truth")
     assert problem.columns == {**row, "answer": "4"}
-    [problem] = load_problems(path, "prompt", "ground_truth", {"reward_model.ground_truth": "ground_truth"})
+    [problem] = load_problems(
+        path, prompt_key="prompt", answer_key="ground_truth", rename={"reward_model.ground_truth": "ground_truth"}
+    )
     assert problem.columns["ground_truth"] == problem.columns["answer"] == "4"
     assert "Set data.answer_key: reward_model.ground_truth, or null" in message(path, prompt_key="prompt")
     talk = [{"from": "human", "value": "2+2?"}, {"from": "assistant", "ground_truth": {"value": "4"}}]

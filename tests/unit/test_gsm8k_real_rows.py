@@ -10,7 +10,7 @@ from common.config import load
 from model.tokenizer import load_tokenizer
 from rewards.format import format
 from rewards.gsm8k import answer
-from sampler.dataset import load_problems
+from sampler.dataset import load_data
 from sampler.many_prompts import make_prompts
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -48,7 +48,7 @@ def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_tem
     config, tokenizer = load(CONFIG), load_tokenizer(str(QWEN))
     longest = 0
     for split, size in SIZES.items():
-        problems = load_problems(f"{GSM8K}@{split}", config.data.prompt_key, config.data.answer_key)
+        problems = load_data("data.train", f"{GSM8K}@{split}", config.data)
         prompts, num_filtered = make_prompts(problems, tokenizer, config)
         assert (len(prompts), num_filtered) == (size, 0)
         longest = max(longest, *(len(prompt.token_ids) for prompt in prompts))
