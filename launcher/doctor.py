@@ -25,8 +25,8 @@ from pathlib import Path
 from launcher.machine import (
     GIB,
     ROOT,
-    count_gpus,
     is_cpu_build,
+    listed_gpus,
     memory_limit,
     nvidia_smi,
     shared_memory_bytes,
@@ -216,7 +216,7 @@ def _version(name: str) -> str | None:
 
 def compilers_and_gpus() -> Iterable[Check]:
     """A CPU build needs g++ for DeepSpeed's op; a GPU build must agree with the driver."""
-    gpus = count_gpus()
+    gpus = len(listed_gpus())
     try:
         for_cpu = is_cpu_build()
     except metadata.PackageNotFoundError:

@@ -35,7 +35,7 @@ def gib(size: float) -> str:
 
 def this_machine(num_gpus: int) -> Machine:
     """This host with as many of its GPUs as a run may use."""
-    return Machine(num_gpus, smallest_gpu() if num_gpus else 0, memory_bytes())
+    return Machine(num_gpus, smallest_gpu() if num_gpus else 0, memory_limit()[0])
 
 
 def is_cpu_build() -> bool:
@@ -77,11 +77,6 @@ def gpus_in(listed: str) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def count_gpus() -> int:
-    """GPUs that the NVIDIA driver lists; 0 where there is no driver."""
-    return len(listed_gpus())
-
-
 def smallest_gpu() -> int:
     """Bytes of memory of the GPU with the least; 0 where there is no driver, or it does not say."""
     listed = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -89,11 +84,6 @@ def smallest_gpu() -> int:
         return 2**20 * min((int(mib) for mib in listed.split("\n") if mib.strip()), default=0)
     except ValueError:  # "[N/A]"
         return 0
-
-
-def memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that the host has, or that our control groups allow."""
-    return memory_limit(root)[0]
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
@@ -109,7 +99,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
 def shared_memory_bytes(root: Path = Path("/")) -> int:
     """What /dev/shm may hold of ours: what is free there, and no more than half of our memory, of which it is made."""
     with suppress(OSError):
-        return min(shutil.disk_usage(root / "dev/shm").free, memory_bytes(root) // 2)
+        return min(shutil.disk_usage(root / "dev/shm").free, memory_limit(root)[0] // 2)
     return 0
 
 

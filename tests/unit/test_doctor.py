@@ -146,7 +146,7 @@ def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
 def test_gpus_beside_the_cpu_build_must_be_meant(
     monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool
 ) -> None:
-    monkeypatch.setattr(doctor, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "listed_gpus", lambda: range(gpus))
     monkeypatch.setattr(doctor, "is_cpu_build", lambda: True)
     monkeypatch.setenv("BACKEND", backend)
     assert list(doctor.compilers_and_gpus())[1].ok == ok

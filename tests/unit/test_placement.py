@@ -197,4 +197,4 @@ def test_the_smallest_gpu_is_the_one_that_a_run_must_fit(
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert (machine.smallest_gpu(), machine.count_gpus()) == (expected, 0)
+    assert (machine.smallest_gpu(), machine.listed_gpus()) == (expected, ())
