@@ -138,15 +138,16 @@ class _Way:
 
 def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
     """None where the tokenizer is not at hand."""
+    from model.hub import present_file
     from model.tokenizer import load_tokenizer
     from sampler.many_prompts import make_prompts
     from sampler.multi_turn import opened
     from sampler.reading import ends_of, said_reader
 
-    folder = Path(config.model.path).expanduser()
-    if not folder.is_dir() and _is_elsewhere(config):
-        return None
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    path, revision = config.model.path, config.model.revision
+    if not Path(path).expanduser().is_dir() and present_file(path, "tokenizer_config.json", revision) is None:
+        return None  # it would have to be fetched or built first
+    tokenizer = load_tokenizer(path, revision, config.model.trust_remote_code)
     with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         tools = multi_turn.pool.tools if multi_turn else None
         # the words of a prompt with images are tried without them
@@ -156,13 +157,6 @@ def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
             else {prompt.problem.index: prompt for prompt in make_prompts(problems, tokenizer, config, None, tools)[0]}
         )
     return _Way(tokenizer, said_reader(config, tokenizer), ends_of(config, tokenizer), prompts)
-
-
-def _is_elsewhere(config: Config) -> bool:
-    """Whether the model would have to be fetched or built first."""
-    from model.hub import present_file
-
-    return present_file(config.model.path, "tokenizer_config.json", config.model.revision) is None
 
 
 if __name__ == "__main__":

@@ -62,16 +62,14 @@ def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
     return np.asarray(sums / counts)
 
 
-def evaluations_of(folder: Path) -> list[dict[str, Any]]:
-    """Evaluations with at least one completion, by policy version; the later record of a repeated one."""
-    latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
-    return [latest[step] for step in sorted(latest)]
-
-
 def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(steps, evaluations) as people are shown them: without accuracies that nobody knows the full marks of."""
-    rows, evaluations, path = read_jsonl(folder / "metrics.jsonl"), evaluations_of(folder), folder / "config.json"
-    rewards = {}
+    """(steps, evaluations) as people are shown them: without accuracies that nobody knows the full marks of.
+
+    Evaluations with at least one completion, by policy version; the later record of a repeated one.
+    """
+    rows, path, rewards = read_jsonl(folder / "metrics.jsonl"), folder / "config.json", {}
+    latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
+    evaluations = [latest[step] for step in sorted(latest)]
     if path.exists():
         with contextlib.suppress(ValueError):  # a broken one: nothing is guessed
             rewards = json.loads(path.read_text()).get("rewards", {})

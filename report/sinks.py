@@ -30,7 +30,7 @@ OWN = Contract("run.report_to", ("folder", "config"), (), "def sink(folder, conf
 def require_packages(report_to: Iterable[str]) -> None:
     """Raises UserError with the pip line if a package is missing, or if a user's own sink is. Imports none of them."""
     for name in report_to:
-        if _is_own(name):
+        if not name.isidentifier():  # path/file.py:function or package.module.function
             OWN.require(name)
             continue
         spec = importlib.util.find_spec(name)
@@ -93,11 +93,6 @@ def _config(folder: Path) -> dict[str, Any]:
     """The run's settings, which were written without secrets."""
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _is_own(name: str) -> bool:
-    """Not the name of a package: path/file.py:function or package.module.function."""
-    return not name.isidentifier()
 
 
 def _own(name: str, folder: Path) -> tuple[Write, Close]:
