@@ -91,7 +91,7 @@ class Worker:
     def tell(self) -> None:
         """What it saw, at the end."""
         (self.folder / f"rank{self.exchange.rank}.json").write_text(json.dumps(self.seen, indent=1))
-        self.exchange.barrier()
+        self.exchange.add([0.0])  # a barrier
 
     def trainer(self, config: Config, stream: Stream) -> Any:
         """As trainer/start.py makes it. results: what each of its steps was; scored: rows of its reference."""

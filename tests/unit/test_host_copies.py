@@ -18,7 +18,7 @@ def test_copies_lie_in_one_buffer_of_their_size_and_the_next_ones_in_the_same_pl
     for _ in range(2):
         host.make_room([tensor.nbytes for tensor in tensors.values()])
         copies = {name: host.copy(name, tensor) for name, tensor in tensors.items()}
-        host.wait()
+        devices.synchronize()
         [buffer] = made
         assert buffer.nbytes == 64 + 128 + 64, "rounded to cache lines, not to powers of two"
         places = [copy.data_ptr() - buffer.data_ptr() for copy in copies.values()]

@@ -205,8 +205,6 @@ class DeepSpeedModel:
 
     def gradients_are_finite(self) -> bool:
         """On every rank, since the last step. Every rank calls it."""
-        import torch.distributed as dist
-
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self._not_finite.logical_or_(~torch.stack([all_finite(g) for g in gradients]).all())

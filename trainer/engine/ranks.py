@@ -156,10 +156,6 @@ class Exchange:
             dist.all_reduce(values, group=self._group)
         return values
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier(group=self._group)
-
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's one-dimensional tensor, whatever its length."""
         length = torch.tensor([len(tensor)], dtype=torch.int64)

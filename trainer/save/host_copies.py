@@ -12,7 +12,7 @@ from model import devices
 class HostCopies:
     """Copies of tensors in one buffer, used again for the next version: fresh pages cost more than the copy itself.
 
-    That of a GPU's tensors is pinned, so that all are on their way at once; `wait` until they are there.
+    That of a GPU's tensors is pinned, so that all are on their way at once: until `devices.synchronize`.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,6 @@ class HostCopies:
         if self._buffer is None:
             self._buffer = devices.buffer_on_host(self._size, tensor.device)
         return self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def wait(self) -> None:
-        devices.synchronize()
 
 
 def _aligned(size: int) -> int:

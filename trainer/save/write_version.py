@@ -20,7 +20,7 @@ from torch import Tensor
 from common import durable, weights
 from common.failpoints import failpoint
 from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
-from model import lora
+from model import devices, lora
 from model.checksum import describe
 from model.images import canary_image
 from model.packing import pack
@@ -173,5 +173,5 @@ def _on_host(
 
     found = engine.full_parameters(lambda name: name in wanted, to_host)
     tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
-    host.wait()
+    devices.synchronize()
     return tensors, on_device
