@@ -123,10 +123,12 @@ def test_what_a_text_ends_with_is_its_answer(text, gold, right):
 
 
 def test_gold_answers_are_what_a_person_reads():
-    assert golds(1e-05) == ["0.00001"] and golds("She has 72 clips left.") == ["72"]
+    assert golds("6 * 12 = <<6*12=72>>72\n#### 72") == ["72"] == golds(72)  # as GSM8K writes it
+    assert golds(r"Thus $x = \boxed{\frac{1}{2}}$.") == [r"\frac{1}{2}"]  # MATH
+    assert golds(1e-05) == ["0.00001"] and golds("She has 72 clips left.") == ["72"] and golds(["1", 2]) == ["1", "2"]
     assert golds("B. Rome") == ["B", "Rome", "B. Rome"] and golds("E. coli") == ["E. coli"]
     assert base_acc(completions=["(B)", "Rome", "C", "(C) Rome"], answer=["(B) Rome"] * 4) == [1.0, 1.0, 0.0, 0.0]
-    assert golds({"value": 1}) == golds(math.inf) == []
+    assert [golds(none) for none in ({"value": 1}, math.inf, math.nan, None, "", " ", [])] == [[]] * 7
 
 
 @pytest.mark.parametrize(

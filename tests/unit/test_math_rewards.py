@@ -1,6 +1,5 @@
 r"""\boxed{} answers, what counts as the same answer, the rewards that use them, TRL's, and those of the examples."""
 
-import math
 import time
 from fractions import Fraction
 
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.length_reward import cosine_length
-from rewards.answers import golds, is_right, last_boxed, same_answer
+from rewards.answers import is_right, last_boxed, same_answer
 from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math_verify, strict_format
 from rewards.find import resolve
 from rewards.gsm8k import plain_number
@@ -60,36 +59,16 @@ def test_a_number_and_nothing_else_has_an_exact_value(text, value):
 @pytest.mark.parametrize(
     ("prediction", "gold", "is_same"),
     [
-        ("0.5", r"\frac{1}{2}", True),
         ("0.1234567890123456789", "0.12345678901234567890", True),
         ("0.1234567890123456789", "0.1234567890123456788", False),
-        ("0.3333", r"\frac{1}{3}", False),
-        ("3.14", r"\pi", False),
-        (r"1\frac{1}{2}", "3/2", True),
-        (r"1.2 \times 10^{3}", "1,200", True),
-        (r"x = 5", "5", True),
-        ("5", "x=6", False),
-        (r"5\text{ cm}^2", "5", True),
-        (r"30^\circ", "30", True),
-        (r"50\%", "50", True),
-        (r"10,\!000", "10000", True),
-        ("-5", "5", False),
         (r"−\sqrt2", r"-\sqrt{2}", True),
-        (r"2\sqrt{3}", r"\sqrt{12}", True),
-        (r"\left(1, \frac{1}{2}\right)", "(1,0.5)", True),
-        ("(2,1)", "(1,2)", False),
-        ("[1,2]", "(1,2)", False),
-        (r"\{2, 1\}", r"\{1,2\}", True),
-        ("1,2,3", "1,2", False),
-        (r"\text{(B)}", "B", True),
-        (r"\text{Evelyn}", "evelyn", True),
-        ("AB", "B", False),
         ("", "", False),
         ("x", "", False),
         ("9" * 500, "9" * 501, False),
     ],
 )
 def test_answers_are_the_same_if_they_mean_the_same(prediction, gold, is_same):
+    """What others mean is in tests/support/gold_table.py."""
     assert same_answer(prediction, gold) is is_same
 
 
@@ -110,15 +89,6 @@ def test_a_hostile_completion_costs_seconds_at_most_and_is_wrong():
     assert not overdue(time.process_time() - start, 6)
 
 
-def test_gold_is_read_from_every_notation_of_a_data_set():
-    # GSM8K, MATH's solution, DeepScaleR's answer, numbers, several right answers, none
-    assert golds("6 * 12 = <<6*12=72>>72\n#### 72") == ["72"]
-    assert golds(r"Thus $x = \boxed{\frac{1}{2}}$.") == [r"\frac{1}{2}"]
-    assert golds(r"-\frac{2}{3}") == [r"-\frac{2}{3}"]
-    assert golds(72) == ["72"] and golds(["1", 2]) == ["1", "2"]
-    assert golds(None) == golds("") == golds(" ") == golds(math.nan) == golds([]) == []
-
-
 def test_boxed_and_acc_have_the_values_of_their_tables():
     completions = [r"\boxed{0.5}", r"\boxed{2}", r"it is \frac{1}{2}", "0.5"]
     assert boxed(completions=completions, answer=[r"\frac12"] * 4) == [1.0, 0.0, 0.0, 0.0]
@@ -132,18 +102,27 @@ def test_boxed_and_acc_have_the_values_of_their_tables():
     ("completion", "verdict"),
     [
         (r"so \boxed{72}", True),
-        ("<think>71</think><answer>72</answer>", True),
+        ("<think>48/2=24</think><answer>$72.00</answer>", True),
         ("<answer>It is 72 clips.</answer>", True),
         ("It is 71, no, 72.", True),
+        ("<answer>71</answer><answer>72</answer>", True),
+        ("<answer><answer>72</answer></answer>", True),
+        ("<answer>72", True),
+        ("<answer>71</answer> so 72", False),
+        ("72 <answer>seventy-two</answer>", False),
+        ("72 <answer></answer>", False),
+        ("<answer>-72</answer>", False),
         (r"\boxed{72} so <answer>71</answer>", False),
         (r"<answer>72, that is \boxed{71}</answer>", False),
         ("72 or 71", False),
         ("", False),
     ],
 )
-def test_the_final_answer_is_the_box_else_the_tag_else_the_last_number(completion, verdict):
-    assert is_right(completion, "#### 72") is verdict
-    assert base_acc(completions=[completion], answer=["#### 72"]) == [float(verdict)]
+def test_the_final_answer_is_the_box_else_the_last_tag_else_the_last_number(completion, verdict):
+    gold = "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+    assert is_right(completion, gold) is verdict
+    assert base_acc(completions=[completion], answer=[gold]) == [float(verdict)]
+    assert resolve("answer")(completions=[completion], answer=[gold]) == [1.0 if verdict else -1.0]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from rewards.format import is_formatted
 from rewards.gsm8k import answer, last_number
 from tests.support.speed import overdue
 
-NATALIA = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-
 
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -66,26 +64,6 @@ def test_any_decimal_number_is_read_back_whatever_its_notation(whole, cents, bef
 def test_no_text_breaks_a_built_in_reward(text):
     assert answer(completions=[text], answer=["#### 5"])[0] in (1.0, -1.0)
     assert resolve("format")(completions=[text])[0] in (1.25, -1.0)
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>48/2=24</think><answer>72</answer>", 1.0),
-        ("<think>48/2=24</think><answer>$72.00</answer>", 1.0),
-        ("Natalia sold 72 clips.", 1.0),
-        ("<answer>71</answer> so 72", -1.0),
-        ("<answer>71</answer><answer>72</answer>", 1.0),
-        ("72 <answer>seventy-two</answer>", -1.0),
-        ("72 <answer></answer>", -1.0),
-        ("<answer>72", 1.0),
-        ("<answer><answer>72</answer></answer>", 1.0),
-        ("<answer>-72</answer>", -1.0),
-        ("", -1.0),
-    ],
-)
-def test_the_answer_reward_reads_the_last_answer_tag_or_else_the_last_number(completion, reward):
-    assert answer(completions=[completion], answer=[NATALIA]) == [reward]
 
 
 def test_gold_may_be_a_text_or_a_number_and_the_reward_is_none_without_one():
