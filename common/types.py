@@ -190,6 +190,7 @@ class EvalSample:
     rewards: Mapping[str, float]
     num_tokens: int
     finish_reason: FinishReason
+    source: str = ""  # as Group's
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ so much, its accuracy would be 0 % for ever and say nothing: people are shown it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from common.functions import short_name
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl or eval.jsonl
 Records = Sequence[Record]
+Item = TypeVar("Item")
 
 
 def guessed(rewards: Mapping[str, Any]) -> set[str]:
@@ -26,7 +27,15 @@ def reached(rows: Records, evaluations: Records) -> set[str]:
     """Functions of which a completion has earned full marks, in training or held out."""
     keys = {key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/accuracy") and row[key]}
     trained = {key.split("/")[1] for key in keys}
-    return trained | {name for record in evaluations for name, marks in record["full_marks"].items() if marks}
+    held_out = (name for record in evaluations for name, marks in record["full_marks"].items() if marks)
+    return trained | {name.rpartition("/")[2] for name in held_out}  # of one source, too: math/answer
+
+
+def by_source(items: Sequence[Item], source: Callable[[Item], str]) -> dict[str, list[Item]]:
+    """{"": all of them}, and where they are of several sources {"math/": …, "code/": …}: with the function a name."""
+    sources = sorted(set(map(source, items)))
+    parts = {f"{name}/": [item for item in items if source(item) == name] for name in sources if len(sources) > 1}
+    return {"": [*items]} | parts
 
 
 def scored(record: Record, name: str) -> tuple[int, int]:
@@ -88,5 +97,5 @@ def row_without(row: Record, names: set[str]) -> dict[str, Any]:
 
 def record_without(record: Record, names: set[str]) -> dict[str, Any]:
     """The same of a line of eval.jsonl."""
-    marks = {name: count for name, count in record["full_marks"].items() if name not in names}
+    marks = {name: count for name, count in record["full_marks"].items() if name.rpartition("/")[2] not in names}
     return {**record, "full_marks": marks}

@@ -12,14 +12,14 @@ Few are given to the engine at once, so that groups that are leased meanwhile do
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.config import Config
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample
 from rewards import Scores
-from sampler.completions import Completion
 from sampler.engine_arguments import max_num_seqs
+from sampler.episodes import Sampled
 from sampler.link import Link
 from sampler.task import EvalKey, GroupKey, Key, sampling_params
 
@@ -73,7 +73,7 @@ class HeldOut:
         count = min(len(self._waiting), max(room // self._config.eval.num_generations, 0 if decoding else 1))
         return [self._waiting.popleft() for _ in range(count)]
 
-    def note(self, key: EvalKey, completions: Sequence[Completion], scores: Scores | str) -> None:
+    def note(self, key: EvalKey, sampled: Sampled, scores: Scores | str) -> None:
         """A chunk is sent when its last problem is scored, or has failed: then `scores` says why."""
         chunk = self._chunks.get((key.eval_id, key.chunk))
         if chunk is None:
@@ -82,10 +82,13 @@ class HeldOut:
         if isinstance(scores, str):
             chunk.failures.append(EvalFailure(key.problem, scores))
         else:
-            texts = self._decode([c.token_ids.tolist() for c in completions])
+            texts, source = (
+                self._decode([c.token_ids.tolist() for c in sampled.completions]),
+                sampled.prompt.problem.source,
+            )
             chunk.samples += [
-                EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason)
-                for text, c, (rewards, _) in zip(texts, completions, scores, strict=True)
+                EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason, source)
+                for text, c, (rewards, _) in zip(texts, sampled.completions, scores, strict=True)
             ]
         if not chunk.missing:
             samples = tuple(sorted(chunk.samples, key=lambda s: s.problem_index))

@@ -252,7 +252,7 @@ class Sampler:
         if isinstance(outcome, str):
             outcome = f"row {sampled.prompt.problem.index}: {outcome}"
         if isinstance(key, EvalKey):
-            self._held_out.note(key, sampled.completions, outcome)
+            self._held_out.note(key, sampled, outcome)
         elif isinstance(outcome, str):
             self.link.send_result(Tombstone(key.group_id, key.policy_version, outcome))
         else:

@@ -168,6 +168,7 @@ def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, An
     return [
         {
             "problem_index": prompt.problem.index,
+            "source": prompt.problem.source,
             "prompt": prompt.text,
             "completion": text,
             "rewards": {name: None if value != value else value for name, value in rewards.items()},

@@ -23,7 +23,7 @@ import numpy as np
 
 from common.config import ROUNDING, Rewards
 from report.escape import strip_escapes
-from report.full_marks import wilson_interval
+from report.full_marks import by_source, wilson_interval
 from rewards.numbers import last_number, plain_number
 from rewards.reading import answer_part, behind_thoughts, last_boxed
 
@@ -92,7 +92,12 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
     """
     problems = [list(group) for _, group in itertools.groupby(samples, key=lambda s: s["problem_index"])]
     lengths = [s["num_tokens"] for s in samples] or [0]
-    functions = {name: _function(problems, name, rewards.full_mark(name)) for name in rewards.names}
+    functions = {
+        place + name: _function(part, name, rewards.full_mark(name))
+        for place, part in by_source(problems, lambda problem: problem[0]["source"]).items()
+        for name in rewards.names
+        if not place or _marks(part, name, 0.0)
+    }
     first = rewards.names[0]
     functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
 

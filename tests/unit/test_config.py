@@ -221,6 +221,7 @@ REFUSED = {
     "": {
         "eval.metric_for_best_model=answer/mean": "needs held-out problems; set data.eval=",
         "data.eval=e eval.metric_for_best_model=anwser/mean": "set eval.metric_for_best_model=answer/mean",
+        'data.eval=[{"path":"e"},{"path":"f"}] eval.metric_for_best_model=g/answer/mean': "e/answer/mean",
         "data.eval=e eval.early_stopping_patience=2": "early_stopping_patience needs a metric",
         "data.eval=e eval.load_best_model_at_end=true": "load_best_model_at_end needs a metric",
         "data.eval=e eval.metric_for_best_model=answer/mean eval.early_stopping_patience=2": "set eval.steps=20",

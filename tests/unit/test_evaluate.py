@@ -71,7 +71,7 @@ def test_an_interval_is_wilsons_for_shares_and_normal_for_means() -> None:
 
 
 def completion(problem: int, text: str, answer: float | None, form: float, length: int = 10) -> dict[str, Any]:
-    ended = {"num_tokens": length, "finish_reason": "length" if length == 99 else "stop"}
+    ended = {"num_tokens": length, "finish_reason": "length" if length == 99 else "stop", "source": ""}
     return ended | {"problem_index": problem, "completion": text, "rewards": {"answer": answer, "format": form}}
 
 
@@ -101,6 +101,15 @@ def test_a_report_counts_problems_and_leaves_out_what_does_not_apply() -> None:
     nothing = report([], 4, Rewards())
     assert nothing["functions"]["answer"]["pass"] == {} and nothing["functions"]["answer"]["mean"] is None
     assert "0 problems, 4 left out" in table(nothing)
+
+
+def test_each_of_several_sources_has_its_own_lines() -> None:
+    samples = [s | {"source": "sums" if s["problem_index"] < 5 else "games"} for s in SAMPLES]
+    functions = report(samples, 0, Rewards())["functions"]
+    assert list(functions) == ["answer", "format", "games/format", "sums/answer", "sums/format"]
+    assert functions["sums/answer"]["pass"] == functions["answer"]["pass"]
+    assert functions["games/format"]["pass"]["1"]["value"] == 1.0
+    assert "\nsums/answer     pass@1      25.0 %  [" in table(report(samples, 0, Rewards()))
 
 
 # ---- what is evaluated

@@ -120,6 +120,19 @@ def test_the_command_draws_prints_and_refuses_a_wrong_folder(tmp_path, capsys, u
         main([str(tmp_path / "nothing")])
 
 
+def test_each_held_out_source_has_its_line_and_its_plot(tmp_path, monkeypatch):
+    figures, config = [], {"rewards": {"reward_funcs": ["answer", "a.py:mine"], "full_marks": {}}}
+    monkeypatch.setattr("report.curves._head", lambda figure, *_: figures.append(figure))
+    marks, means = {"answer": 300, "mine": 0, "games/answer": 44, "games/mine": 0}, {"answer": 0.6, "games/mine": 0.2}
+    one = evaluation(0, 210) | {"full_marks": marks, "mean": means, "scored": {"games/answer": [64, 64]}}
+    (write_run(tmp_path, 2, (one,)) / "config.json").write_text(json.dumps(config))
+    write_curves(tmp_path)
+    titles = [plot.get_title(loc="left") for plot in figures[0].axes]
+    assert titles[:3] == ["answer accuracy", "games/answer accuracy", "reward"]
+    said = final_summary(tmp_path)
+    assert "held-out games/answer: 68.8 %  (n = 64;" in said and "held-out games/mine: mean 0.20" in said
+
+
 @pytest.mark.parametrize(
     ("right", "line"),
     [

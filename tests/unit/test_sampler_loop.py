@@ -85,7 +85,7 @@ class Loop:
     def __init__(self, folder: Path, engine: OneStepEngine | None = None, images: Any = (), **sections: Any) -> None:
         self.sent: list[Any] = []
         self.pool, self.engine = Pool(), engine or OneStepEngine()
-        prompts = [replace(PROMPT, problem=Problem(i, {}), images=images) for i in range(4)]
+        prompts = [replace(PROMPT, problem=Problem(i, {}, (), "sums"), images=images) for i in range(4)]
         self.link = SimpleNamespace(
             credit=None,
             receive=lambda timeout_s: False,
@@ -130,7 +130,7 @@ def test_a_reward_of_an_earlier_evaluation_that_returns_in_a_later_one_is_droppe
     assert loop.sent == []
     loop.answer_all()
     [result] = loop.sent
-    assert (result.eval_id, [s.problem_index for s in result.samples]) == ("v1", [2, 3])
+    assert (result.eval_id, [(s.problem_index, s.source) for s in result.samples]) == ("v1", [(2, "sums"), (3, "sums")])
 
 
 def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: Path) -> None:

@@ -199,6 +199,20 @@ def test_the_accuracy_of_a_function_is_of_the_completions_that_it_scored() -> No
     assert metric_of(record, "math/accuracy") == 1.0 and metric_of(record, "shell/accuracy") is None
 
 
+def test_held_out_sources_have_shares_of_their_own_where_there_are_several() -> None:
+    """Of 2 sums one is right, and of 3 games, which the second function does not score, all."""
+    scored = [("sums", 1.0, 1.0), ("sums", 0.0, 1.0), *[("games", 1.0, math.nan)] * 3]
+    samples = [EvalSample(i, "", {"a": a, "b": b}, 3, "stop", source) for i, (source, a, b) in enumerate(scored)]
+    record = eval_record([EvalResult("v4", 0, 4, tuple(samples))], lambda _: 1.0)
+    assert record["full_marks"] == {"a": 4, "b": 2, "games/a": 3, "sums/a": 1, "sums/b": 2}
+    assert record["mean"] == {"a": 0.8, "b": 1.0, "games/a": 1.0, "sums/a": 0.5, "sums/b": 1.0}
+    assert record["scored"] == {"b": [2, 2], "games/a": [3, 3], "sums/a": [2, 2], "sums/b": [2, 2]}
+    assert (share(record, "sums/a"), metric_of(record, "sums/a/accuracy")) == (0.5, 0.5)
+    assert eval_line(record) == "a 80.0%  b 100.0%  games/a 100.0%  sums/a 50.0%  sums/b 100.0%  (v4, n = 5)"
+    one = eval_record([EvalResult("v4", 0, 4, tuple(samples[:2]))], lambda _: 1.0)
+    assert one["full_marks"] == {"a": 1, "b": 2}, "one source is all there is"
+
+
 FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
 from model.images import one_mark_an_image, sample_record
+from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
@@ -145,7 +146,8 @@ def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
     """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
 
-    A function's shares and means are of the completions that it scored: those for which it did not return None.
+    A function's shares and means are of the completions that it scored: those for which it did not return None. Of
+    several sources each has its own, too: "math/answer".
     """
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
@@ -157,16 +159,17 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
         "full_marks": {},
         "mean": {},
     }
-    for name in samples[0].rewards if samples else ():
-        scored = [s for s in samples if not math.isnan(s.rewards[name])]
-        if not scored:
-            continue
-        scores = [s.rewards[name] for s in scored]
-        record["full_marks"][name] = sum(score >= full_mark(name) - ROUNDING for score in scores)
-        record["mean"][name] = sum(scores) / len(scores)
-        if len(scored) < len(samples):
-            left_out = record.setdefault("scored", {})
-            left_out[name] = [len(scored), len({s.problem_index for s in scored})]
+    for place, part in by_source(samples, lambda s: s.source).items():
+        for function in part[0].rewards if part else ():
+            scored = [s for s in part if not math.isnan(s.rewards[function])]
+            if not scored:
+                continue
+            name, scores = place + function, [s.rewards[function] for s in scored]
+            record["full_marks"][name] = sum(score >= full_mark(function) - ROUNDING for score in scores)
+            record["mean"][name] = sum(scores) / len(scores)
+            if len(scored) < len(samples):
+                left_out = record.setdefault("scored", {})
+                left_out[name] = [len(scored), len({s.problem_index for s in scored})]
     if samples:
         record["mean_length"] = float(np.mean([s.num_tokens for s in samples]))
         record["clipped_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
