@@ -92,6 +92,7 @@ class Published:
     version: int
     weights_dir: str
     manifest_sha256: str
+    tensors_sha256: str = ""  # of what they are, whoever published them; the trainer's alone
 
 
 def default_dir(config: Config) -> Path:
@@ -115,7 +116,8 @@ def commit(name: VersionName, manifest: Manifest) -> Published:
     durable.write_file(name.temporary / MANIFEST, data)
     failpoint("weights.manifest")
     durable.commit_dir(name.temporary, name.final)
-    return Published(name.version, str(name.final), hashlib.sha256(data).hexdigest())
+    tensors = hashlib.sha256(msgspec.json.encode(sorted(manifest.tensors.items()))).hexdigest()
+    return Published(name.version, str(name.final), hashlib.sha256(data).hexdigest(), tensors)
 
 
 def read_manifest(published: Published) -> Manifest:

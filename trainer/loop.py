@@ -94,6 +94,8 @@ class Trainer:
                     break
                 self.publish(evaluate=self._evaluates_now())
                 self.saver.save_if_due(self.progress)
+                if self.rank_zero and self.saver.saved_step == self.progress.step:
+                    self._source.forget(self.progress.policy_version)
             self.finish_evaluation()
             self.stop_if_interrupted()
         except Interrupted:

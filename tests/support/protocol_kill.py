@@ -2,14 +2,17 @@
 
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
-number of kills has happened. A group's tokens follow from its id and the weights it was sampled with, so the trainer
-knows a wrong one. Every third group has an image, of a colour that follows from its id, and every fifth a rollout of
-two turns. Every fourth is dead and the next one takes its slot. The trainer's state is what a checkpoint holds: the
-cursor and, in the place of weights, the list of groups taken. In the end that list must be 0 … N − 1: none lost, none
-doubled, in order.
+number of kills has happened. Weights follow from the groups that were trained, as on one layout, and with `rounds` from
+the life of the trainer, too, as where processors round differently. A group's tokens follow from its id and the weights
+it was sampled with, so the trainer knows a wrong one. Every third group has an image, of a colour that follows from its
+id, and every fifth a rollout of two turns. Every fourth is dead and the next one takes its slot. The trainer's state is
+what a checkpoint holds: the cursor and, in the place of weights, the list of groups taken. In the end that list must be
+0 … N − 1: none lost, none doubled, in order.
 
 With --links a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too:
 all connections end, and what was on its way is lost.
+
+Counted beside: groups that a trainer had accepted and that were begun anew for a later life of it.
 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
@@ -23,6 +26,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,11 +58,11 @@ from tests.support.protocol_helpers import (
     of_two_turns,
     receive,
 )
-from tests.support.protocol_weights import number, publish
+from tests.support.protocol_weights import number, publish, trained_on
 from tests.support.speed import overdue
 from trainer.data.slots import Slots, fill
 from trainer.link.inbox import Inbox
-from trainer.link.ledger import Ledger
+from trainer.link.ledger import Ledger, Received
 
 PER_STEP, SAVE_STEPS, EVAL_STEPS = 3, 2, 4
 TRAINER_POINTS = (
@@ -72,17 +76,18 @@ SAMPLER_POINTS = (
 )
 PAD = 7
 SEES = replace(LIMITS, max_turns=2, images=ImageLimits(1, 784, patch_size=14, merge_size=2, image_token=PAD))
-State = dict[str, Any]  # cursor, finished steps and trained group ids
-START: State = {"cursor": 0, "step": 0, "trained": []}
+State = dict[str, Any]  # cursor, finished steps, trained group ids, and the last two versions
+START: State = {"cursor": 0, "step": 0, "trained": [], "weights": [0, 0]}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS[3:] + SAMPLER_POINTS[:3]}
-LINKS = "links"
+LINKS, ROUNDS, KEEPS_NOTHING = "links", "rounds", "keeps_nothing"  # files that say so
 
 
 def make_kill_config(folder: Path) -> Config:
     channel.BEAT_S, channel.LOST_AFTER_S, link_module._RESEND_AFTER_S = 0.05, 0.3, 0.1
     return make_config(
         folder,
-        trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000},
+        trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000}
+        | ({"save_steps": 0} if (folder / KEEPS_NOTHING).exists() else {}),
         algorithm={"dead_groups": "resample"},
         channel={"endpoint": f"ipc://{folder}/inbox", "stall_timeout_s": 300.0},
     )
@@ -99,7 +104,9 @@ def train(folder: Path) -> None:
     weights.remove_versions(weights_dir)
     weights_dir.mkdir(exist_ok=True)
     incarnation = secrets.token_hex(8)
-    ledger = Ledger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
+    rounding = incarnation if (folder / ROUNDS).exists() and random.random() < 0.3 else ""
+    ledger = LoggedLedger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
+    ledger.log = partial(log, folder, "accepted", incarnation)
     with (
         durable.lock(folder / "lock", RuntimeError),
         Inbox(config, "run", incarnation, SEES, ledger, lambda _: None) as inbox,
@@ -108,26 +115,54 @@ def train(folder: Path) -> None:
         is_saved = False
         while not (is_saved and (folder / "enough").exists()):
             step = state["step"]
-            published = publish(weights_dir, step, incarnation)
+            published = publish(weights_dir, step, incarnation, state["weights"][-1])
             evaluates = step % EVAL_STEPS == 0
             inbox.commit(state["cursor"], published, f"v{step}" if evaluates else None, 70 * evaluates)
             weights.prune(weights_dir, (), keep=2)
-            state = train_step(inbox, config, state, incarnation)
+            state = train_step(inbox, config, state, rounding)
             assert len(inbox.finish_eval()) == 2 * evaluates, "70 problems are two chunks"
             if is_saved := (step + 1) % SAVE_STEPS == 0:
                 failpoint("checkpoint.started")
                 durable.write_file(state_file, json.dumps(state).encode())
                 failpoint("checkpoint.committed")
+                inbox.forget(state["step"])
 
 
-def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> State:
+class LoggedLedger(Ledger):
+    log: Any
+
+    def accept(self, received: Received, sampler: str) -> None:
+        super().accept(received, sampler)
+        if sampler:
+            self.log(received.group.group_id)
+
+
+def log(folder: Path, what: str, incarnation: str, group_id: int) -> None:
+    with open(folder / "groups.log", "a") as file:
+        file.write(f"{what} {incarnation} {group_id}\n")
+
+
+def sampled(folder: Path) -> dict[str, int]:
+    """How many groups samplers began, and how many of these a former life of the trainer had accepted."""
+    accepted: dict[str, str] = {}
+    begun = again = 0
+    for what, incarnation, group_id in map(str.split, (folder / "groups.log").read_text().splitlines()):
+        if what == "accepted":
+            accepted[group_id] = incarnation
+        else:
+            begun += 1
+            again += accepted.get(group_id, incarnation) != incarnation
+    return {"begun": begun, "begun_again": again}
+
+
+def train_step(inbox: Inbox, config: Config, state: State, rounding: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
     source: Any = SimpleNamespace(receive=partial(receive, inbox), refill=inbox.refill)
     fill(batch, PER_STEP, at_once=1, source=source)  # with trainer.micro_batch after each
     for group in batch.groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"
-        expected = tokens(group.group_id, number(incarnation, group.policy_version))
+        expected = tokens(group.group_id, number(state["weights"][group.policy_version - step - 1]))
         assert group.rollouts[0].completion_ids.tolist() == expected, "sampled with other weights than it says"
         assert group.images == images(group.group_id), "it shows another image"
         assert bool(group.rollouts[1].observed) == in_turns(group.group_id), "it has lost its turns, or found some"
@@ -136,7 +171,8 @@ def train_step(inbox: Inbox, config: Config, state: State, incarnation: str) -> 
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
     ids = [group.group_id for group in batch.groups]
-    return {"cursor": ids[-1] + 1, "step": step + 1, "trained": [*state["trained"], *ids]}
+    after = [state["weights"][-1], trained_on(state["weights"][-1], f"{ids} {rounding}")]
+    return {"cursor": ids[-1] + 1, "step": step + 1, "trained": [*state["trained"], *ids], "weights": after}
 
 
 def is_dead(group_id: int) -> bool:
@@ -180,7 +216,7 @@ def sample(folder: Path, name: str) -> None:
             except weights.BadWeights as error:  # the trainer may have gone on, and pruned it
                 assert "No such file" in str(error), error
         if credit is not None and credit.version == version:
-            produce(link, weights_number)
+            produce(link, weights_number, partial(log, folder, "begun", link._envelope.incarnation))
         link.beat("sampling", 0, version, {}, now=False)
 
 
@@ -195,12 +231,13 @@ def reload(published: Published) -> int:
     return int(loaded["number"][0])
 
 
-def produce(link: Link, weights_number: int) -> None:
+def produce(link: Link, weights_number: int, begin: Callable[[int], None]) -> None:
     credit = link.credit
     assert credit is not None
     for group_id in credit.lease:
         if link.has_result(group_id):
             continue
+        begin(group_id)
         failpoint("sampler.leased")
         first, reward = make_rollout(tokens(group_id, weights_number)), float(is_dead(group_id))
         turns = of_two_turns(reward=reward, forks=forks(group_id))
@@ -297,6 +334,7 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float, links: int = 0
         "kills": killed.total(),
         "by_point": dict(sorted(killed.items())),
         "groups": len(trained),
+        **sampled(folder),
         "exactly_once_in_order": trained == list(range(len(trained))),
         "leftovers": sorted(p.name for p in folder.rglob("*") if p.name.startswith((durable.TEMPORARY, durable.TRASH))),
     }
@@ -308,6 +346,9 @@ if __name__ == "__main__":
     parser.add_argument("--links", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline_s", type=float, default=240.0)
+    parser.add_argument("--with", nargs="*", default=[], dest="files", choices=[ROUNDS, KEEPS_NOTHING])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-kill-") as name:
+        for file in arguments.files:
+            (Path(name) / file).touch()
         print(json.dumps(judge(Path(name), arguments.kills, arguments.seed, arguments.deadline_s, arguments.links)))

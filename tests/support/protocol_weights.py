@@ -1,4 +1,4 @@
-"""Published weights that are one number, another one for every version and every life of the trainer."""
+"""Published weights that are one number."""
 
 import zlib
 from pathlib import Path
@@ -8,20 +8,25 @@ from safetensors.numpy import save_file
 
 from common import weights
 from common.failpoints import failpoint
-from common.weights import Canary, Manifest, Published, VersionName
+from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
 from tests.support.protocol_helpers import LIMITS
 
 
-def number(incarnation: str, version: int) -> int:
-    return zlib.crc32(f"{incarnation} {version}".encode()) % LIMITS.vocab_size
+def trained_on(weights_before: int, what: str) -> int:
+    return zlib.crc32(f"{weights_before} {what}".encode())
 
 
-def publish(folder: Path, version: int, incarnation: str) -> Published:
+def number(trained: int) -> int:
+    return trained % LIMITS.vocab_size
+
+
+def publish(folder: Path, version: int, incarnation: str, trained: int = 0) -> Published:
     name = VersionName(folder, "run", incarnation, version)
     name.temporary.mkdir()
     shard = weights.shard_name(0, 1)
-    save_file({"number": np.array([number(incarnation, version)])}, name.temporary / shard)
+    save_file({"number": np.array([number(trained)])}, name.temporary / shard)
     failpoint("weights.shard")
     files = {shard: (name.temporary / shard).stat().st_size}
-    manifest = Manifest("run", incarnation, version, files, {}, Canary(1, [], []))
+    tensors = {"number": TensorInfo("int64", [1], str(trained))}
+    manifest = Manifest("run", incarnation, version, files, tensors, Canary(1, [], []))
     return weights.commit(name, manifest)

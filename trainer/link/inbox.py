@@ -15,7 +15,7 @@ from common import channel, wire
 from common.address import endpoint
 from common.channel import Transport
 from common.config import Config
-from common.errors import Interrupted, Retryable
+from common.errors import Interrupted, Retryable, WireError
 from common.exits import code_of, every, interrupted
 from common.failpoints import failpoint
 from common.group_limits import Limits
@@ -25,6 +25,7 @@ from common.types import EvalResult
 from common.watchdog import report_progress
 from common.weights import Published
 from trainer.link.evaluation import evaluation_of, problems_per_chunk
+from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger
 from trainer.link.peers import SharedState, describe
 from trainer.link.socket_thread import SocketThread
@@ -50,7 +51,7 @@ class Inbox(GroupSource):
         transport: Transport | None = None,
     ):
         self.config, self.incarnation, self.say = config, incarnation, say
-        self.state = SharedState(ledger)
+        self.state = SharedState(ledger, Kept(config, run_id, say))
         envelope = wire.Envelope(run_id, incarnation, "")
         self.thread = SocketThread(config, envelope, limits, self.state, transport or channel.bind(config), say)
 
@@ -61,6 +62,7 @@ class Inbox(GroupSource):
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is None:
             self.thread.end()
+            self.state.kept.clear()
         else:
             reason = f"the trainer ended: {type(error).__name__}: {error}"[:500]
             self.thread.end(wire.Bye(reason, code_of(error)))
@@ -72,6 +74,8 @@ class Inbox(GroupSource):
             self.state.ledger.advance(cursor)
             self.state.published = published
             self.state.progress += 1
+            self.state.kept.begin(published)
+            self._take_kept()
             if eval_id is not None:
                 self.state.evaluation = evaluation_of(eval_id, num_problems, problems_per_chunk(self.config))
         self.thread.wake()
@@ -81,7 +85,30 @@ class Inbox(GroupSource):
         with self.state.changed:
             self.state.ledger.refill(count)
             self.state.progress += 1
+            self._take_kept()
         self.thread.wake()
+
+    def forget(self, version: int) -> None:
+        with self.state.changed:
+            self.state.kept.forget(version - self.thread.max_version_lag)
+
+    def _take_kept(self) -> None:
+        """What an earlier start of the trainer accepted and is admitted now, by the checks of what comes now."""
+        ledger, waiting = self.state.ledger, self.state.kept.waiting
+        for group_id in [g for g in waiting if g < ledger.admitted.stop]:
+            received = waiting.pop(group_id)
+            if group_id < ledger.cursor:
+                continue
+            try:
+                self.thread.check(received.group)
+            except WireError as error:
+                self.thread.count(error)
+            else:
+                ledger.accept(received, "")
+                self.state.counters["kept"] += 1
+        # no later version comes before the batch at the cursor is trained
+        batch_end = ledger.cursor + self.config.prompts_per_batch + ledger.refilled
+        ledger.reserved.difference_update(range(ledger.cursor, batch_end))
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""

@@ -39,6 +39,7 @@ class Ledger:
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
     held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
+    reserved: set[int] = field(default_factory=set)  # not leased: a version to come may bring them (kept.py)
     is_due: bool = True  # somebody may get a lease, or has lost one to a faster sampler
 
     @property
@@ -61,7 +62,7 @@ class Ledger:
         queue = [(len(leased.get(name, ())), i, name) for i, name in enumerate(samplers)]
         heapq.heapify(queue)
         for group_id in self.admitted:
-            if group_id not in self.leases and group_id not in self.held:
+            if not (group_id in self.leases or group_id in self.held or group_id in self.reserved):
                 count, i, name = queue[0]
                 self.leases[group_id] = [name]
                 heapq.heapreplace(queue, (count + 1, i, name))

@@ -11,6 +11,7 @@ from statistics import fmean
 from common import wire
 from common.weights import Published
 from trainer.link.evaluation import Evaluation
+from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger
 
 _SILENT_S = 5.0
@@ -138,9 +139,10 @@ class SharedState:
     Without it the loop may read `peers`, and the thread alone counts.
     """
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger, kept: Kept):
         self.changed = threading.Condition()
-        self.ledger = ledger
+        self.ledger, self.kept = ledger, kept
+        ledger.reserved = kept.reserved
         self.published: Published | None = None  # nobody is credited before the first version
         self.progress = 0  # of the training loop; grows with every change that samplers must hear of
         self.evaluation: Evaluation | None = None

@@ -45,7 +45,7 @@ class SocketThread(threading.Thread):
         super().__init__(name="inbox", daemon=True)
         self.config, self.envelope, self.limits = config, envelope, limits
         self.state, self.transport, self.say = state, transport, say
-        self._max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
+        self.max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
         self._first_hello: wire.Hello | None = None  # all others must agree with it, also when it is gone
@@ -101,7 +101,7 @@ class SocketThread(threading.Thread):
                 with self.state.changed:
                     self._handle(envelope, message, frames)
             except WireError as error:
-                self._count(error)
+                self.count(error)
 
     def _decoded(self, frames: list[bytes]) -> tuple[wire.Envelope, wire.WireMessage]:
         """A result that cannot be read, though it came as it was sent, would be refused each time: it is a failure."""
@@ -110,10 +110,10 @@ class SocketThread(threading.Thread):
         except WireError as error:
             if (failure := wire.failure_of(frames, str(error))) is None:
                 raise
-            self._count(error)
+            self.count(error)
             return failure
 
-    def _count(self, error: WireError) -> None:
+    def count(self, error: WireError) -> None:
         counters, name = self.state.counters, f"refused/{error.reason}"
         counters[name] += 1
         if counters[name] == 1 and error.reason not in _EXPECTED:
@@ -178,25 +178,34 @@ class SocketThread(threading.Thread):
             raise WireError("not_credited", f"group {group.group_id}")
         newest = state.published.version
         try:
-            if refused := state.ledger.refusal(group, range(max(0, newest - self._max_version_lag), newest + 1)):
-                raise WireError(refused, f"{group.policy_version}, the newest is {newest}")
-            if isinstance(group, Group):
-                check_group(group, self.limits)
+            self.check(group)
         except WireError as error:
             if error.reason in _NOT_WANTED:
                 raise
-            self._count(error)
+            self.count(error)
             row = f"row {group.problem_index}: " if isinstance(group, Group) else ""
             group = Tombstone(group.group_id, newest, f"{row}what sampler {name} made of it is refused: {error}")
         if isinstance(group, Tombstone):
             frames = wire.encode(self.envelope, group)
-        state.ledger.accept(wire.Received(group, frames), name)
+        received = wire.Received(group, frames)
+        if isinstance(group, Group):
+            state.kept.add(received)
+        state.ledger.accept(received, name)
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
             state.counters["tombstones"] += 1
             self.say(f"group {group.group_id} could not be produced: {group.reason}")
             count, what = state.counters["tombstones"], "groups could not be produced"
             self._end_if_too_many(count, state.ledger.total, what, group)
+
+    def check(self, group: Group | Tombstone) -> None:
+        """Raises WireError unless it may train now."""
+        assert self.state.published is not None
+        newest = self.state.published.version
+        if refused := self.state.ledger.refusal(group, range(max(0, newest - self.max_version_lag), newest + 1)):
+            raise WireError(refused, f"{group.policy_version}, the newest is {newest}")
+        if isinstance(group, Group):
+            check_group(group, self.limits)
 
     def _accept_eval(self, name: str, result: EvalResult) -> None:
         evaluation, published = self.state.evaluation, self.state.published
@@ -207,7 +216,7 @@ class SocketThread(threading.Thread):
         except WireError as error:
             if error.reason in _EXPECTED:
                 raise
-            self._count(error)
+            self.count(error)
             refused = f"what sampler {name} made of it is refused: {error}"
             result = evaluation.fail(result.chunk, published.version, refused)
         what = f"held-out problems could not be scored in evaluation {result.eval_id}"

@@ -45,6 +45,9 @@ class GroupSource:
         """The groups, in this order, as soon as all of them are here."""
         raise NotImplementedError
 
+    def forget(self, version: int) -> None:
+        """A checkpoint of this version is saved: a restart goes no further back."""
+
     def samplers_rest(self) -> bool:
         """Whether no sampler has anything to do until the next `commit`, so that its cores could be borrowed."""
         return False

@@ -1,0 +1,133 @@
+"""Groups that a trainer accepted before it died come back, with the weights that sampled them and no others."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from common.weights import Published
+from tests.support.memory_transport import TRAINER, MemoryNetwork
+from tests.support.protocol_helpers import changed, make_config, make_group, make_inbox, received
+from trainer.link.kept import FOLDER, Kept
+
+FIRST = (("10a", 20, 21), ("11b", 22), ("12c", 23, 24))  # a version, its weights, and the groups accepted meanwhile
+
+
+def begun(kept: Kept, version: str) -> list[int]:
+    """What an earlier start has for it."""
+    kept.begin(published(version))
+    found = sorted(kept.waiting)
+    kept.waiting.clear()
+    return found
+
+
+def published(version: str) -> Published:
+    return Published(int(version[:2]), "", "", version[2:])
+
+
+def live(config: Config, *versions: tuple[Any, ...], run: str = "run", say: Callable[[str], None] = print) -> Kept:
+    kept = Kept(config, run, say)
+    for version, *groups in versions:
+        begun(kept, version)
+        for group_id in groups:
+            kept.add(received(make_group(group_id, int(version[:2]))))
+    return kept
+
+
+def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_then(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    live(config, *FIRST)
+    for _ in range(2):  # a restart that dies at once changes nothing
+        kept = live(config)
+        assert kept.reserved == {20, 21, 22, 23, 24}
+        assert begun(kept, "10a") == [20, 21] and kept.reserved == {22, 23, 24}
+        assert begun(kept, "10a") == [], "a skipped step publishes it again"
+    kept.add(received(make_group(19, 10)))
+    assert begun(kept, "11b") == [22] and begun(kept, "12c") == [23, 24] and not kept.reserved
+    assert begun(live(config), "10a") == [19, 20, 21], "of both starts"
+
+
+@pytest.mark.parametrize(
+    ("versions", "back"),
+    [
+        (["10x", "11b"], [[], []]),
+        (["10a", "11x", "12c"], [[20, 21], [], []]),
+        (["10a", "12c"], [[20, 21], []]),  # where the first start published one in between
+        (["10a", "13d"], [[20, 21], []]),
+        (["09z", "10a"], [[], []]),  # an older checkpoint than the newest
+        (["11b", "12c"], [[20, 21, 22], [23, 24]]),  # a newer one: those that ran ahead are of its history
+        (["13d"], [[20, 21, 22, 23, 24]]),  # saved before it was published
+    ],
+)
+def test_the_first_version_that_is_another_ends_it_for_good(
+    tmp_path: Path, versions: list[str], back: list[list[int]]
+) -> None:
+    config, said = make_config(tmp_path), list[str]()
+    live(config, *FIRST)
+    kept = live(config, say=said.append)
+    assert [begun(kept, version) for version in versions] == back
+    assert not kept.reserved
+    lost = 5 - sum(map(len, back))
+    assert [f"{lost} finished groups of an earlier" in text for text in said] == [True] * bool(lost), said
+    again = live(config)
+    assert [begun(again, version) for version in versions] == back, "so it is after one more restart"
+
+
+def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completions): return [1.0] * len(completions)")
+    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine.py:f"]})
+
+    def back(config: Config, run: str = "run") -> list[int]:
+        live(make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine.py:f"]}), *FIRST)
+        return begun(live(config, run=run), "10a")
+
+    assert back(changed(config, trainer={"max_steps": 60, "learning_rate": 1e-3})) == [20, 21]
+    assert back(changed(config, sampler={"temperature": 0.7})) == []
+    assert back(config, run="another") == []
+    assert back(changed(config, trainer={"save_steps": 0})) == []
+    assert back(config) == [20, 21]
+    (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
+    assert begun(live(config), "10a") == []
+
+
+@pytest.mark.parametrize("cut", [1, 100])
+def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_path: Path, cut: int) -> None:
+    config = make_config(tmp_path)
+    live(config, FIRST[0])
+    [path] = (config.run.output_dir / FOLDER).iterdir()
+    os.truncate(path, path.stat().st_size - cut)
+    live(config, ("10a", 25))
+    assert begun(live(config), "10a") == [20, 25]
+
+
+def test_what_no_checkpoint_wants_any_more_is_deleted_and_at_the_end_all_is(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    kept = live(config, *FIRST)
+    kept.forget(11)
+    assert [path.name[:8] for path in sorted((config.run.output_dir / FOLDER).iterdir())] == ["00000011", "00000012"]
+    kept.clear()
+    assert not (config.run.output_dir / FOLDER).exists()
+
+
+def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
+    config, said = make_config(tmp_path), list[str]()
+    config.run.output_dir.write_text("in the way")
+    live(config, *FIRST, say=said.append)
+    assert len(said) == 3 and "not kept" in said[0]
+
+
+def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_path: Path) -> None:
+    """Two groups a step, one step ahead. Group 24 is of the checkpoint's past, 20 too, but it was trained."""
+    config = make_config(tmp_path)
+    live(config, ("10a", 20, 24), ("11b", 25, 26), ("12c", 27), ("13d", 28))
+    inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))
+    ledger = inbox.state.ledger
+    inbox.commit(24, published("12c"))
+    assert sorted(ledger.held) == [25, 26, 27] and inbox.state.counters == {"kept": 3, "refused/version": 1}
+    ledger.lease_out(["s0"])
+    assert ledger.by_sampler() == {"s0": [24]}
+    inbox.commit(26, published("13d"))
+    assert sorted(ledger.held) == [26, 27, 28]

@@ -1,0 +1,138 @@
+"""Finished groups on disk: what a trainer had accepted when it died is not sampled again.
+
+    run folder/kept/00000012-3f9a…-77c1…     accepted while version 12 was the newest, as in a recording (recording.py)
+                             │      └ digest of its tensors
+                             └ digest of the run and of what decides how groups are sampled and scored
+
+A trainer that starts again goes back to the version of its checkpoint. As long as the versions that it publishes are
+those of these files, one after the other and bit for bit, their groups are what samplers would be asked for: they are
+taken, by the checks of any group that comes. The first version that is another, as where a processor adds up in another
+order, ends that: its file and all later ones are dropped, so that no group is trained that weights of another history
+sampled. Groups of versions still to come are `reserved`: no sampler gets them meanwhile.
+
+Nothing waits for this disk: where it fails, or a power cut spoils a file, groups are sampled again. Left out: groups
+that could not be produced, which are tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+from common.weights import Published
+from common.wire import Received
+from trainer.link import recording
+from trainer.link.recording import Recorder
+
+FOLDER = "kept"
+_NOT_SAMPLING = {"run", "channel", "weights", "eval", "trainer", "critic", "deepspeed"}  # sections of settings
+
+
+class Kept:
+    """Whoever calls a method holds what guards the ledger."""
+
+    def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):
+        self._folder, self._say = config.run.output_dir / FOLDER, say
+        self._is_on = config.trainer.saves_checkpoints  # else nobody comes back for them
+        self._maker = _digest([run_id, *_decides_samples(config.model_dump(mode="json", exclude=_NOT_SAMPLING))])
+        self._now: Path | None = None  # the file of the newest version
+        self._recorder: Recorder | None = None
+        self.waiting: dict[int, Received] = {}  # of versions that came again, until they are admitted
+        files = {path: {one.group.group_id for one in _whole(path)} for path in sorted(self._folder.glob("*-*-*"))}
+        self._to_come = {p: ids for p, ids in files.items() if self._is_on and p.name.split("-")[1] == self._maker}
+        self.reserved: set[int] = set().union(*self._to_come.values())
+        self._drop({p: ids for p, ids in files.items() if p not in self._to_come}, "settings are others than before")
+
+    def begin(self, published: Published) -> None:
+        """This is the newest version now. What an earlier start took while it was is `waiting`."""
+        version, digest = published.version, published.tensors_sha256[:16]
+        path = self._folder / f"{version:08d}-{self._maker}-{digest}"
+        if path == self._now or not (self._is_on and digest):
+            return
+        is_first, self._now = self._now is None, path
+        earlier = [p for p in self._to_come if is_first and _version(p) < version]
+        rest = [p for p in self._to_come if p not in earlier]
+        come_again = [*earlier, *rest[:1]] if rest[:1] == [path] or (is_first and not rest) else []
+        for old in come_again:
+            self.waiting |= {one.group.group_id: one for one in _whole(old)}
+        if not come_again:
+            self._drop(self._to_come, f"version {version} is another than before")
+        self._to_come = {p: self._to_come[p] for p in rest if come_again and p != path}
+        self.reserved.intersection_update(set().union(*self._to_come.values()))
+        self._open(path, goes_on=path in come_again)
+
+    def _open(self, path: Path, goes_on: bool) -> None:
+        self.close()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._recorder = Recorder(path, sys.maxsize if goes_on else 0, syncs=False)
+        except (OSError, UserError) as error:
+            self._say(f"finished groups are not kept, and sampled again if the trainer dies: {error}")
+
+    def add(self, received: Received) -> None:
+        if self._recorder:
+            self._recorder.append([received])
+
+    def forget(self, version: int) -> None:
+        """No checkpoint will want groups that were accepted with older ones."""
+        _remove(path for path in self._folder.glob("*-*-*") if _version(path) < version)
+
+    def close(self) -> None:
+        if self._recorder:
+            with contextlib.suppress(OSError):
+                self._recorder.close()
+        self._recorder = None
+
+    def clear(self) -> None:
+        """The run is done."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _drop(self, files: Mapping[Path, Collection[int]], why: str) -> None:
+        if count := len(set().union(*files.values())):
+            self._say(f"{why}: {count} finished groups of an earlier start of the trainer are sampled again")
+        _remove(files)
+
+
+def _remove(files: Iterable[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
+def _whole(path: Path) -> list[Received]:
+    """The groups of a file, up to what a crash spoiled."""
+    found: list[Received] = []
+    with contextlib.suppress(UserError):
+        found.extend(one for one, _ in recording.read(path))
+    return found
+
+
+def _version(path: Path) -> int:
+    return int(path.name.split("-")[0])
+
+
+def _decides_samples(settings: Any) -> Iterator[str]:
+    """Every name and value of nested settings, and the contents of the files that they name, such as rewards."""
+    if isinstance(settings, dict | list):
+        yield f"{type(settings).__name__} of {len(settings)}"
+        for value in [*settings.items()] if isinstance(settings, dict) else settings:
+            yield from _decides_samples(list(value) if isinstance(value, tuple) else value)
+        return
+    yield json.dumps(settings)
+    if isinstance(settings, str) and settings:
+        path = Path(settings.split(".py:")[0] + ".py" if ".py:" in settings else settings).expanduser()
+        if path.suffix in (".py", ".jinja", ".md", ".txt") and path.is_file():
+            yield path.read_text(errors="replace")
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
