@@ -23,7 +23,8 @@ def is_unknown(architectures: Iterable[str]) -> bool:
     """Whether vLLM would refuse a model of these. False where it, or transformers, is not installed."""
     registry = _source("vllm", "model_executor/models/registry.py")
     models = _source("transformers", "models")
-    if registry is None or models is None or _has_plugins():
+    has_plugins = any(not point.value.startswith("vllm.") for point in entry_points(group="vllm.general_plugins"))
+    if registry is None or models is None or has_plugins:
         return False
     return not any(name in _known(registry) or _is_adaptable(name, models) for name in architectures)
 
@@ -50,10 +51,6 @@ def _is_adaptable(name: str, models: Path) -> bool:
         if f"class {name}(" in source:
             return _INTERFACE.search(source) is not None or _OWN_ATTENTION.search(source) is None
     return False
-
-
-def _has_plugins() -> bool:
-    return any(not point.value.startswith("vllm.") for point in entry_points(group="vllm.general_plugins"))
 
 
 def _source(package: str, path: str) -> Path | None:

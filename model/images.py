@@ -201,11 +201,6 @@ def as_picture(image: EncodedImage) -> Image:
         return picture.convert("RGB")
 
 
-def decode_image(image: EncodedImage) -> NDArray[np.uint8]:
-    """[height, width, 3]."""
-    return np.asarray(as_picture(image))
-
-
 def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32]:
     """[patches, 3 · temporal_patch_size · patch_size²], patch for patch what transformers' image processor makes.
 
@@ -213,7 +208,7 @@ def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32
 
     There are 256 bytes, so x is looked up. Patches of one token follow each other.
     """
-    pixels, patch, merge = decode_image(image), form.patch_size, form.merge_size
+    pixels, patch, merge = np.asarray(as_picture(image)), form.patch_size, form.merge_size
     _, rows, columns = image.grid_thw
     if pixels.shape != (rows * patch, columns * patch, 3):
         raise ValueError(f"an image of {pixels.shape[1]} × {pixels.shape[0]} pixels is no grid of {rows} × {columns}")

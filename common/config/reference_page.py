@@ -29,8 +29,10 @@ folder of `launch.sh`. These are the defaults. Written by `python -m common.conf
 
 
 def page() -> str:
-    blocks = (_block(name, field) for name, field in Config.model_fields.items())
-    return "\n".join([_HEAD, *blocks])
+    lines = [_HEAD]
+    for name, field in Config.model_fields.items():
+        lines += [f"## {name}", "", "```yaml", *_lines(name, field, meanings(Config)[name]), "```", ""]
+    return "\n".join(lines)
 
 
 @cache
@@ -45,10 +47,6 @@ def meanings(section: type[Section]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                     found[name] = " ".join(words.split())
     return found
-
-
-def _block(name: str, field: FieldInfo) -> str:
-    return "\n".join([f"## {name}", "", "```yaml", *_lines(name, field, meanings(Config)[name]), "```", ""])
 
 
 def _lines(name: str, field: FieldInfo, meaning: str) -> Iterator[str]:
