@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from common.config import Config
 from common.shared_memory import PATTERN, remove_orphans
 from sampler.completions import SamplingParams
 from sampler.engine import Engine
 from sampler.reload import reload
+from tests.support.configs import config_in
 from tests.support.engines import finished
 from tests.support.plain_policy import PlainPolicy
 from tests.support.speed import is_gone, until
@@ -52,15 +52,10 @@ def test_two_workers_have_the_log_probs_of_one_also_after_a_reload_and_no_kill_l
 def _engine(folder: Path, pipe: Connection) -> None:
     """Sends how far its log-probs are from those of one process, at first and after a reload, and waits."""
     model = tiny_model(folder / "model")
-    settings = {
-        "run": {"output_dir": str(folder / "run")},
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": "none.jsonl", "max_prompt_length": 64},
-        "sampler": {"num_generations": 2, "max_completion_length": 16},
-        "vllm": {"tensor_parallel_size": 2},
-    }
-    config, policy = Config.model_validate(settings), PlainPolicy(model)
-    engine, found = Engine(config, num_gpus=0), []
+    given = {"model": {"path": str(model), "dtype": "float32"}, "data": {"max_prompt_length": 64}}
+    sampler = {"num_generations": 2, "max_completion_length": 16}
+    config = config_in(folder, **given, sampler=sampler, vllm={"tensor_parallel_size": 2})
+    policy, engine, found = PlainPolicy(model), Engine(config, num_gpus=0), []
     for version in (1, 2):
         policy.disturb(version)
         reload(engine, policy.publish(folder / "weights", version), config)

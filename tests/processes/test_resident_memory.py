@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from common.config import Config
 from launcher.placement import placement
+from tests.support.configs import config_in
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
 
@@ -78,7 +77,7 @@ def sample(folder: str) -> None:
     from tests.support.plain_policy import PlainPolicy
 
     path, draw = tiny_model(Path(folder) / "model"), random.Random(1)
-    config = config_of(str(path), folder)
+    config = config_in(Path(folder), model={"path": str(path), "dtype": "float32"}, data={"max_prompt_length": 128})
     engine, policy, waves = Engine(config, num_gpus=0), PlainPolicy(path), 0
     vocabulary = policy.model.config.vocab_size
     versions = [policy.publish(Path(folder) / "w", v) for v in range(2)]
@@ -114,14 +113,9 @@ def replace_heads() -> None:
     growth(replace, range(3), range(8))
 
 
-def config_of(model: str, folder: str) -> Config:
-    sections: dict[str, Any] = {"run": {"output_dir": f"{folder}/run"}, "model": {"path": model, "dtype": "float32"}}
-    return Config.model_validate(sections | {"data": {"train": "none.jsonl", "max_prompt_length": 128}})
-
-
 def grown(call: str, folder: Path, side: str) -> float:
     """By which fraction the process grew that makes this call."""
-    place = placement(config_of("m", str(folder)), gpus=(), cores=(0,))
+    place = placement(config_in(folder, model={"dtype": "float32"}), gpus=(), cores=(0,))
     of_side = place.samplers[0].env if side == "sampler" else place.trainer_env
     environment = {**of_side, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     code = f"from tests.processes.test_resident_memory import replace_heads, sample, train; {call}"

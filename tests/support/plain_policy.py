@@ -22,8 +22,6 @@ class OneRank:
 
     rank, world_size, stall_timeout_s = 0, 1, 0.0
 
-    def barrier(self) -> None: ...
-
     def gather(self, text: str) -> list[str]:
         return [text]
 

@@ -21,6 +21,7 @@ from model.folder import require_model
 from model.tokenizer import load_tokenizer
 from sampler.reload import expected_tensors, reload
 from sampler.verify import checked_tensors, copy_files
+from tests.support.configs import config_of
 from tests.support.mixtures import mixture
 from tests.support.plain_policy import AdaptedPolicy
 from tests.support.tiny import tiny_model
@@ -38,13 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(model: Path, output_dir: Path, **sections: Any) -> Config:
-    given = {
-        "run": {"output_dir": str(output_dir)},
-        "model": {"path": str(model), "dtype": "float32"},
-        "lora": LORA,
-        "data": {"train": "none.jsonl"},
-    }
-    return Config.model_validate(given | sections)
+    given = {"run": {"output_dir": str(output_dir)}, "lora": LORA} | sections
+    return config_of({"path": str(model), "dtype": "float32"}, given.pop("data", None), **given)
 
 
 def test_defaults_and_what_vllm_is_told(tmp_path: Path, model: Path) -> None:
@@ -184,9 +180,7 @@ def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -
     config = config_for(
         model, tmp_path, eval={"metric_for_best_model": "answer/accuracy"}, data={"train": "t", "eval": "e"}
     )
-    exchange: Any = SimpleNamespace(
-        rank=0, world_size=1, stall_timeout_s=60.0, agree=lambda value: value, barrier=lambda: None
-    )
+    exchange: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=lambda value: value)
     policy, published = AdaptedPolicy(config), AdaptedPolicy(config).publish(tmp_path / "weights", 5)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
     Best(config, exchange, print, list).update(record, published, policy, load_tokenizer(str(model)))

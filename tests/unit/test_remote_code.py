@@ -9,6 +9,7 @@ from common.config import Config
 from model.folder import load_config
 from model.tokenizer import load_tokenizer
 from sampler.engine_arguments import ends
+from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 
 CONFIGURATION = """
@@ -40,8 +41,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     settings |= {"tokenizer_class": "OwnTokenizer"}
     settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = {"path": str(folder), "trust_remote_code": True}
-    return Config.model_validate({"model": model, "data": {"train": "t"}})
+    return config_of({"path": str(folder), "trust_remote_code": True})
 
 
 def test_the_end_of_a_completion_is_found_with_the_models_own_tokenizer(config: Config) -> None:
