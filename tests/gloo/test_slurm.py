@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-import yaml
 
 from launcher import slurm
 from report.run_log import read_jsonl
-from tests.support.gloo_data import settings
+from tests.gloo.test_two_hosts import written
 from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
 from tests.support.slurm import Slurm, real_slurm
 from tests.support.speed import until
@@ -67,10 +66,7 @@ def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_ne
     cluster: Slurm, trainers: Stack, expected: dict[str, str],
 ) -> None:  # fmt: skip
     folder = trainers.folder / name
-    run = {"output_dir": str(folder), "replay": str(trainers.folder / "groups"), "report_to": []}
-    config = settings(trainers.folder, name, 1, run=run, trainer=TRAINER)
-    path = trainers.folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    path = written(trainers, name, TRAINER)
     assert slurm.main([str(path), *nodes.split()]) == 0
     submit = ("sbatch", "--parsable", f"{folder}.sbatch")
     cluster.env |= ENVIRONMENT

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def written(trainers: Stack, name: str) -> Path:
+def written(trainers: Stack, name: str, trainer: dict[str, Any]) -> Path:
     """A config of a run from the recording."""
     run = {"output_dir": str(trainers.folder / name), "replay": str(trainers.folder / "groups"), "report_to": []}
-    config = settings(trainers.folder, name, 1, run=run, trainer=OF_HOSTS)
+    config = settings(trainers.folder, name, 1, run=run, trainer=trainer)
     path = trainers.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     return path
@@ -43,7 +44,7 @@ def start(
     **more: str,
 ) -> subprocess.Popen[bytes]:
     """`run --hosts` of one rank on each. enter: called in the process first. more: environment."""
-    path, hostfile = written(trainers, name), trainers.folder / f"{name}.hosts"
+    path, hostfile = written(trainers, name, OF_HOSTS), trainers.folder / f"{name}.hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
     env = os.environ | ENVIRONMENT | {"TANDEM_SSH": namespaces.ENVIRONMENT["TANDEM_SSH"]} | more
     command = [sys.executable, "-m", "tests.support.hosts_worker", str(path), str(hostfile), *overrides]

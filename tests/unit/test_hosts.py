@@ -158,10 +158,3 @@ def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert reach("127.0.0.1", {}) == ["sh"]
     assert reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
     assert reach("203.0.113.7", {})[:3] == ["ssh", "-o", "BatchMode=yes"]
-
-
-def test_where_the_reference_is_follows_from_the_config_and_not_from_the_launching_host(tmp_path: Path) -> None:
-    hosts = (HostLine("10.0.0.1", 1, 1), HostLine("10.0.0.3", 1, 0))
-    for ahead, side in ((0, "trainer"), (1, "sampler")):
-        config = config_in(tmp_path, algorithm={"beta": 0.1}, trainer={"max_staleness": ahead})
-        assert placement_over(hosts).num_ranks == 2 and config.reference_on == side
