@@ -21,8 +21,9 @@ def _line(name: str, records: Records) -> str:
     having = marked or [record for record in records if name in record["mean"]]
     counts = " → ".join(dict.fromkeys(_count(record, name) for record in having))
     if not marked:
+        setting = f"rewards.full_marks={{{strip_escapes(name.rpartition('/')[2])}: …}}"  # of hard/style, too
         means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
-        return f"held-out {shown}: mean {means}  (n = {counts}; for an accuracy set rewards.full_marks={{{shown}: …}})"
+        return f"held-out {shown}: mean {means}  (n = {counts}; for an accuracy set {setting})"
     marks = [share_of_full_marks(record, name) for record in marked]
     shares = " → ".join(f"{100 * share:.1f} %" for share, _, _ in marks)
     intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)

@@ -204,9 +204,10 @@ def _evaluation(config: Settings) -> Iterator[str]:
         )
     if metric is not None and config.data.eval is None:
         yield "eval.metric_for_best_model needs held-out problems; set data.eval=openai/gsm8k:main@test"
-    labels = [entry.label for entry in entries(config.data.eval)]
-    places = ["", *(f"{label}/" for label in labels if len(set(labels)) > 1)]
-    known = [f"{at}{name}/{kind}" for at in places for name in config.rewards.names for kind in ("accuracy", "mean")]
+    labels, names = {entry.label for entry in entries(config.data.eval)}, [*config.rewards.names]
+    if len(labels) > 1:
+        names += [f"{of}/{name}" for of in sorted(labels) for name in config.of_source(of).rewards.names]
+    known = [f"{name}/{kind}" for name in names for kind in ("accuracy", "mean")]
     if metric is not None and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1, cutoff=0) or known
         yield (

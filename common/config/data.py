@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from common.config.sampling import Rollouts
 from common.config.sections import Section
@@ -16,7 +16,7 @@ class RowSource(Section):
     """One of several data sets, with its share of the groups."""
 
     path: str
-    name: str | None = Field(None, pattern=r"[\w.-]+")
+    name: str | None = Field(None, pattern=r"^[\w.-]+$")
     """In metrics; null = that of the file or data set."""
     weight: float | None = Field(None, gt=0)
     """Share of the groups, beside the others' weights; null = its rows."""
@@ -60,7 +60,7 @@ class Data(Section):
     train: Rows
     """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder, list; a mix: docs/data.md#several-sources."""
     eval: Rows | None = None
-    """Held-out problems; `test.jsonl@train[:96]` is a file's first 96."""
+    """Held-out problems, or sets {easy: a.jsonl, hard: b.jsonl}; `test.jsonl@train[:96]` is a file's first 96."""
     prompt_key: str = "question"
     """Column of problems; `extra_info.question` looks inside."""
     answer_key: str | None = "answer"
@@ -81,6 +81,16 @@ class Data(Section):
     """Smaller images are enlarged."""
     max_pixels: int = Field(2_097_152, gt=0)
     """Larger images are reduced: 2,674 tokens."""
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _sets_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "path" in value:  # the latter: a source without its list
+            return [value] if isinstance(value, dict) else value
+        if not value:
+            raise ValueError("no set of problems; write {easy: a.jsonl, hard: b.jsonl}, or null")
+        sets = {str(name): rows if isinstance(rows, dict) else {"path": rows} for name, rows in value.items()}
+        return [{"name": name, **rows} for name, rows in sets.items()]
 
     def _contradictions(self) -> Iterator[str]:
         low, high = self.min_pixels, self.max_pixels

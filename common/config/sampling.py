@@ -127,7 +127,7 @@ class Eval(Section):
     num_generations: int = Field(1, ge=1)
     """Completions per problem."""
     metric_for_best_model: str | None = None
-    """For best/: `answer/accuracy` or `answer/mean`, of any function."""
+    """For best/: `answer/accuracy` or `answer/mean`, of any function; of one set `hard/answer/mean`."""
     greater_is_better: bool = True
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)

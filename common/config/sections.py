@@ -75,7 +75,7 @@ class Run(Section):
 class Model(Section):
     path: str
     """Hub id or folder; of a GGUF file `convert` makes one."""
-    builder: str | None = Field(None, pattern=r"[a-z_]\w*(\.\w+)*")
+    builder: str | None = Field(None, pattern=r"^[a-z_]\w*(\.\w+)*$")
     """A module that makes model and data where they are missing, as `examples.quickstart`."""
     revision: str | None = None
     """Branch, tag, commit."""

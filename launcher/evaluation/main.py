@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
     target = find_target(plain[0], given.config)
     overrides += target.overrides()
-    overrides += [f"data.eval={json.dumps(plain[1])}"] if len(plain) > 1 else []
+    if len(plain) > 1:  # it need not have the set that the run's best policy was of
+        no_best = ["metric_for_best_model=null", "early_stopping_patience=null", "load_best_model_at_end=false"]
+        overrides += [f"data.eval={json.dumps(plain[1])}", *(f"eval.{setting}" for setting in no_best)]
     if Path(target.model).is_dir() and not target.rank:
         overrides.append("model.revision=null")
     config = load(target.config, overrides)

@@ -171,3 +171,11 @@ def test_a_users_mistake_is_told_before_anything_is_loaded(run: Path, arguments:
     with pytest.raises(UserError) as error:
         evaluation.main([argument.replace("RUN", str(run)) for argument in arguments])
     assert words in str(error.value)
+
+
+def test_other_data_need_not_have_the_set_that_the_best_policy_was_of(run: Path) -> None:
+    best = {"metric_for_best_model": "hard/answer/mean", "load_best_model_at_end": True}
+    config = config_of({"path": "start"}, {"eval": {"easy": "d.jsonl", "hard": "e.jsonl"}}, eval=best)
+    (run / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    with pytest.raises(UserError, match="no file or folder none"):
+        evaluation.main([str(run), "none.jsonl"])

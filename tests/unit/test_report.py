@@ -131,6 +131,7 @@ def test_each_held_out_source_has_its_line_and_its_plot(tmp_path, monkeypatch):
     assert titles[:3] == ["answer accuracy", "games/answer accuracy", "reward"]
     said = final_summary(tmp_path)
     assert "held-out games/answer: 68.8 %  (n = 64;" in said and "held-out games/mine: mean 0.20" in said
+    assert "rewards.full_marks={mine: …}" in said
 
 
 @pytest.mark.parametrize(

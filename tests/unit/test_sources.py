@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.config import Config, load
+from common.config.data import entries
 from common.errors import UserError
 from common.types import Group, Problem, Prompt, Rollout, Tombstone
 from common.wire import Envelope, decode, encode
@@ -110,6 +111,20 @@ def test_an_entry_has_its_own_rollouts_and_held_out_rows_those_of_their_namesake
     assert Config.model_validate(given.model_dump(mode="json")) == given, "as config.json has it"
 
 
+def test_held_out_sets_have_names(tmp_path: Path) -> None:
+    easy = write(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
+    hard = {"path": write(tmp_path / "b.jsonl", [{"ask": "7?", "answer": "7"}]), "rename": {"ask": "question"}}
+    sets = {"easy": easy, "hard": hard | {"rewards": ["answer"]}}
+    given = config_of(data={"eval": sets}, eval={"metric_for_best_model": "hard/answer/mean"})
+    assert given.data.eval is not None
+    assert [p.source for p in load_data("data.eval", given.data.eval, given.data)] == ["easy", "hard"]
+    assert Config.model_validate(given.model_dump(mode="json")) == given, "as config.json has it"
+    assert entries(config_of(data={"eval": {"path": easy}}).data.eval)[0].label == "a", "a source without its list"
+    for metric in ("hard/format/mean", "easy/mean", "harder/answer/mean"):  # the first is not scored there
+        with pytest.raises(ValidationError, match=f"{metric}' is none of"):
+            config_of(data={"eval": sets}, eval={"metric_for_best_model": metric})
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -123,6 +138,9 @@ def test_an_entry_has_its_own_rollouts_and_held_out_rows_those_of_their_namesake
             "source 'a', .* rollout.max_turns does nothing",
         ),
         ({"train": "a.jsonl", "eval": [{"path": "b.jsonl", "weight": 1}]}, "remove the weight"),
+        ({"train": "a.jsonl", "eval": {}}, "no set of problems"),
+        ({"train": "a.jsonl", "eval": {"a/b": "b.jsonl"}}, "match pattern"),
+        ({"train": "a.jsonl", "eval": {"easy": ["a.jsonl", "b.jsonl"]}}, "valid string"),
         ({"train": TWO, "eval": [{"path": "b.jsonl", "name": "games", "rewards": ["answer"]}]}, "remove both"),
     ],
 )
