@@ -19,8 +19,9 @@
 set -euo pipefail
 
 called_from=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
-root=$PWD
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv=$root/.venv
+if [[ -n ${TANDEM_PYTHON:-} ]]; then venv=${TANDEM_PYTHON%/bin/*}; else cd "$root"; fi # it is of tandem/start.py
 stamp=.venv/.tandem-stamp
 log=.cache/setup.log
 pytorch_cpu_index=https://download.pytorch.org/whl/cpu
@@ -136,7 +137,7 @@ setup() {
 }
 
 export TANDEM_CALLED_FROM=$called_from # what is named from there keeps its meaning
-export PATH="$root/.venv/bin:$PATH" # ninja, for compiled ops
+export PATH="$venv/bin:$PATH" # ninja, for compiled ops
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM-false}
 
 case $root in # PATH, ninja and the shell's lines in its files; everything else they take
@@ -152,16 +153,17 @@ if [[ ! -w ${HOME:-~} ]]; then # as in a container whose user has no name: cache
   export XDG_CONFIG_HOME=${XDG_CONFIG_HOME:-$scratch/.config} TRITON_HOME=${TRITON_HOME:-$scratch}
 fi
 export HOME=${HOME:-~} USER=${USER:-${LOGNAME:-uid$UID}} # torch asks for both
-ops=$root/.venv/torch_extensions
-if [[ -z ${TORCH_EXTENSIONS_DIR:-} && -d .venv ]] && ! { mkdir -p "$ops" && [[ -w $ops ]]; } 2>/dev/null; then
+ops=$venv/torch_extensions
+if [[ -z ${TORCH_EXTENSIONS_DIR:-} && -d $venv ]] && ! { mkdir -p "$ops" && [[ -w $ops ]]; } 2>/dev/null; then
   ops=${XDG_CACHE_HOME:-$HOME/.cache}/tandem/${root//\//_} # the installation is not ours to write
-  mkdir -p "$ops" && cp -rpn .venv/torch_extensions/. "$ops" 2>/dev/null || true
+  mkdir -p "$ops" && cp -rpn "$venv"/torch_extensions/. "$ops" 2>/dev/null || true
 fi
 
 case ${1:-} in
-  -h | --help | help) sed -n '/^#!/d; /^set/q; s/^# \{0,1\}//p' launch.sh; exit ;;
+  -h | --help | help) sed -n '/^#!/d; /^set/q; s/^# \{0,1\}//p' "$root/launch.sh"; exit ;;
 esac
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ops}
+[[ -z ${TANDEM_PYTHON:-} ]] || exec "$TANDEM_PYTHON" -P -m launcher "$@" # which installs nothing
 if supported .venv/bin/python; then python=.venv/bin/python; else python=$(find_python); fi
 "$python" -m launcher --known "$@" || exit # before anything is installed
 if [[ ${1:-} != doctor ]]; then

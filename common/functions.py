@@ -24,7 +24,7 @@ from typing import Any
 
 from common import user_modules
 from common.errors import UserError
-from common.paths import did_you_mean
+from common.paths import did_you_mean, here_or_ours
 
 Function = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path |
     """
     if ":" in name:
         place, _, attribute = name.rpartition(":")
-        return Path(place).expanduser(), attribute
+        return here_or_ours(Path(place).expanduser()), attribute
     if name.endswith(".py") or "/" in name:
         raise UserError(f"{label}: which function of the file? Write {name}:function")
     place, _, attribute = name.rpartition(".")

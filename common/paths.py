@@ -1,10 +1,17 @@
-"""Where an absent path may be: settings count from the folder of launch.sh, people from theirs."""
+"""Where an absent path may be: settings count from the folder of launch.sh, or that of `tandem`, people from theirs."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository, or tandem/ where pip installed it
+
+
+def here_or_ours(path: Path) -> Path:
+    """A file that is not here may be one that comes with Tandem, such as configs/templates/chatml.jinja."""
+    return ROOT / path if not path.exists() and (ROOT / path).is_file() else path
 
 
 def did_you_mean(path: Path) -> str:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.machine import usable_cores
+from launcher.machine import ROOT, usable_cores
 
 COMMANDS = {  # name → what Python is started with
     "run": ("-m", "launcher.run"),
@@ -33,6 +33,7 @@ COMMANDS = {  # name → what Python is started with
     "bench": ("tools/benchmarks/bench.py",),
     "families": ("tools/families/families.py",),
 }
+_OF_A_CLONE = ("setup", "test", "gpu-check", "bench", "families", "slurm")  # not of what pip installed
 CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called
 _WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # in which order: tests/conftest.py
 
@@ -49,9 +50,12 @@ def main(words: Sequence[str]) -> int:
         return 2
     if is_question:
         return 0
+    if (name in _OF_A_CLONE or "--hosts" in rest) and Path.cwd() != ROOT:
+        print(f"tandem: this needs a clone of the repository; there: bash launch.sh {name}", file=sys.stderr)
+        return 2
     os.sched_setaffinity(0, usable_cores())  # every library counts its cores by this, and not by a container's limit
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs behind a shell's & would inherit it ignored, and for good
-    os.execv(sys.executable, [sys.executable, *program(name, rest, folder)])
+    os.execv(sys.executable, [sys.executable, *(["-P"] * sys.flags.safe_path), *program(name, rest, folder)])
 
 
 def command(words: Sequence[str], folder: Path) -> tuple[str, list[str]]:
@@ -73,6 +77,8 @@ def program(name: str, words: Sequence[str], folder: Path) -> list[str]:
 def from_caller(word: str, folder: Path) -> str:
     """What is named from the caller's folder keeps its meaning in ours, to which launch.sh has changed."""
     is_path = word != "" and not word.startswith(("/", "-")) and "=" not in word
+    if is_path and not (folder / word).exists() and (ROOT / word).is_file():
+        return str(ROOT / word) if Path.cwd() != ROOT else word
     return str(folder / word) if is_path and folder.resolve() != Path.cwd() and (folder / word).exists() else word
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from common.config import Config, load
 from common.config.data import entries
 from common.durable import lock
 from common.errors import Retryable, UserError
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, limit_time, out_of_time, say
+from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from launcher import shares
@@ -45,6 +46,8 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
     path, overrides, hostfile = parse(arguments)
+    if "TANDEM_OF_PYTHON" in os.environ:
+        die_with_parent(signal.SIGTERM)  # a kernel that is restarted ends its run, and that saves the step
     again = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
@@ -168,13 +171,13 @@ def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str],
     given = [argument for argument in [parsed.config, *parsed.overrides] if argument is not None]
     if given and "=" not in given[0]:
         return Path(given[0]), given[1:], parsed.hosts
-    return QUICKSTART.relative_to(ROOT), given, parsed.hosts
+    return Path(os.path.relpath(QUICKSTART)), given, parsed.hosts
 
 
 def require_built(config: Config) -> None:
     """Raises UserError if a run would build the config's model, and none has."""
     path, builder = config.model.path, config.model.builder
-    if builder is not None and looks_local(path) and not (ROOT / path).exists():
+    if builder is not None and looks_local(path) and not Path(path).exists():
         raise UserError(f"{path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {builder}")
 
 
@@ -194,7 +197,7 @@ def build(config: Config) -> int:
 def _program(module: str, *arguments: str) -> int:
     """The exit code of `python -m module arguments`."""
     try:
-        return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT).returncode
+        return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), "-m", module, *arguments]).returncode
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from common import functions
 from common.errors import UserError
+from common.paths import here_or_ours
 
 MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
 SINKS = ("tensorboard", "wandb")
@@ -24,7 +25,7 @@ class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: re
     @classmethod
     def _in_the_home_folder(cls, value: Any) -> Any:
         """No shell replaces the ~ of a path in YAML or after `option=`."""
-        return value.expanduser() if isinstance(value, Path) else value
+        return here_or_ours(value.expanduser()) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:

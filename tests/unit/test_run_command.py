@@ -139,7 +139,7 @@ def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeyp
     assert launcher_run.build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
     with pytest.raises(UserError, match=r"model.builder examples.none: no such module"):
         launcher_run.build(config_of({"builder": "examples.none"}))
-    monkeypatch.setattr(launcher_run, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     launcher_run.require_built(config_of({"path": "owner/name", "builder": "examples.quickstart"}))
     missing = config_of({"path": ".cache/quickstart/model", "builder": "examples.quickstart"})
     with pytest.raises(UserError, match=r"run makes it, or by itself: \.venv/bin/python -m examples\.quickstart"):
