@@ -1,4 +1,4 @@
-"""Tandem's packages under one name, for users' files: `from tandem.rewards import text_of` is `rewards.text_of`.
+"""`tandem.train`, and all packages under one name, for users' files: tandem.rewards.text_of is rewards.text_of.
 
 A user's file may have a `rewards` of its own beside it, which it gets by that name (common/user_modules.py).
 """
@@ -13,6 +13,10 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
+from tandem.start import ROOT, RunError, RunFolder, train
+
+__all__ = ["RunError", "RunFolder", "train"]
+
 
 class _Ours(MetaPathFinder, Loader):
     """tandem.x.y is the module x.y itself, not a second one."""
@@ -21,6 +25,8 @@ class _Ours(MetaPathFinder, Loader):
         return spec_from_loader(fullname, self) if fullname.startswith(f"{__name__}.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if str(ROOT) not in sys.path:
+            sys.path.append(str(ROOT))  # behind the user's own
         module = importlib.import_module(spec.name.removeprefix(f"{__name__}."))
         spec.loader_state = module.__spec__
         return module

@@ -174,7 +174,7 @@ DISTRIBUTIONS = {
     "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist",
 }
-INSTALLED_APART = {"trl"}  # by its benchmarks
+INSTALLED_APART = {"trl", "setuptools"}  # by its benchmarks; by pip
 
 
 def imported_packages() -> set[str]:

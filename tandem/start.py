@@ -1,0 +1,151 @@
+"""A run from Python, and the `tandem` command: both are launch.sh, in the caller's folder.
+
+Nothing else of ours is imported: the caller may be the kernel of a notebook, with modules of its own. What it starts
+has the interpreter of `bash launch.sh setup`, or else the caller's. Reward functions reach it as files: their own, or,
+for what a notebook or a script defines, a closure, an object, one with the value by cloudpickle and its source to read.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+_HERE = Path(__file__).resolve().parent
+ROOT = _HERE if (_HERE / "launch.sh").exists() else _HERE.parent  # as pip installed it; of a clone
+_LAUNCH = ["bash", str(ROOT / "launch.sh")]
+_REWARD_FILE = """import base64, sys
+import cloudpickle
+if sys.version_info[:2] != {version}:
+    raise ImportError("it was given by Python %s.%s; give it again by this one" % {version})
+sys.path += {path}
+{name} = cloudpickle.loads(base64.b64decode("{pickled}"))
+# {source}
+"""
+
+
+class RunError(RuntimeError):
+    """A run that does not end as done. exit_code: of launch.sh; 2 is something to change, 75 may be resumed."""
+
+    def __init__(self, text: str, exit_code: int = 2) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """RunFolder("runs/mine"): what a run has left so far. A notebook shows its curves."""
+
+    path: str | Path
+
+    def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
+        """Of metrics (docs/metrics.md), eval or samples, oldest first; not one that is just being written."""
+        lines = Path(self.path, f"{name}.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def report(self) -> str:
+        """What `launch.sh report` says. Draws the curves anew."""
+        return subprocess.check_output([*_LAUNCH, "report", self.path], env=_environment(), text=True)
+
+    def _repr_png_(self) -> bytes | None:
+        return curves.read_bytes() if (curves := Path(self.path, "curves.png")).exists() else None
+
+
+def train(
+    config: str | Path | Mapping[str, Any], *overrides: str, rewards: Sequence[str | Callable[..., Any]] = ()
+) -> RunFolder:
+    """As `bash launch.sh run config overrides…`, but paths count from the present folder.
+
+    config: a YAML file, or its sections. overrides: "trainer.max_steps=20". rewards: functions or names, in the place
+    of rewards.reward_funcs. Raises RunError, and KeyboardInterrupt when its step is saved.
+    """
+    is_path, names = isinstance(config, str | Path), [_named(reward) for reward in rewards]
+    file = str(config) if is_path else _kept("settings", ".yaml", json.dumps(config, indent=1, default=str))
+    words = [file, *overrides, *([f"rewards.reward_funcs={json.dumps(names)}"] if names else [])]
+    process = subprocess.Popen(
+        [*_LAUNCH, "run", *words], env=_environment() | {"TANDEM_OF_PYTHON": "1"}, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C in a terminal is passed on by us: of two the second would not wait
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = ""
+    while True:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                said += line
+            break
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+    code = process.wait()
+    if code in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if code:
+        last = re.split("^tandem: (?!full log: |continue with: )", said, flags=re.MULTILINE)[-1]
+        raise RunError(last.partition("\ntandem: ")[0].rpartition("\n    tandem: ")[2].strip(), code)
+    [folder] = re.findall(r"^tandem: trainer on .*; log (.*)/logs/trainer\.log$", said, re.MULTILINE)
+    return RunFolder(Path(folder).absolute())
+
+
+def command() -> NoReturn:
+    """`tandem words…` is `bash launch.sh words…` where pip installed it."""
+    os.execvpe("bash", [*_LAUNCH, *sys.argv[1:]], _environment())
+
+
+def _environment() -> dict[str, str]:
+    own, path = ROOT / ".venv/bin/python", filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    python = str(own) if own.exists() else sys.executable
+    return {**os.environ, "TANDEM_PYTHON": python, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _named(function: Callable[..., Any] | str) -> str:
+    """As rewards.reward_funcs names it. Raises RunError for what cannot be moved."""
+    if isinstance(function, str):
+        return function
+    name, home = getattr(function, "__name__", type(function).__name__), getattr(function, "__module__", None) or ""
+    module = sys.modules.get(home)
+    file = getattr(module, "__file__", None) or ""
+    if home.isidentifier() and home != "__main__" and file.endswith(".py") and vars(module).get(name) is function:
+        return f"{os.path.abspath(file)}:{name}"
+    name = name if name.isidentifier() else "reward"
+    try:
+        import cloudpickle
+
+        for key, other in list(sys.modules.items()):
+            is_ours = str(getattr(other, "__file__", ROOT)).startswith(str(ROOT))
+            if not is_ours and (ROOT / key.partition(".")[0]).is_dir():
+                cloudpickle.register_pickle_by_value(other)  # by its name it would be one of ours there
+        pickled = base64.b64encode(cloudpickle.dumps(function)).decode()
+    except Exception as error:
+        raise RunError(
+            f"reward {name} cannot be moved to its own process: {error}. Make what it uses inside the function, or "
+            f'write it into a file: rewards=["my_reward.py:{name}"]'
+        ) from error
+    source = "an object, or typed at a prompt: no source"
+    with suppress(OSError, TypeError):
+        source = inspect.getsource(function).replace("\n", "\n# ")
+    installed = tuple(sysconfig.get_paths().values())
+    path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # of its modules
+    values = {"version": sys.version_info[:2], "path": path, "name": name, "pickled": pickled, "source": source}
+    return _kept(name, ".py", _REWARD_FILE.format(**values)) + f":{name}"
+
+
+def _kept(name: str, ending: str, text: str) -> str:
+    """A file of this text that no other text replaces, so that an earlier run finds its own."""
+    file = Path(".cache/given", f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}").absolute()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(text)
+    return str(file)
