@@ -218,6 +218,23 @@ def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path) -> None
     assert len(trained(recipe, tmp_path, *local(tmp_path), *TINY, *rewards)) == 2
 
 
+@full
+@pytest.mark.parametrize("what", ["recipe", "notebook"])
+def test_python_of_the_page_and_of_the_notebook_runs_as_it_stands(what: str, tmp_path: Path) -> None:
+    if what == "notebook":
+        (tmp_path / ".cache").mkdir()
+        (tmp_path / ".cache" / "quickstart").symlink_to(ROOT / ".cache" / "quickstart")
+        cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    else:
+        (tmp_path / "my.yaml").touch()
+        tiny_model(tmp_path / "model")
+        text = PAGE["From Python"].split("```python")[1].split("```")[0]
+        code = [text.replace('"trainer.max_steps=20"', f"*{[*local(tmp_path), *TINY]}")]
+    run = f"import sys; sys.path.append({str(ROOT)!r})\nfor cell in {code}: exec(cell, globals())"
+    subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True, timeout=limit(400))
+
+
 # ---- two ranks
 
 
