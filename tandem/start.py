@@ -93,8 +93,10 @@ def train(
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if code:
-        last = re.split("^tandem: (?!full log: |continue with: )", said, flags=re.MULTILINE)[-1]
-        raise RunError(last.partition("\ntandem: ")[0].rpartition("\n    tandem: ")[2].strip(), code)
+        blocks = re.split("^tandem: ", said, flags=re.MULTILINE)
+        ended = [text for text in blocks if ("trainer: " if code == 75 else "lines of its log:\n") in text]
+        why = (ended or blocks)[-1].strip()  # the others say, too, how they leave
+        raise RunError(why.rpartition("\n    tandem: ")[2] if code == 2 else why, code)
     [folder] = re.findall(r"^tandem: trainer on .*; log (.*)/logs/trainer\.log$", said, re.MULTILINE)
     return RunFolder(Path(folder).absolute())
 
@@ -115,8 +117,7 @@ def _named(function: Callable[..., Any] | str) -> str:
     if isinstance(function, str):
         return function
     name, home = getattr(function, "__name__", type(function).__name__), getattr(function, "__module__", None) or ""
-    module = sys.modules.get(home)
-    file = getattr(module, "__file__", None) or ""
+    file = getattr(module := sys.modules.get(home), "__file__", None) or ""
     if home.isidentifier() and home != "__main__" and file.endswith(".py") and vars(module).get(name) is function:
         return f"{os.path.abspath(file)}:{name}"
     name = name if name.isidentifier() else "reward"

@@ -81,8 +81,8 @@ def test_a_run_from_a_thread_with_a_loop_is_its_folder_and_its_rows(launch: Any)
 LOG = "tandem: sampler ended with exit code 2 (user error). The last lines of its log:\n    tandem: sampler: a\n    b\n"
 ERRORS = [
     ("tandem: a is now a-1\ntandem: b.yaml:3: no x\nb.yaml:4: no y\n", 2, "b.yaml:3: no x\nb.yaml:4: no y"),
-    (f"{LOG}tandem: full log: l\nheld-out answer: 1\n", 2, "sampler: a\n    b"),
-    ("step 1\ntandem: trainer: time is over\ntandem: continue with: …\n", 75, "trainer: time is over"),
+    (f"{LOG}tandem: full log: l\ntandem: trainer: interrupted\n", 2, "sampler: a\n    b"),
+    ("tandem: trainer: it is time\ntandem: sampler: done\ntandem: continue\n", 75, "trainer: it is time"),
 ]
 
 
