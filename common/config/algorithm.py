@@ -76,6 +76,8 @@ class Algorithm(Section):
     """Weigh by π_own/π_vllm."""
     vllm_importance_sampling_clip_max: float = Field(3.0, ge=1)
     """Cap of that weight."""
+    vllm_importance_sampling_clip_min: float = Field(0.0, ge=0, le=1)
+    """Its floor; 0.5 with token_mask and a cap of 5: IcePop."""
     router_replay: bool = False
     """The trainer sends tokens of a mixture to the experts that the sampler chose (R3)."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -183,8 +185,9 @@ class Algorithm(Section):
             yield f"delta {self.delta} must be above 1 + epsilon_high = {1 + self.clip_high}; set algorithm.delta=3.0"
         if self.loss_type == "cispo" and self.loss is not None:
             yield "loss takes the place of cispo's objective; set algorithm.loss_type=dapo, the same mean over tokens"
-        if self.vllm_importance_sampling_mode is None and self.vllm_importance_sampling_clip_max != 3:
-            yield "vllm_importance_sampling_clip_max does nothing without algorithm.vllm_importance_sampling_mode"
+        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if self.vllm_importance_sampling_mode is None and bounds != (0, 3):
+            yield "vllm_importance_sampling_clip_… does nothing without algorithm.vllm_importance_sampling_mode"
         if self.dead_groups != "keep" and not self.estimator.has_group_baseline:
             yield f"adv_estimator {self.adv_estimator} learns from equal rewards too; set algorithm.dead_groups=keep"
         if self.dead_groups != "resample" and self.max_resamples != 1:

@@ -18,6 +18,7 @@ from trainer.algorithm.losses import (
     Denominator,
     TokenTerms,
     loss,
+    mismatch_correction,
     token_objective,
     token_weights,
     value_errors,
@@ -226,6 +227,18 @@ def test_a_correction_weighs_tokens_whose_ratio_is_to_the_trainers_own_first_log
     assert terms.is_corrected.tolist() == hit
     assert objective.tolist() == pytest.approx([2 * r * w for r, w in zip(ratios, weights, strict=True)])
     assert gradient.tolist() == pytest.approx(objective.tolist())  # none through the weight itself
+
+
+@pytest.mark.parametrize(("how", "expected"), [("truncate", [2.0, 0.5, 0.9]), ("mask", [0.0, 0.0, 0.9])])
+def test_a_correction_has_a_floor_of_tokens_or_completions(how: str, expected: list[float]) -> None:
+    weights = logs(3.0, 0.1, 0.9)
+    found, is_corrected = mismatch_correction(weights, [2, 1], f"token_{how}", (0.5, 2.0))
+    assert (found.tolist(), is_corrected.tolist()) == (pytest.approx(expected), [True, True, False])
+    found, _ = mismatch_correction(weights, [2, 1], f"sequence_{how}", (0.5, 2.0))  # 3 · .1 = .3
+    assert found.tolist() == pytest.approx([expected[1], expected[1], 0.9])
+    assert mismatch_correction(weights, [3], "token_mask", (0.0999, 3.001))[0].tolist() == pytest.approx(
+        [3.0, 0.1, 0.9]
+    )
 
 
 def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:

@@ -39,6 +39,12 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 KL = {"beta": 0.1, "epsilon_high": 0.3, "delta": 1.6}
 ALL = ("grpo", "dapo", "dr_grpo", "bnpo")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+RECIPES = "configs/recipes/objectives.py"  # what TRL has as a loss_type, or as a setting: theirs -> ours
+OURS: dict[str, Options] = {
+    "sapo": {"loss_type": "grpo", "loss": f"{RECIPES}:sapo"},
+    "vespo": {"loss_type": "dapo", "loss": f"{RECIPES}:vespo"},
+    "off_policy_mask_threshold": {"loss": f"{RECIPES}:off_policy_mask"},
+}
 LOSSES: dict[str, Options] = {
     **{name: {} for name in ALL},
     "cispo": {"epsilon_high": 1.5},
@@ -48,9 +54,16 @@ LOSSES: dict[str, Options] = {
     **{f"{name}, use_bias_correction_kl": {"use_bias_correction_kl": True} | KL for name in ALL[:2]},
     "grpo, sequence level, beta (k3), delta": SEQUENCE | {"beta": 0.1, "delta": 1.6},
     **{
-        f"grpo, {mode}": {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
+        f"grpo, {mode}, {floor}": {
+            "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_max": 1.2,
+            "vllm_importance_sampling_clip_min": floor,
+        }
         for mode in CORRECTIONS
+        for floor in (0.0, 0.8)
     },
+    **{name: {} for name in ("sapo", "vespo")},
+    "grpo, off-policy mask": {"off_policy_mask_threshold": 0.1},
     "dapo, entropy_coef": {"entropy_coef": 0.05},
     "grpo, entropy_coef": {"entropy_coef": 0.05},
     **{f"{name}, two micro-batches": {"micro_batches": 2} for name in ALL},
@@ -70,7 +83,7 @@ DIFFER = {  # all others must agree
 # What TRL's arguments do not take, or what would load a model there, is set on the trainer.
 SET_LATER = {
     "beta", "entropy_coef", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "whiten_advantages",
-    "adv_estimator", "use_bias_correction_kl", "micro_batches",
+    "adv_estimator", "use_bias_correction_kl", "micro_batches", "vllm_importance_sampling_clip_min",
 }  # fmt: skip
 
 
@@ -123,7 +136,9 @@ def random_batch(seed: int, spread: float) -> Batch:
 def our_config(options: Options) -> Config:
     sections = {"model": {"path": "m"}, "data": {"train": "t"}, "sampler": {"max_completion_length": L_MAX}}
     rewards = {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 0.5]}
-    algorithm = {name: value for name, value in options.items() if name != "micro_batches"}
+    algorithm = {name: value for name, value in options.items() if name not in ("micro_batches", *OURS)}
+    for name in (*options, options.get("loss_type", "")):
+        algorithm |= OURS.get(name, {})
     return Config.model_validate(sections | {"rewards": rewards, "algorithm": algorithm})
 
 
@@ -158,7 +173,7 @@ def trl_loss(batch: Batch, options: Options) -> tuple[Tensor, Tensor]:
     trainer.args.use_bias_correction_kl = options.get("use_bias_correction_kl", False)
     inputs["advantages"] = batch.advantages
     if "vllm_importance_sampling_mode" not in options:
-        inputs["old_per_token_logps"] = batch.padded(batch.old_logprobs)
+        inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"] = batch.padded(batch.old_logprobs)
     inputs["ref_per_token_logps"] = batch.padded(batch.ref_logprobs)
     logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     outputs = {"log_probs": batch.padded(logprobs), "entropy": batch.padded(entropy)}
@@ -209,7 +224,7 @@ def trl_trainer(kind: Any, settings: Any, options: Options, scores: Sequence[Cal
     if "vllm_importance_sampling_mode" in options:
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
         trainer.vllm_importance_sampling_mode = options["vllm_importance_sampling_mode"]
-        trainer.vllm_importance_sampling_clip_min = None
+        trainer.vllm_importance_sampling_clip_min = options["vllm_importance_sampling_clip_min"]
         trainer.vllm_importance_sampling_clip_max = options["vllm_importance_sampling_clip_max"]
     return trainer
 

@@ -95,10 +95,10 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     A user's own objective is the surrogate, and with ref_logprobs in its signature also the KL term.
     """
     correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
-    mode, cap = algorithm.vllm_importance_sampling_mode, algorithm.vllm_importance_sampling_clip_max
-    if mode is not None:
+    if (mode := algorithm.vllm_importance_sampling_mode) is not None:
         own = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-        correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, cap)
+        bounds = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
+        correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, bounds)
         old_logprobs = own
     ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
     beta, epsilon_high = algorithm.beta_of_loss, algorithm.clip_high
@@ -146,22 +146,26 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
     return torch.cat([bounded(part.mean()).exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
 
 
-def mismatch_correction(log_weight: Tensor, lengths: Sequence[int], mode: str, cap: float) -> tuple[Tensor, Tensor]:
-    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t).
+def mismatch_correction(
+    log_weight: Tensor, lengths: Sequence[int], mode: str, bounds: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t); bounds: floor and cap.
 
         token_…       w_t = exp(log_weight_t)
         sequence_…    w_t = exp(Σ_s log_weight_s), all t of i
-        …_truncate    min(w, cap)                   biased, little variance
-        …_mask        w where w ≤ cap, else 0
+        …_truncate    max(min(w, cap), floor)       biased, little variance
+        …_mask        w where floor ≤ w ≤ cap, else 0
 
-    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025; token_mask with a
+    floor is IcePop, arXiv 2510.18855.
     """
+    floor, cap = bounds
     if mode.startswith("sequence"):
         log_weight = torch.cat([part.sum().expand(len(part)) for part in log_weight.split(list(lengths))])
     weight = bounded(log_weight).exp()
-    is_corrected = weight > cap
+    is_corrected = (weight > cap) | (weight < floor)
     if mode.endswith("truncate"):
-        return weight.clamp(max=cap), is_corrected
+        return weight.clamp(floor, cap), is_corrected
     return weight.masked_fill(is_corrected, 0.0), is_corrected
 
 
