@@ -139,6 +139,11 @@ def read_manifest(published: Published) -> Manifest:
     return manifest
 
 
+def tensors_of(folder: Path) -> dict[str, TensorInfo]:
+    """Of a version that is ours."""
+    return _decoder.decode((folder / MANIFEST).read_bytes()).tensors
+
+
 def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
     """The committed versions, oldest first."""
     return sorted((int(path.parent.name.split("-")[0]), path.parent) for path in weights_dir.glob(f"[0-9]*/{MANIFEST}"))

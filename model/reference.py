@@ -41,21 +41,26 @@ class Reference:
 
         sequence_group: the trainer's ranks that score every row together.
         """
-        self._adapted, self._sequence_group = policy is not None, sequence_group
-        self._model = policy if policy is not None else self._load(config, device)
+        self._adapted, self._sequence_group, self._config = policy is not None, sequence_group, config
+        self._model = policy if policy is not None else self._load(config, device, *config.start_of(config.reference))
         self._layout = layout_of(self._model.config, *config.start_of(config.reference))
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size
 
     @staticmethod
-    def _load(config: Config, device: torch.device) -> Any:
-        path, revision = config.start_of(config.reference)
+    def _load(config: Config, device: torch.device, path: str, revision: str | None) -> Any:
         trusts, packing = config.model.trust_remote_code, config.trainer.packing
         model = load_causal_lm(path, config.model.dtype, revision, trusts, packing).to(device).eval()
         for layer in getattr(decoder_of(model), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
+
+    def replace(self, folder: str) -> Any:
+        """The model of this folder takes its place. Returns it."""
+        self._model = None  # first: there is no room for two
+        self._model = self._load(self._config, self._device, folder, None)
+        return self._model
 
     @property
     def packing(self) -> Packing:

@@ -42,6 +42,7 @@ from trainer.record.throughput import StepSeconds, num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
+from trainer.save.moving_reference import MovingReference
 from trainer.save.publisher import Publisher
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
@@ -66,6 +67,7 @@ class Trainer:
     batch: BatchTraining
     best: Best
     publisher: Publisher
+    moving_reference: MovingReference
     saver: Saver
     lent_cores: LentCores
     seconds: StepSeconds
@@ -199,6 +201,9 @@ class Trainer:
         eval_id = f"v{p.policy_version}" if evaluate and num_problems else None
         with self.lent_cores.borrowed():
             self.publisher.publish(p.policy_version, p.run_id, len(self.tokenizer), p.cursor, eval_id, num_problems)
+        if self.moving_reference.is_due(p.step):
+            self.publisher.finish()
+            self.moving_reference.follow(p.step, self.publisher.published)
 
     def _evaluates_at_start(self) -> bool:
         """A checkpoint is saved while its version, or after an interrupt the one before, is still being evaluated.

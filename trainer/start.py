@@ -142,6 +142,7 @@ def assemble(  # noqa: PLR0913 three models, and all around them
     from trainer.record.step_records import StepRecords
     from trainer.record.throughput import StepSeconds
     from trainer.save.best import Best
+    from trainer.save.moving_reference import MovingReference
     from trainer.save.publisher import Publisher, writes_behind
     from trainer.save.saver import Saver
 
@@ -155,6 +156,7 @@ def assemble(  # noqa: PLR0913 three models, and all around them
     cores = lent_cores(config, exchange, receiver.samplers_rest, publisher.is_writing)
     cores.watch(engine, *([critic] if critic else []))
     actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
+    moving = MovingReference(config, engine, exchange, tokenizer, reference)
     sync = rank_zero.sync if rank_zero else lambda: None
     return Trainer(
         config=config,
@@ -170,6 +172,7 @@ def assemble(  # noqa: PLR0913 three models, and all around them
         batch=BatchTraining(config, Models(engine, reference, actor_critic), exchange, receiver, seconds.add, cores),
         best=Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else []),
         publisher=publisher,
+        moving_reference=moving,
         saver=Saver(config, engine, critic, exchange, tokenizer, say, sync, seconds.add, progress.step),
         lent_cores=cores,
         seconds=seconds,

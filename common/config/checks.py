@@ -16,7 +16,17 @@ class Config(Settings):
     """Settings whose sections agree."""
 
     def _contradictions(self) -> Iterator[str]:
-        of_rollouts = (_sampling, _in_flight, _sleeping, _sources, _batches, _kl, _evaluation, _lengths)
+        of_rollouts = (
+            _sampling,
+            _in_flight,
+            _sleeping,
+            _sources,
+            _batches,
+            _kl,
+            _without_rewards,
+            _evaluation,
+            _lengths,
+        )
         for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora, _router_replay):
             yield from check(self)
 
@@ -144,6 +154,29 @@ def _kl(config: Settings) -> Iterator[str]:
             "algorithm.kl_in_reward changes the rewards that advantages are made of, before a trainer rank has "
             "scored its groups; set reference.on=sampler"
         )
+    every, batch = config.reference.sync_steps, config.algorithm.steps_per_batch
+    if every is None:
+        return
+    if config.reference_on != "trainer":
+        yield "reference.sync_steps is of a reference on the trainer; set algorithm.beta=0.04 and reference.on=trainer"
+    if config.lora.r:
+        yield "reference.sync_steps would need the model a second time beside lora.r; set reference.sync_steps=null"
+    if every % batch:
+        near = math.ceil(every / batch) * batch
+        yield f"reference.sync_steps {every} is no multiple of the {batch} steps of a batch; set {near}"
+
+
+def _without_rewards(config: Settings) -> Iterator[str]:
+    algorithm = config.algorithm
+    if config.learns_from_rewards:
+        return
+    if algorithm.loss is None and (algorithm.beta == 0 or config.reference.path is None):
+        yield (
+            "no reward counts, and there is no teacher to learn from; write rewards.reward_funcs: [answer, format], or "
+            "distil (docs/recipes.md): algorithm.beta=1 reference.path=TEACHER"
+        )
+    if algorithm.dead_groups != "keep":
+        yield "no reward counts, so every group is dead, and trains by its KL; set algorithm.dead_groups=keep"
 
 
 def _lora(config: Settings) -> Iterator[str]:

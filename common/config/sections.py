@@ -95,6 +95,8 @@ class ReferenceSettings(Section):
     """For the KL, same tokenizer; null = the initial policy."""
     on: Literal["sampler", "trainer"] | None = None
     """Who scores it; null: the trainer, or with kl_in_reward or trainer.max_staleness the sampler."""
+    sync_steps: int | None = Field(None, gt=0)
+    """The policy becomes the reference every n steps; null = never."""
 
 
 class Lora(Section):

@@ -219,6 +219,12 @@ def test_a_run_killed_inside_a_batch_resumes_at_its_begin(
     assert [c["cursor"] for c in commits] == [groups_a_step * step for step in steps_saved(found)]
 
 
+def test_a_run_whose_reference_moves_and_that_is_killed_around_its_refresh_resumes_exactly(trainers: Stack) -> None:
+    moving = {"reference": {"on": "trainer", "sync_steps": 3}, "algorithm": {"beta": 0.1}}
+    kills: list[Armed] = [{0: "weights.manifest:4:kill"}, {0: "checkpoint.started:2:kill"}, TWO_KILLS[0]]
+    require_exact_resume(trainers, "moving", SHORT[1], kills, **moving)
+
+
 def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_exactly(trainers: Stack) -> None:
     recorder = Recorder(trainers.folder / "half-dead", cursor=0)
     recorder.append([received(half_dead(g)) for g in range(2 * STEPS * GROUPS_PER_STEP)])

@@ -197,6 +197,7 @@ REFUSED = {
         "use_bias_correction_kl=true beta=0.1 kl_in_reward=true": "set algorithm.beta",
         "use_bias_correction_kl=true beta=0.1 importance_sampling_level=sequence": "importance_sampling_level=token",
         "vllm_importance_sampling_clip_max=2": "without algorithm.vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_min=0.5": "without algorithm.vllm_importance_sampling_mode",
         "soft_punish_cache=257": "at most sampler.max_completion_length 256",
         "adv_estimator=gae group_params.group_max_size=8": "group_params does nothing with adv_estimator gae",
         "adv_estimator=group_ppo loss_type=dr_grpo": "segment_loss=segment",
@@ -248,6 +249,10 @@ REFUSED = {
         "vllm.enable_sleep_mode=true trainer.max_staleness=1": "set trainer.max_staleness=0",
         "vllm.logprobs_mode=raw_logprobs": "vllm.logprobs_mode 'raw_logprobs'",
         "reference.on=trainer algorithm.beta=0.1 algorithm.kl_in_reward=true": "set reference.on=sampler",
+        "reference.sync_steps=5": "set algorithm.beta=0.04 and reference.on=trainer",
+        "reference.sync_steps=5 algorithm.beta=0.1 trainer.max_staleness=1": "set algorithm.beta=0.04 and reference.on",
+        "reference.sync_steps=5 algorithm.beta=0.1 lora.r=4": "beside lora.r; set reference.sync_steps=null",
+        "reference.sync_steps=5 algorithm.beta=0.1 algorithm.num_iterations=2": "2 steps of a batch; set 6",
     },
 }
 

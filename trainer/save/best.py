@@ -134,15 +134,20 @@ class Best:
             )
 
     def _keep(self, folder: Path, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
-        shards = sorted(Path(published.weights_dir).glob("*.safetensors"))
-        for shard in shards:
-            pieces.copy(shard, folder / shard.name)
-        if engine.published_settings is not None:
-            shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
-        else:
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
-        write_side_files(engine, tokenizer, folder, is_whole=engine.published_settings is None)
+        keep_version(folder, published, engine, tokenizer)
         durable.write_file(folder / COMMIT, json.dumps(self._scored(now), indent=1).encode())
+
+
+def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:
+    """The very files that the sampler loaded, as a Hugging Face folder, or a peft folder."""
+    shards = sorted(Path(published.weights_dir).glob("*.safetensors"))
+    for shard in shards:
+        pieces.copy(shard, folder / shard.name)
+    if engine.published_settings is not None:
+        shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
+    write_side_files(engine, tokenizer, folder, is_whole=engine.published_settings is None)
 
 
 def index(shards: Sequence[Path]) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""reference.sync_steps: the policy of every n-th step becomes the reference (TR-DPO, arXiv 2404.09656, with α = 1).
+
+    RUN/reference/step_000040/     a Hugging Face folder of the version that the samplers got, with its manifest
+
+Every rank loads it from there and compares what it holds with the checksums that the engine's tensors had to have, too.
+The reference of a step follows from its number, so a resumed run loads the one that its checkpoint trained with.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common import durable
+from common.config import Config
+from common.errors import Retryable, UserError
+from common.run_folder import checkpoints, step_dir, step_dirs, step_of
+from common.watchdog import report_progress
+from common.weights import MANIFEST, Published, tensors_of
+from model.checksum import describe
+from model.reference import Reference
+from trainer.engine.exported import exported
+from trainer.save.best import keep_version
+from trainer.save.disk import Ranks, may_stay, write_folder
+
+
+class MovingReference:
+    """Every rank calls every method."""
+
+    def __init__(self, config: Config, engine: Any, ranks: Ranks, tokenizer: Any, reference: Reference | None):
+        self.config, self._engine, self._ranks, self._tokenizer = config, engine, ranks, tokenizer
+        self._reference, self._every = reference, config.reference.sync_steps
+        self._folder, self._present = config.run.output_dir / "reference", 0
+
+    def step_for(self, step: int) -> int:
+        """The policy of which step is the reference of those after `step`; 0: the one that the run began with."""
+        return step // self._every * self._every if self._every else 0
+
+    def is_due(self, step: int) -> bool:
+        return self.step_for(step) != self._present
+
+    def follow(self, step: int, published: Published) -> None:
+        """published: of `step`, whole on the disk. Raises UserError where an earlier one is needed and is gone."""
+        wanted = self.step_for(step)
+        folder = step_dir(self._folder, wanted)
+        report_progress(f"making the policy of step {wanted} the reference")
+        if wanted == step:
+            write_folder(self._ranks, folder, lambda new: self._keep(new, published))
+        elif not self._ranks.agree(folder.is_dir()):
+            raise UserError(f"{folder} is gone, the reference since step {wanted}; start a new run, without run.resume")
+        assert self._reference is not None
+        self._prove(self._reference.replace(str(folder)), folder)
+        self._present = wanted
+        if self._ranks.rank == 0:
+            with may_stay("an old reference"):
+                self._prune()
+
+    def _keep(self, folder: Path, published: Published) -> None:
+        keep_version(folder, published, self._engine, self._tokenizer)
+        shutil.copyfile(Path(published.weights_dir) / MANIFEST, folder / MANIFEST)
+
+    def _prove(self, model: Any, folder: Path) -> None:
+        found = {tensor.name: describe(tensor.make()) for tensor in exported(model, self.config.lora)}
+        expected = tensors_of(folder)
+        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+            raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
+
+    def _prune(self) -> None:
+        """What no checkpoint that is kept would resume with."""
+        needed = {self._present} | {self.step_for(step_of(path)) for path in checkpoints(self.config.run.output_dir)}
+        for path in step_dirs(self._folder):
+            if step_of(path) not in needed:
+                durable.remove_dir(path)
