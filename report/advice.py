@@ -23,7 +23,8 @@ WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
 
 def advise(h: History) -> dict[str, str]:
     """What holds now: {"truncated": "92 % of completions …"}."""
-    return {cause: sentence for cause, rule in RULES.items() if (sentence := rule(h))}
+    silent = () if h.config.learns_from_rewards else OF_REWARDS
+    return {cause: sentence for cause, rule in RULES.items() if cause not in silent and (sentence := rule(h))}
 
 
 @dataclass(frozen=True)
@@ -234,3 +235,5 @@ RULES: dict[str, Callable[[History], str]] = {
     "reward_hacking": reward_hacking,
     "mismatch_growing": mismatch_growing,
 }
+# of a policy that learns from its rewards: one that learns from a teacher begins far from it, and may get as sure as it
+OF_REWARDS = ("dead_groups", "constant_reward", "unscored", "kl_high", "entropy_collapse")

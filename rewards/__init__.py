@@ -94,7 +94,7 @@ def score_completions(
 
     functions: (name, function, weight). Everything else has one entry per completion; columns are lists of that
     length. Raises RewardError when a function raises or returns anything but one finite number or None per completion,
-    and when no function applies to a completion.
+    and when none of some applies to a completion.
 
         [("answer", f, 1.0), ("format", g, 0.5)] with f → [1.0, None], g → [-1.0, 2.0]
         gives [({"answer": 1.0, "format": -1.0}, 0.5), ({"answer": nan, "format": 2.0}, 1.0)]
@@ -109,7 +109,7 @@ def score_completions(
     for i, completion in enumerate(completions):
         rewards = {name: values[i] for name, values in by_name.items()}
         parts = [weight * rewards[name] for name, _, weight in functions if not math.isnan(rewards[name])]
-        if not parts:
+        if functions and not parts:
             raise NoRewardError(
                 f"every reward is None for a completion: {', '.join(rewards)}. Completion: {_show(completion)}"
             )

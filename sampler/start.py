@@ -211,7 +211,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
         [(_, scores)] = pool.ready(timeout_s=pool.patience_s)
         if not isinstance(scores, RewardFailure):
-            if len(made_up) > 1 and len({total for _, total in scores}) == 1:
+            if len(made_up) > 1 and len({total for _, total in scores}) == 1 and config.learns_from_rewards:
                 say(
                     f"rewards: right, wrong and cut-off completions of row {problem.index} all score {scores[0][1]:g}: "
                     "such a group has no gradient. bash launch.sh check CONFIG tries more rows"

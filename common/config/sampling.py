@@ -181,8 +181,6 @@ class Rewards(Section):
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
     def _contradictions(self) -> Iterator[str]:
-        if not self.reward_funcs:
-            yield "reward_funcs is empty; write reward_funcs: [answer, format]"
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             yield f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix"
         for option in ("reward_kwargs", "full_marks"):

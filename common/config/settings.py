@@ -51,6 +51,11 @@ class Settings(Section):
         return self.reference.on or default_reference_side(self.algorithm.kl_in_reward, self.trainer.max_staleness)
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """False where a KL, or an objective of the user's own, trains alone: rewards are measured at most."""
+        return any(self.rewards.weights)
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the reference is what the policy is without its adapters, so that a trainer rank holds it already."""
         return self.lora.r > 0 and self.reference.path is None

@@ -98,8 +98,8 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
         for name in rewards.names
         if not place or _marks(part, name, 0.0)
     }
-    first = rewards.names[0]
-    functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
+    for first in rewards.names[:1]:
+        functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
 
     def share(test: Callable[[Sample], bool]) -> dict[str, float]:
         return estimate([sum(map(test, problem)) / len(problem) for problem in problems])

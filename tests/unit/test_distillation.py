@@ -1,0 +1,75 @@
+"""On-policy distillation: no reward, a teacher as reference, the reverse KL on the sampler's own tokens."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Algorithm, Config
+from report.advice import advise
+from report.history import History
+from rewards import score_completions
+from tests.support.configs import config_of
+from trainer.algorithm.losses import token_objective
+
+DISTILS = {"algorithm": {"beta": 1.0, "kl_estimator": "k2"}, "reference": {"path": "teacher"}}
+NO_REWARD: list[dict[str, Any]] = [{"reward_funcs": []}, {"reward_funcs": ["answer"], "reward_weights": [0.0]}]
+
+
+def test_a_token_is_pulled_to_the_teacher_by_what_its_log_prob_is_off() -> None:
+    # π .5, teacher .25 and .8: −½·log²(π/π_T), derivative −log(π/π_T); an advantage of 0 adds nothing
+    logprobs = torch.tensor([0.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([0.25, 0.8], dtype=torch.float64).log()
+    algorithm = Algorithm(**DISTILS["algorithm"])
+    found, _ = token_objective(logprobs, logprobs.detach(), teacher, torch.zeros(2).double(), [2], algorithm)
+    (slope,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.tolist() == pytest.approx([-(math.log(2) ** 2) / 2, -(math.log(0.625) ** 2) / 2], abs=1e-15)
+    assert slope.tolist() == pytest.approx([-math.log(2), -math.log(0.625)], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_on_policy"),
+    [({"kl_estimator": "k2"}, True), ({"kl_estimator": "k1", "use_bias_correction_kl": True}, False)],
+)
+def test_the_mean_gradient_over_the_samplers_law_is_that_of_the_reverse_kl(given: Any, is_on_policy: bool) -> None:
+    """Exact: every token of a vocabulary of 7, weighed by the probability that sampled it, in float64."""
+    logits, teacher, old = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    logprobs, ref = logits.log_softmax(0), teacher.log_softmax(0)
+    sampled = logprobs.detach() if is_on_policy else old.log_softmax(0)
+    settings = Algorithm(beta=1.0, **given)
+    objective, _ = token_objective(logprobs, sampled, ref, torch.zeros(7).double(), [7], settings)
+    (found,) = torch.autograd.grad((sampled.exp() * objective).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(-(logprobs.exp() * (logprobs - ref)).sum(), logits)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
+
+
+@pytest.mark.parametrize("rewards", NO_REWARD)
+def test_without_a_reward_there_must_be_a_teacher_and_every_group_trains(rewards: dict[str, Any]) -> None:
+    assert not config_of(rewards=rewards, **DISTILS).learns_from_rewards
+    config_of(rewards=rewards, algorithm={"loss": "mine.py:f"})
+    for algorithm in ({}, DISTILS["algorithm"]):  # a KL to its own start teaches nothing either
+        with pytest.raises(ValueError, match=r"no reward counts, and there is no teacher .* reference\.path=TEACHER"):
+            config_of(rewards=rewards, algorithm=algorithm)
+    skips = DISTILS | {"algorithm": DISTILS["algorithm"] | {"dead_groups": "skip"}}
+    with pytest.raises(ValueError, match=r"set algorithm\.dead_groups=keep"):
+        config_of(rewards=rewards, **skips)
+
+
+def test_completions_without_a_reward_function_score_nothing() -> None:
+    assert score_completions([], ["a", "a"], ["b", "c"], {}, [[1], [2]]) == [({}, 0.0), ({}, 0.0)]
+
+
+def advice(config: Config) -> set[str]:
+    history = History(config)
+    for step in range(1, 21):
+        entropy = 1.0 if step <= 10 else 0.01
+        flat = {"rewards/answer/std": 0.0, "rewards/answer/mean": 0.0, "rewards/answer/accuracy": 0.0}
+        history.add_step({"step": step, "frac_reward_zero_std": 1.0, "kl": 2.0, "entropy": entropy} | flat)
+    return set(advise(history))
+
+
+def test_advice_of_rewards_is_silent_where_none_counts() -> None:
+    assert advice(config_of(rewards=NO_REWARD[1], **DISTILS)) == set()
+    assert advice(config_of(**DISTILS)) >= {"dead_groups", "constant_reward", "kl_high", "entropy_collapse"}
