@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -32,6 +33,7 @@ class SamplingParams:
     min_p: float = 0.0
     returns_sampling_mask: bool = False  # needs top_k
     stop: tuple[str, ...] = ()  # texts that end it, beside sampler.stop
+    more: Mapping[str, Any] = field(default_factory=dict)  # sampler.generation_kwargs: vLLM's own, which forbid tokens
 
 
 @dataclass(frozen=True)

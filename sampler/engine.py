@@ -133,7 +133,6 @@ class Engine:
             frequency_penalty=0.0,
             repetition_penalty=1.0,
             max_tokens=params.max_tokens,
-            min_tokens=0,
             ignore_eos=self._ignore_eos,
             stop_token_ids=list(self._ends.ids),
             stop=[*self._ends.texts, *params.stop],
@@ -144,8 +143,22 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(self._ends.texts or params.stop),
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            **self._forbidding(params),
         )
-        self._add(key, prompt_ids, parameters, images)
+        try:
+            self._add(key, prompt_ids, parameters, images)
+        except ValueError as error:
+            if params.more:
+                raise UserError(f"sampler.generation_kwargs: vLLM refuses {dict(params.more)}: {error}") from error
+            raise
+
+    def _forbidding(self, params: SamplingParams) -> dict[str, Any]:
+        """What a config may add for vLLM."""
+        more = {"min_tokens": 0, **params.more}
+        more["min_tokens"] = min(more["min_tokens"], params.max_tokens)
+        if (form := more.get("structured_outputs")) is not None:
+            more["structured_outputs"] = self._vllm.sampling_params.StructuredOutputsParams(**form)
+        return more
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """One engine step; the prompts whose completions are all finished."""

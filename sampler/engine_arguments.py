@@ -75,7 +75,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "revision": config.model.revision,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": not looks_for_texts(config),
+        "skip_tokenizer_init": not (looks_for_texts(config) or config.sampler.generation_kwargs),
         "seed": config.run.seed,
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),

@@ -86,7 +86,8 @@ def held_out_params(config: Config, problem: int) -> SamplingParams:
     length = config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
     top_k = max(0, config.eval.top_k or 0)
-    return SamplingParams(config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k)
+    params = config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k
+    return SamplingParams(*params, more=config.sampler.generation_kwargs)
 
 
 def _group_params(config: Config, group_id: int) -> SamplingParams:
@@ -100,4 +101,5 @@ def _group_params(config: Config, group_id: int) -> SamplingParams:
         max(0, sampler.top_k or 0),
         sampler.min_p,
         sampler.truncates,
+        more=sampler.generation_kwargs,
     )

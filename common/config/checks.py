@@ -89,6 +89,8 @@ def _in_flight(config: Settings) -> Iterator[str]:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if config.vllm.get(name, 1) != 1:
             yield f"sampler.in_flight_updates needs an engine of one rank, and vllm.{name} is {config.vllm[name]}{off}"
+    if "structured_outputs" in config.sampler.generation_kwargs:
+        yield f"sampler.in_flight_updates does not take a form along (sampler.generation_kwargs) yet{off}"
     for name in ("scheduling_policy", "async_scheduling", "speculative_config"):
         if name in config.vllm:
             yield f"sampler.in_flight_updates decides vllm.{name}; remove it, or set sampler.in_flight_updates=false"

@@ -17,6 +17,11 @@ ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
+# of vLLM's SamplingParams: what forbids tokens, and leaves those that are kept their odds
+FORBIDS = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
+BENDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+
+
 class SamplerSettings(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions per problem."""
@@ -32,6 +37,8 @@ class SamplerSettings(Section):
     """Tokens, end-of-sequence included."""
     stop: list[int | str] = []
     """More ends of a completion: token ids and texts, such as ["</answer>"], which stay in it."""
+    generation_kwargs: dict[str, Any] = {}
+    """More of vLLM's SamplingParams, with top_k: min_tokens, bad_words, allowed_token_ids, structured_outputs."""
     ignore_eos: bool = False
     """Never stop early: for measurements."""
     in_flight_updates: bool = False
@@ -61,6 +68,19 @@ class SamplerSettings(Section):
             yield (
                 f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
                 f"{MAX_TOP_K}), or for all tokens sampler.top_k=-1"
+            )
+        for name in self.generation_kwargs:
+            if name in BENDS:
+                yield (
+                    f"generation_kwargs.{name} changes the odds of the tokens that it keeps, and the trainer's "
+                    "log-probs would be of another law: remove it, and reward what you want"
+                )
+            elif name not in FORBIDS:
+                yield f"generation_kwargs.{name} is none of {', '.join(FORBIDS)}; see the settings of sampler"
+        if self.generation_kwargs and not self.truncates:
+            yield (
+                f"generation_kwargs {', '.join(self.generation_kwargs)} forbids tokens, and the trainer's softmax must "
+                f"be over the others: set sampler.top_k={MAX_TOP_K}, the most that travel"
             )
         cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
         if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
