@@ -36,5 +36,16 @@ def run_line(config: Config, num_rows: int) -> str:
     return f"{num_rows:,} rows = {num_rows / prompts:.4g} batches; the run is {run}"
 
 
+def settings_of_epochs(config: Config) -> list[str]:
+    """What trainer.epochs comes to, in whole batches of the rows as they are read."""
+    if config.trainer.epochs is None:
+        return []
+    from sampler.dataset import load_data
+
+    num_rows = len(load_data("data.train", config.data.train, config.data))
+    batches = math.ceil(config.trainer.epochs * num_rows / config.prompts_per_batch)
+    return ["trainer.epochs=null", f"trainer.max_steps={batches * config.algorithm.steps_per_batch}"]
+
+
 def _count(n: int, what: str, ending: str = "s") -> str:
     return f"{n:,} {what}{ending * (n != 1)}"

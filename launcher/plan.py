@@ -17,7 +17,7 @@ from common import exits
 from common.config import Config, load
 from common.errors import UserError
 from common.types import Problem
-from launcher.batch_plan import batch_line, run_line
+from launcher.batch_plan import batch_line, run_line, settings_of_epochs
 from launcher.fit import fit
 from launcher.machine import GIB, Machine, this_machine, usable_cores
 from launcher.placement import Placement, placement, visible_gpus
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         config = load(path, overrides)
         machine = _machine(options.gpus)
         if options.gpus is None:
-            config = load(path, [*overrides, *outside_memory(config)])
+            overrides = [*overrides, *outside_memory(config)]
+        config = load(path, [*overrides, *settings_of_epochs(config)])
         place = placement(config, range(machine.gpus), usable_cores())
         return _plan(config, place, machine)
     except UserError as error:

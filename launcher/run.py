@@ -25,7 +25,7 @@ from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_pare
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from launcher import shares
-from launcher.batch_plan import batch_line
+from launcher.batch_plan import batch_line, settings_of_epochs
 from launcher.commands import Commands
 from launcher.fit import fit, on_host
 from launcher.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str]) -> int:
             if code := build(config):
                 return code
             require_models(config)
+            if counted := settings_of_epochs(config):
+                overrides = [*overrides, *counted]
+                config = load(path, overrides)
             if not hosts:
                 overrides = [*overrides, *outside_memory(config)]
                 config = load(path, overrides)

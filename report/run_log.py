@@ -79,8 +79,9 @@ class MetricsLog:
 
     def log_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
         """One line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
-        for record in records:
+        for record in (kept := list(records)):
             self._append(self._samples, record)
+        self._sinks.write_samples(kept)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Every recorded evaluation, oldest first."""

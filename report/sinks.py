@@ -3,7 +3,7 @@
 metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
 does not start, is the user's to fix, before any model is loaded. One that fails later is dropped with a line: a lost
 copy must not end a run. A resumed run goes on in the same place: sinks.json in the run folder keeps its name there.
-Left out: samples and files, which would send your data to somebody else's server.
+Samples are sent to somebody else's server only where run.log_completions says so. Left out: files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from common.exits import say
 from common.functions import Contract
 
 PROJECT = "tandem"
+_COLUMNS = ("step", "problem_index", "which", "prompt", "completion", "finish_reason", "reward")
 Write = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
 OWN = Contract("run.report_to", ("folder", "config"), (), "def sink(folder, config)")
@@ -52,6 +53,7 @@ class Sinks:
         names = tuple(report_to)
         require_packages(names)
         self._open: dict[str, tuple[Write, Close]] = {}
+        self._sends_samples = _config(folder).get("run", {}).get("log_completions", False)
         for name in names:
             try:
                 if name == "tensorboard":
@@ -72,6 +74,15 @@ class Sinks:
         numbers = {name: float(value) for name, value in values.items() if value is not None}
         for name, (write, _) in list(self._open.items()):
             self._guard(name, lambda write=write: write(step, numbers))  # type: ignore[misc]
+
+    def write_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """A table of a step's completions, as MetricsLog.log_samples takes them, where they may leave this machine."""
+        if self._sends_samples and records and "wandb" in self._open:
+            wandb = importlib.import_module("wandb")
+            columns = [*_COLUMNS, *records[0]["rewards"]]
+            rows = [[*(record.get(name) for name in _COLUMNS), *record["rewards"].values()] for record in records]
+            table = {"completions": wandb.Table(columns=columns, data=rows), "step": records[0]["step"]}
+            self._guard("wandb", lambda: wandb.run.log(table))
 
     def close(self) -> None:
         for name, (_, close) in list(self._open.items()):

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Trains to the end. Raises UserError, Retryable or PeerEnded."""
+    if config.trainer.epochs is not None:
+        raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
     require_models(config)
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
     log = sampler_log(config.run.output_dir, "sampler.0")

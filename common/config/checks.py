@@ -141,7 +141,7 @@ def _rollouts(config: Settings) -> Iterator[str]:
 
 
 def _batches(config: Settings) -> Iterator[str]:
-    if config.trainer.max_steps % config.algorithm.steps_per_batch:
+    if config.trainer.epochs is None and config.trainer.max_steps % config.algorithm.steps_per_batch:
         n, m = config.trainer.max_steps, config.algorithm.steps_per_batch
         yield (
             f"trainer.max_steps {n} does not divide by algorithm.num_iterations {config.algorithm.num_iterations} × "
@@ -223,7 +223,7 @@ def _critic(config: Settings) -> Iterator[str]:
             f"the section critic does nothing with algorithm.adv_estimator {config.algorithm.adv_estimator}; "
             "remove it, or set algorithm.adv_estimator=gae"
         )
-    if config.critic.critic_warmup_steps >= config.trainer.max_steps:
+    if config.trainer.epochs is None and config.critic.critic_warmup_steps >= config.trainer.max_steps:
         yield (
             f"critic.critic_warmup_steps {config.critic.critic_warmup_steps} leaves the policy none of "
             f"trainer.max_steps {config.trainer.max_steps}; make max_steps larger"

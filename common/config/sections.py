@@ -58,12 +58,18 @@ class Run(Section):
     """Data order, sampling, training."""
     report_to: list[str] = ["tensorboard"]
     """Also wandb, `file.py:function`."""
+    log_completions: bool = False
+    """Samples to wandb, too, as a table: they leave this machine."""
     resume: bool = False
     """From the newest valid checkpoint."""
     record: bool = False
     """Append trained groups to groups.recording."""
     replay: Path | None = None
     """Train on a recording, without a sampler."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.log_completions and "wandb" not in self.report_to:
+            yield "log_completions is for wandb; set run.report_to=[wandb], or remove it: samples.jsonl has them"
 
     @field_validator("report_to")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -38,6 +39,8 @@ class CriticSettings(Section):
 class TrainerSettings(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Instead: passes over the rows, those included that are left out later."""
     prompts_per_step: int = Field(8, gt=0)
     """Groups per step over all ranks."""
     groups_per_micro_batch: int = Field(1, gt=0)
@@ -76,6 +79,10 @@ class TrainerSettings(Section):
     """Tokens whose logits exist at once."""
     max_hours: float | None = Field(None, gt=0)
     """Then save and exit with code 75."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.epochs is not None and self.changes("max_steps"):
+            yield "epochs and max_steps are both given; remove one, as in trainer.epochs=null"
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -253,6 +253,8 @@ REFUSED = {
         "sampler.top_k=50 sampler.generation_kwargs={repetition_penalty:1.2}": "would be of another law: remove it",
         "sampler.top_k=50 sampler.generation_kwargs={logit_bias:{}}": "changes the odds of the tokens that it keeps",
         "sampler.top_k=50 sampler.generation_kwargs={temperature:2}": "see the settings of sampler",
+        "trainer.epochs=2 trainer.max_steps=40": "both given; remove one, as in trainer.epochs=null",
+        "run.log_completions=true": "set run.report_to=[wandb]",
         "reference.sync_steps=5": "set algorithm.beta=0.04 and reference.on=trainer",
         "reference.sync_steps=5 algorithm.beta=0.1 trainer.max_staleness=1": "set algorithm.beta=0.04 and reference.on",
         "reference.sync_steps=5 algorithm.beta=0.1 lora.r=4": "beside lora.r; set reference.sync_steps=null",

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import load
 from launcher import plan
-from launcher.batch_plan import batch_line, run_line
+from launcher.batch_plan import batch_line, run_line, settings_of_epochs
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 
@@ -56,6 +56,16 @@ def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
 def test_epochs_count_batches_and_not_optimizer_steps() -> None:
     config = config_of(trainer={"prompts_per_step": 4, "max_steps": 12}, algorithm=PASSES)
     assert run_line(config, 800) == "800 rows = 100 batches; the run is 2 batches, 12 optimizer steps, 0.02 epochs"
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 12), (2, 18), (0.5, 6), (0.01, 6)])
+def test_epochs_become_steps_of_whole_batches(tmp_path: Path, epochs: float, steps: int) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 10)
+    # 4 × 2 groups a batch, of 3 · 2 steps: 10 rows are 1.25 batches
+    trainer = {"prompts_per_step": 4, "epochs": epochs}
+    config = config_of(data={"train": str(tmp_path / "rows.jsonl")}, trainer=trainer, algorithm=PASSES | {"beta": 0.1})
+    assert settings_of_epochs(config) == ["trainer.epochs=null", f"trainer.max_steps={steps}"]
+    assert settings_of_epochs(config_of()) == []
 
 
 # ---- the command

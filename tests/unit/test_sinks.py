@@ -27,6 +27,7 @@ def _called(name, answer=None):
 
 _run = SimpleNamespace(log=_called("run.log"), finish=_called("run.finish"), define_metric=_called("define_metric"))
 init = _called("init", _run)
+run, Table = _run, lambda **given: given
 """
 SETTINGS = {"trainer": {"max_steps": 3}}
 EVALUATION = {"step": 0, "n": 4, "full_marks": {"answer": 3}, "mean": {"answer": 0.5}}
@@ -86,6 +87,30 @@ def test_wandb_gets_the_step_as_a_value_because_its_own_counter_drops_what_comes
     ]
     resumed = sink.log(2, 3, resume_step=1)
     assert resumed[0] == ["init", [], init] and resumed[-1] == ["run.log", [{"reward": 1.5, "step": 3}], {}]
+
+
+@pytest.mark.parametrize("may_leave", [True, False])
+def test_samples_are_a_table_in_wandb_where_they_may_leave_the_machine(sink: Sink, may_leave: bool) -> None:
+    (sink.run / "config.json").write_text(json.dumps({"run": {"log_completions": may_leave}}))
+    log, told = MetricsLog(sink.run, ["wandb"]), len(sink.calls())
+    sample = {"step": 3, "problem_index": 7, "which": "best", "prompt": "2+2?", "completion": "4", "reward": 1.5}
+    log.log_samples([sample | {"finish_reason": "stop", "rewards": {"answer": 1.0, "format": 0.5}, "group_id": 9}])
+    table = {
+        "columns": [
+            "step",
+            "problem_index",
+            "which",
+            "prompt",
+            "completion",
+            "finish_reason",
+            "reward",
+            "answer",
+            "format",
+        ],
+        "data": [[3, 7, "best", "2+2?", "4", "stop", 1.5, 1.0, 0.5]],
+    }
+    expected = [["run.log", [{"completions": table, "step": 3}], {}]] if may_leave else []
+    assert sink.calls()[told:] == expected and len((sink.run / "samples.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
