@@ -244,7 +244,7 @@ REFUSED = {
         "rollout.tools=[a.py:f] rewards.reward_funcs=[environment]": "rollout.tools give no reward",
         "rollout.tools=[a.py:f] sampler.num_generations=257": "set sampler.num_generations=256",
         "rewards.reward_weights=[1.0]": "1 numbers for 2 reward_funcs; write [1.0, 1.0]",
-        "rewards.reward_funcs=[]": "reward_funcs is empty",
+        "rewards.reward_funcs=[]": "no reward counts, and there is no teacher",
         "rewards.reward_funcs=[answer,mine.py:answer]": "two functions named 'answer'",
         "vllm.enable_sleep_mode=true trainer.max_staleness=1": "set trainer.max_staleness=0",
         "vllm.logprobs_mode=raw_logprobs": "vllm.logprobs_mode 'raw_logprobs'",
