@@ -19,11 +19,6 @@ def step_dir(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:06d}"
 
 
-def step_of(folder: Path) -> int:
-    """step_000040 -> 40"""
-    return int(folder.name.partition("_")[2])
-
-
 def step_dirs(checkpoints: Path) -> list[Path]:
     """Every checkpoint, whole or damaged, oldest first."""
     named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints.glob("step_*") if path.is_dir()]

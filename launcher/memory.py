@@ -55,15 +55,17 @@ class TrainerMemory:
         return sum(always) + self.peak + self.spare
 
 
-def states(n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False) -> tuple[float, float, float]:
+def states(
+    n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False, moments: float = 8
+) -> tuple[float, float, float]:
     """(weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
     bfloat16: 2n + 2n + 12n, the last a float32 master copy and two moments; the gradients 4n where micro-batches add
     them up in float32. float32: 4n + 4n + 8n, and 12n from stage 1 on, where DeepSpeed keeps a master copy too. Stage 1
-    divides the optimizer by R, 2 the gradients too, 3 the weights.
+    divides the optimizer by R, 2 the gradients too, 3 the weights. moments: of another optimizer, in bytes.
     """
     b = BYTES[dtype]
-    optimizer = 12 if dtype == "bfloat16" or stage else 8
+    optimizer = moments + (4 if dtype == "bfloat16" or stage else 0)
     return (
         b * n / (ranks if stage == 3 else 1),
         (4 if sums_in_fp32 else b) * n / (ranks if stage >= 2 else 1),
@@ -95,13 +97,13 @@ def trainer_memory(work: Workload) -> TrainerMemory:
     """The peak of a step on the longest possible micro-batches."""
     model, b, ranks, stage = work.model, work.bytes_per_value, work.ranks, work.zero_stage
     trained = work.trained
-    weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32)
+    weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32, work.moments)
     weights += b * work.frozen / (ranks if stage == 3 else 1)
     if stage == 3:
         weights += b * min(_LIVE, model.parameters)
     critic = 0.0
     if work.critic:
-        critic = sum(states(work.trained_by_critic, work.dtype, ranks, stage, work.sums_in_fp32))
+        critic = sum(states(work.trained_by_critic, work.dtype, ranks, stage, work.sums_in_fp32, work.moments))
         critic += b * (work.critic.parameters - work.trained_by_critic) / (ranks if stage == 3 else 1)
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = None if work.reference_is_base else work.reference_of("trainer")

@@ -8,11 +8,12 @@ states every formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.config import Config
 from model.counted_dims import read_dims
 from model.dims import ModelDims
-from trainer.engine.deepspeed_config import deepspeed_config
+from trainer.engine.deepspeed_config import OPTIMIZERS, deepspeed_config, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size
@@ -44,6 +45,7 @@ class Workload:
     max_num_seqs: int = 256
     on_gpu: bool = True
     sums_in_fp32: bool = False  # of gradients over the micro-batches of a step, with weights in bfloat16
+    moments: float = 8  # bytes of the optimizer's memory for each parameter
     bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
@@ -119,6 +121,7 @@ def workload_of(
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
         on_gpu=on_gpu,
         sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",
+        moments=_moments(settings, model),
         bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
@@ -127,6 +130,13 @@ def workload_of(
         patches=_most_patches(config, model),
         trains_tower=not config.model.freeze_vision_tower and not config.lora.r,
     )
+
+
+def _moments(settings: dict[str, Any], model: ModelDims) -> float:
+    """Of Muon those of Adam for embedding and head, and half of them for the matrices between."""
+    name = optimizer_of(settings)
+    embeddings = model.vocab * model.hidden * (1 if model.tied else 2)
+    return OPTIMIZERS[name] * (1 + (name == "muon") * embeddings / model.parameters)
 
 
 def _most_patches(config: Config, model: ModelDims) -> int:

@@ -159,25 +159,21 @@ def _kl(config: Settings) -> Iterator[str]:
     every, batch = config.reference.sync_steps, config.algorithm.steps_per_batch
     if every is None:
         return
-    if config.reference_on != "trainer":
-        yield "reference.sync_steps is of a reference on the trainer; set algorithm.beta=0.04 and reference.on=trainer"
-    if config.lora.r:
-        yield "reference.sync_steps would need the model a second time beside lora.r; set reference.sync_steps=null"
+    if config.reference_on != "trainer" or config.lora.r:
+        yield "reference.sync_steps copies a whole model: set algorithm.beta=0.04 reference.on=trainer lora.r=0"
     if every % batch:
-        near = math.ceil(every / batch) * batch
-        yield f"reference.sync_steps {every} is no multiple of the {batch} steps of a batch; set {near}"
+        yield f"reference.sync_steps {every} is not whole batches of {batch} steps; set {-(-every // batch) * batch}"
 
 
 def _without_rewards(config: Settings) -> Iterator[str]:
-    algorithm = config.algorithm
     if config.learns_from_rewards:
         return
-    if algorithm.loss is None and (algorithm.beta == 0 or config.reference.path is None):
+    if config.algorithm.loss is None and (config.algorithm.beta == 0 or config.reference.path is None):
         yield (
             "no reward counts, and there is no teacher to learn from; write rewards.reward_funcs: [answer, format], or "
             "distil (docs/recipes.md): algorithm.beta=1 reference.path=TEACHER"
         )
-    if algorithm.dead_groups != "keep":
+    if config.algorithm.dead_groups != "keep":
         yield "no reward counts, so every group is dead, and trains by its KL; set algorithm.dead_groups=keep"
 
 

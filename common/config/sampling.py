@@ -71,17 +71,11 @@ class SamplerSettings(Section):
             )
         for name in self.generation_kwargs:
             if name in BENDS:
-                yield (
-                    f"generation_kwargs.{name} changes the odds of the tokens that it keeps, and the trainer's "
-                    "log-probs would be of another law: remove it, and reward what you want"
-                )
+                yield f"generation_kwargs.{name} changes the odds of kept tokens, unknown to the trainer; remove it"
             elif name not in FORBIDS:
                 yield f"generation_kwargs.{name} is none of {', '.join(FORBIDS)}; see the settings of sampler"
         if self.generation_kwargs and not self.truncates:
-            yield (
-                f"generation_kwargs {', '.join(self.generation_kwargs)} forbids tokens, and the trainer's softmax must "
-                f"be over the others: set sampler.top_k={MAX_TOP_K}, the most that travel"
-            )
+            yield f"generation_kwargs forbids tokens; for a softmax over the others set sampler.top_k={MAX_TOP_K}"
         cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
         if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
             yield (

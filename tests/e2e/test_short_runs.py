@@ -211,7 +211,6 @@ def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
 @full
 @pytest.mark.parametrize("heading", PAGE)
 def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path) -> None:
-    """With rewards that differ, unless it brings its own."""
     tiny_model(tmp_path / "model")
     recipe = of_page(heading, tmp_path)
     rewards = () if "reward_funcs" in PAGE[heading] else (f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]",)

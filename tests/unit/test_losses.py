@@ -236,9 +236,6 @@ def test_a_correction_has_a_floor_of_tokens_or_completions(how: str, expected: l
     assert (found.tolist(), is_corrected.tolist()) == (pytest.approx(expected), [True, True, False])
     found, _ = mismatch_correction(weights, [2, 1], f"sequence_{how}", (0.5, 2.0))  # 3 · .1 = .3
     assert found.tolist() == pytest.approx([expected[1], expected[1], 0.9])
-    assert mismatch_correction(weights, [3], "token_mask", (0.0999, 3.001))[0].tolist() == pytest.approx(
-        [3.0, 0.1, 0.9]
-    )
 
 
 def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_the_rest() -> None:

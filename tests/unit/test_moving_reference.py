@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,74 +16,52 @@ from tests.support.configs import config_in
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
-from trainer.save.moving_reference import MovingReference
 
-ROW = ([5, 6, 7], [8, 9, 10, 11])
+PROMPT, COMPLETION = [5, 6, 7], [8, 9, 10, 11]
 
 
 class Bench:
-    def __init__(self, folder: Path, every: int = 2) -> None:
-        model = {"path": str(tiny_model(folder / "model")), "dtype": "float32"}
-        self.config = config_in(folder, model=model, algorithm={"beta": 0.1}, reference={"sync_steps": every})
+    def __init__(self, folder: Path) -> None:
+        model, self.folder = {"path": str(tiny_model(folder / "model")), "dtype": "float32"}, folder
+        self.config = config_in(folder, model=model, algorithm={"beta": 0.1}, reference={"sync_steps": 2})
         self.policy: Any = PlainPolicy(folder / "model")
-        self.folder, self.tokenizer = folder, AutoTokenizer.from_pretrained(folder / "model")
         self.restart()
 
     def restart(self) -> None:
-        """As a resumed process begins: with the reference of the run's start."""
-        self.reference = Reference(self.config, torch.device("cpu"))
-        self.moving = MovingReference(self.config, self.policy, OneRank(), self.tokenizer, self.reference)
+        self.reference, tokenizer = (
+            Reference(self.config, torch.device("cpu")),
+            AutoTokenizer.from_pretrained(self.config.model.path),
+        )
+        ranks: Any = OneRank()
+        self.moving = moving_reference.MovingReference(self.config, self.policy, ranks, tokenizer, self.reference)
 
-    def reach(self, step: int) -> None:
-        self.policy.disturb(step)
-        self.follow(step)
-
-    def follow(self, step: int) -> None:
+    def follow(self, step: int, moves: bool = True) -> tuple[list[float], list[float]]:
+        """(log-probs of the policy, of the reference) after this step."""
+        if moves:
+            self.policy.disturb(step)
         if self.moving.is_due(step):
             self.moving.follow(step, self.policy.publish(self.folder / "weights", step))
-
-    def of_policy(self) -> list[float]:
-        return self.policy.logprobs(*ROW, 1.0).tolist()
-
-    def of_reference(self) -> list[float]:
-        prompt, completion = (torch.tensor(ids).numpy() for ids in ROW)
-        return self.reference.logprobs(prompt, [completion])[0].tolist()
-
-    def kept(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "run" / "reference").iterdir())
+        [reference] = self.reference.logprobs(np.array(PROMPT, np.int32), [np.array(COMPLETION, np.int32)])
+        return self.policy.logprobs(PROMPT, COMPLETION, 1.0).tolist(), reference.tolist()
 
 
-def test_every_second_policy_is_the_reference_of_the_steps_behind_it(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    first = bench.of_reference()
-    bench.reach(1)
-    assert bench.of_reference() == first != bench.of_policy()
-    bench.reach(2)
-    second = bench.of_policy()
-    bench.reach(3)
-    assert bench.of_reference() == second != bench.of_policy()
-    bench.reach(4)
-    assert bench.of_reference() == bench.of_policy() and bench.kept() == ["step_000004"]
-
-
-def test_a_resumed_run_has_the_reference_of_its_checkpoint_and_none_that_a_checkpoint_needs_is_removed(
-    tmp_path: Path,
-) -> None:
-    bench, checkpoints = Bench(tmp_path), tmp_path / "run" / "checkpoints"
-    bench.reach(2)
-    second = bench.of_policy()
-    step_dir(checkpoints, 3).mkdir(parents=True)
-    bench.reach(4)
-    assert bench.kept() == ["step_000002", "step_000004"]
+def test_every_second_policy_is_the_reference_of_the_steps_behind_it_also_of_a_resumed_run(tmp_path: Path) -> None:
+    bench, checkpoint = Bench(tmp_path), step_dir(tmp_path / "run" / "checkpoints", 3)
+    begun, seen = bench.follow(0, moves=False), {step: bench.follow(step) for step in (1, 2, 3)}
+    checkpoint.mkdir(parents=True)
+    seen[4] = bench.follow(4)
+    assert [seen[step][1] for step in (1, 2, 3, 4)] == [begun[1], seen[2][0], seen[2][0], seen[4][0]]
+    assert seen[1][0] != begun[0] == begun[1] and seen[3][0] != seen[3][1]
     bench.restart()
-    bench.follow(3)
-    assert bench.of_reference() == second
+    assert bench.follow(3, moves=False)[1] == seen[2][0], "what a checkpoint would resume with is kept"
     bench.restart()
-    bench.follow(4)  # saved on the way out, before anything was published: made again of the checkpoint's weights
-    assert bench.of_reference() == bench.of_policy()
+    assert bench.follow(4, moves=False)[1] == seen[4][0], "saved on the way out, before anything was published"
+    checkpoint.rmdir()
+    bench.follow(6)
+    assert [path.name for path in (tmp_path / "run" / "reference").iterdir()] == ["step_000006"]
     bench.restart()
-    with pytest.raises(UserError, match="step_000006 is gone, the reference since step 6"):
-        bench.follow(7)
+    with pytest.raises(UserError, match="step_000004 is gone, the reference since step 4"):
+        bench.follow(5)
 
 
 def test_a_reference_that_is_not_what_was_published_ends_the_run_with_the_tensors_name(
@@ -99,4 +78,4 @@ def test_a_reference_that_is_not_what_was_published_ends_the_run_with_the_tensor
 
     monkeypatch.setattr(moving_reference, "keep_version", damaged)
     with pytest.raises(Retryable, match=r"model\.norm\.weight is .*, published was"):
-        bench.reach(2)
+        bench.follow(2)

@@ -61,11 +61,9 @@ def test_epochs_count_batches_and_not_optimizer_steps() -> None:
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 12), (2, 18), (0.5, 6), (0.01, 6)])
 def test_epochs_become_steps_of_whole_batches(tmp_path: Path, epochs: float, steps: int) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 10)
-    # 4 × 2 groups a batch, of 3 · 2 steps: 10 rows are 1.25 batches
-    trainer = {"prompts_per_step": 4, "epochs": epochs}
-    config = config_of(data={"train": str(tmp_path / "rows.jsonl")}, trainer=trainer, algorithm=PASSES | {"beta": 0.1})
+    data, trainer = {"train": str(tmp_path / "rows.jsonl")}, {"prompts_per_step": 4, "epochs": epochs}
+    config = config_of(data=data, trainer=trainer, algorithm=PASSES)  # 8 groups a batch, of 6 steps
     assert settings_of_epochs(config) == ["trainer.epochs=null", f"trainer.max_steps={steps}"]
-    assert settings_of_epochs(config_of()) == []
 
 
 # ---- the command

@@ -114,6 +114,15 @@ def test_zero_divides_optimizer_then_gradients_then_weights(
     assert states(1000, dtype, 4, stage) == tuple(1000 * b for b in per_parameter)
 
 
+def test_optimizers_with_fewer_moments_have_smaller_states() -> None:
+    assert states(1000, "float32", 1, 0, moments=4) == (4000, 4000, 4000)
+
+    optimizers = ({"optimizer": {"type": kind}} for kind in ("AdamW", "lion", "Muon"))
+    kinds = [config_of(model={"dtype": "float32"}, deepspeed=optimizer) for optimizer in optimizers]
+    muon = 4 + 4 * 151936 * 1536 / 1_543_714_304  # AdamW for the embedding
+    assert [workload_of(config, 1, QWEN).moments for config in kinds] == pytest.approx([8, 4, muon])
+
+
 def test_memory_of_a_trainer_rank_by_hand() -> None:
     memory = trainer_memory(load_of(checkpointing=True))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * N, N, 6 * N)

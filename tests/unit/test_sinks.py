@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from report.run_log import MetricsLog
-from report.sinks import OWN, require_packages
+from report.sinks import _COLUMNS, OWN, require_packages
 
 # A module whose every attribute is a function that records its call, and an object for `run`.
 FAKE = """
@@ -93,24 +93,10 @@ def test_wandb_gets_the_step_as_a_value_because_its_own_counter_drops_what_comes
 def test_samples_are_a_table_in_wandb_where_they_may_leave_the_machine(sink: Sink, may_leave: bool) -> None:
     (sink.run / "config.json").write_text(json.dumps({"run": {"log_completions": may_leave}}))
     log, told = MetricsLog(sink.run, ["wandb"]), len(sink.calls())
-    sample = {"step": 3, "problem_index": 7, "which": "best", "prompt": "2+2?", "completion": "4", "reward": 1.5}
-    log.log_samples([sample | {"finish_reason": "stop", "rewards": {"answer": 1.0, "format": 0.5}, "group_id": 9}])
-    table = {
-        "columns": [
-            "step",
-            "problem_index",
-            "which",
-            "prompt",
-            "completion",
-            "finish_reason",
-            "reward",
-            "answer",
-            "format",
-        ],
-        "data": [[3, 7, "best", "2+2?", "4", "stop", 1.5, 1.0, 0.5]],
-    }
-    expected = [["run.log", [{"completions": table, "step": 3}], {}]] if may_leave else []
-    assert sink.calls()[told:] == expected and len((sink.run / "samples.jsonl").read_text().splitlines()) == 1
+    sample = dict.fromkeys(_COLUMNS, "x") | {"step": 3}
+    log.log_samples([sample | {"rewards": {"answer": 1.0, "format": 0.5}, "group_id": 9}])
+    table = {"columns": [*_COLUMNS, "answer", "format"], "data": [[3, *"xxxxxx", 1.0, 0.5]]}
+    assert sink.calls()[told:] == [["run.log", [{"completions": table, "step": 3}], {}]] * may_leave
 
 
 def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):

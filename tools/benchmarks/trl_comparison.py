@@ -54,13 +54,10 @@ LOSSES: dict[str, Options] = {
     **{f"{name}, use_bias_correction_kl": {"use_bias_correction_kl": True} | KL for name in ALL[:2]},
     "grpo, sequence level, beta (k3), delta": SEQUENCE | {"beta": 0.1, "delta": 1.6},
     **{
-        f"grpo, {mode}, {floor}": {
-            "vllm_importance_sampling_mode": mode,
-            "vllm_importance_sampling_clip_max": 1.2,
-            "vllm_importance_sampling_clip_min": floor,
-        }
+        f"grpo, {mode}, {floor}": {f"vllm_importance_sampling_{k}": v for k, v in bounds.items()}
         for mode in CORRECTIONS
         for floor in (0.0, 0.8)
+        for bounds in [{"mode": mode, "clip_max": 1.2, "clip_min": floor}]
     },
     **{name: {} for name in ("sapo", "vespo")},
     "grpo, off-policy mask": {"off_policy_mask_threshold": 0.1},

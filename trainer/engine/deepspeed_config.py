@@ -15,6 +15,11 @@ from common.config import Config
 from common.errors import UserError
 
 _AUTO = "auto"
+# DeepSpeed's and torch's by name in lower case: bytes of its memory for each parameter; 8 are Adam's two moments
+OPTIMIZERS = {
+    "adam": 8, "adamw": 8, "lamb": 8, "nadam": 8, "radam": 8, "adamax": 8, "lion": 4, "adagrad": 4, "rmsprop": 4,
+    "sgd": 4, "muon": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,16 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
             "experts by deepspeed.zero_optimization.stage=3"
         )
     del given["expert_parallel"]
-    is_whole = world_size == 1 and config.model.dtype == "float32"
+    is_whole = config.model.dtype == "float32" and (world_size == 1 or optimizer_of(given) == "muon")
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
     _fill_accumulation(given, world_size, config.model.dtype)
     _fill_optimizer(config, given, optimized)
+    if optimizer_of(given) == "muon" and not (is_whole and given["zero_optimization"]["stage"] == 0):
+        raise UserError(
+            "deepspeed.optimizer.type Muon: under ZeRO, DeepSpeed clips what Muon has made orthogonal, and in "
+            "bfloat16 small steps are lost; set model.dtype=float32 and deepspeed.zero_optimization.stage=0, or leave "
+            "deepspeed.optimizer out"
+        )
     given.setdefault("steps_per_print", 10**9)
     # by default DeepSpeed waits for the GPU in every micro-batch, to time what it would print
     _section(_section(given, "timers"), "throughput").setdefault("enabled", False)
@@ -116,6 +127,17 @@ def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]])
                 f'remove it from the DeepSpeed settings or write "auto"'
             )
         section[key] = value
+
+
+def optimizer_of(settings: dict[str, Any]) -> str:
+    """A name of OPTIMIZERS; ours where the user gave none. Raises UserError for any other."""
+    given = str(settings.get("optimizer", {}).get("type", "AdamW"))
+    if given.lower() not in OPTIMIZERS:
+        raise UserError(
+            f"deepspeed.optimizer.type {given} is none of {', '.join(OPTIMIZERS)}, whose states are saved and priced; "
+            "there is none with 8 bits: leave deepspeed.optimizer out for AdamW"
+        )
+    return given.lower()
 
 
 def _fill_zero(zero: dict[str, Any], default: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from common import durable
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.run_folder import checkpoints, step_dir, step_dirs, step_of
+from common.run_folder import checkpoints, step_dir, step_dirs
 from common.watchdog import report_progress
 from common.weights import MANIFEST, Published, tensors_of
 from model.checksum import describe
@@ -33,25 +33,27 @@ class MovingReference:
         self._reference, self._every = reference, config.reference.sync_steps
         self._folder, self._present = config.run.output_dir / "reference", 0
 
-    def step_for(self, step: int) -> int:
+    def _step_for(self, step: int) -> int:
         """The policy of which step is the reference of those after `step`; 0: the one that the run began with."""
         return step // self._every * self._every if self._every else 0
 
     def is_due(self, step: int) -> bool:
-        return self.step_for(step) != self._present
+        return self._step_for(step) != self._present
 
     def follow(self, step: int, published: Published) -> None:
         """published: of `step`, whole on the disk. Raises UserError where an earlier one is needed and is gone."""
-        wanted = self.step_for(step)
-        folder = step_dir(self._folder, wanted)
-        report_progress(f"making the policy of step {wanted} the reference")
-        if wanted == step:
+        self._present = self._step_for(step)
+        folder = step_dir(self._folder, self._present)
+        report_progress(f"making the policy of step {self._present} the reference")
+        if self._present == step:
             write_folder(self._ranks, folder, lambda new: self._keep(new, published))
         elif not self._ranks.agree(folder.is_dir()):
-            raise UserError(f"{folder} is gone, the reference since step {wanted}; start a new run, without run.resume")
+            raise UserError(f"{folder} is gone, the reference since step {self._present}; start a run without resume")
         assert self._reference is not None
-        self._prove(self._reference.replace(str(folder)), folder)
-        self._present = wanted
+        model, expected = self._reference.replace(str(folder)), tensors_of(folder)
+        found = {tensor.name: describe(tensor.make()) for tensor in exported(model, self.config.lora)}
+        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+            raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
         if self._ranks.rank == 0:
             with may_stay("an old reference"):
                 self._prune()
@@ -60,15 +62,9 @@ class MovingReference:
         keep_version(folder, published, self._engine, self._tokenizer)
         shutil.copyfile(Path(published.weights_dir) / MANIFEST, folder / MANIFEST)
 
-    def _prove(self, model: Any, folder: Path) -> None:
-        found = {tensor.name: describe(tensor.make()) for tensor in exported(model, self.config.lora)}
-        expected = tensors_of(folder)
-        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
-            raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
-
     def _prune(self) -> None:
         """What no checkpoint that is kept would resume with."""
-        needed = {self._present} | {self.step_for(step_of(path)) for path in checkpoints(self.config.run.output_dir)}
-        for path in step_dirs(self._folder):
-            if step_of(path) not in needed:
-                durable.remove_dir(path)
+        resumed = (int(path.name.removeprefix("step_")) for path in checkpoints(self.config.run.output_dir))
+        needed = {step_dir(self._folder, step) for step in (self._present, *map(self._step_for, resumed))}
+        for path in {*step_dirs(self._folder)} - needed:
+            durable.remove_dir(path)
