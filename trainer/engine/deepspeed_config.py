@@ -179,6 +179,8 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         params = _section(_section(given, "optimizer"), "params")
         decay = trainer.weight_decay, "trainer.weight_decay"
         _agree(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
+        if optimizer_of(given) == "muon":
+            params.setdefault("torch_adam", True)  # DeepSpeed's own would be compiled first, also on a CPU
     schedule = _section(_section(given, "scheduler"), "params")
     if own := {name: value for name, value in schedule.items() if value != _AUTO}:
         raise UserError(
