@@ -145,15 +145,10 @@ class Engine:
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             **self._forbidding(params),
         )
-        try:
-            self._add(key, prompt_ids, parameters, images)
-        except ValueError as error:
-            if params.more:
-                raise UserError(f"sampler.generation_kwargs: vLLM refuses {dict(params.more)}: {error}") from error
-            raise
+        self._add(key, prompt_ids, parameters, images)
 
     def _forbidding(self, params: SamplingParams) -> dict[str, Any]:
-        """What a config may add for vLLM."""
+        """sampler.generation_kwargs; vLLM refuses wrong ones when the run is rehearsed."""
         more = {"min_tokens": 0, **params.more}
         more["min_tokens"] = min(more["min_tokens"], params.max_tokens)
         if (form := more.get("structured_outputs")) is not None:
