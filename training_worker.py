@@ -8,12 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from common import config, exits
-from report.sinks import require_packages
-from trainer.algorithm.user_functions import require_user_functions
-from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
-from trainer.engine.rank_device import set_device
-from trainer.engine.slurm_rank import set_rank
+from common import exits
 
 
 def main() -> None:
@@ -22,16 +17,22 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    exits.end_in_time(launcher="deepspeed.launcher.launch")
+    if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
+        exits.die_with_parent()
+    exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # which sets it
+
+    from common import config  # not before signals are heard
+    from report.sinks import require_packages
+    from trainer.algorithm.user_functions import require_user_functions
+    from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
+    from trainer.engine.slurm_rank import set_rank
+
     settings = config.load(arguments.config, arguments.overrides)
     set_rank(os.environ)
     for optimized in all_optimized(settings):
         deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)
     require_user_functions(settings.algorithm)
-    if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
-        exits.die_with_parent()
-    set_device(os.environ)
 
     from trainer.start import run
 
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exits.leave_rank(exits.run("trainer", main), int(os.environ.get("RANK", "0")))
+    exits.leave(exits.run("trainer", main))

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from common.durable import disk_trouble
 from common.errors import Interrupted, OutOfTime, PeerEnded, Retryable, UserError
@@ -30,14 +29,15 @@ USER_ERROR = 2  # change something, then start again
 RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
 SIGKILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # a child; one of its own, whose code it passes on in a byte
+ENDS = (signal.SIGINT, signal.SIGTERM)
 STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a signal with a SIGTERM of its own to every rank
-_UNWIND_S = 3.0  # for the finally blocks of a process that ends at once
-_ENDS = (signal.SIGINT, signal.SIGTERM)
+_HEARS_S = 1.0  # unless it stands in foreign code
+_UNWIND_S = 2.0  # for the finally blocks of a process that ends at once
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_LAUNCHER_LOOKS_S = 3.0  # DeepSpeed's launcher looks at its ranks once a second
 _interrupted_at: float | None = None  # monotonic
+_unwinds = False
 _note: str | None = None  # what is said at the first; None: nothing is deferred
 _begun, _end_at = time.monotonic(), math.inf
 
@@ -46,7 +46,7 @@ def run(name: str, main: Callable[[], None]) -> int:
     """Runs a process's main and returns its exit code, with one message for everything a person should know."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in _ENDS:  # also where a shell gave us Ctrl-C ignored: both leave through the same finally blocks
+    for number in ENDS:  # also where a shell gave us Ctrl-C ignored: both leave through the same finally blocks
         signal.signal(number, _interrupt)
     try:
         main()
@@ -97,8 +97,15 @@ def meaning(code: int) -> str:
     return f"ended with exit code {code} ({known.get(code, 'crash')})"
 
 
+def of_child(code: int, is_asked: bool) -> int:
+    """As of subprocess. One that dies of a request to end, or breaks at it, is interrupted: it may not hear it yet."""
+    return INTERRUPTED if -code in ENDS or (is_asked and code not in (DONE, USER_ERROR, RETRYABLE)) else code
+
+
 def _interrupt(*_: object) -> None:
+    global _unwinds
     if _note is None or not _is_first(time.monotonic(), _interrupted_at):
+        _unwinds = True
         raise KeyboardInterrupt
     ask_to_end()
 
@@ -129,44 +136,38 @@ def end_in_time(launcher: str = "") -> None:
     """Starts the thread that ends this process where the work does not hear a signal: it may wait in a library's own
     code for minutes. Call it once, in the main thread.
 
-    launcher: in the command of a parent that lives on when its own parent is gone, and with it all ranks. Then that
-    counts as SIGTERM.
+    launcher: a word of the command of a parent that lives on when its own parent is gone, and with it all ranks. Then
+    that counts as SIGTERM. Raises KeyboardInterrupt if it is gone itself: a signal came before it looked after any.
     """
+    import psutil  # here, for launch.sh comes by this file before anything is installed
+
+    parent = psutil.Process().parent() if launcher else None
+    if launcher and (parent is None or launcher not in parent.cmdline()):
+        raise KeyboardInterrupt
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    above = _parent_of(os.getppid()) if launcher and launcher in _command_of(os.getppid()) else None
-    threading.Thread(target=_look_after_signals, args=(reader, above), name="signals", daemon=True).start()
+    above = parent.ppid if parent else os.getpid
+    threading.Thread(target=_look_after_signals, args=(reader, above, above()), name="signals", daemon=True).start()
 
 
-def _look_after_signals(reader: int, above: int | None) -> None:
+def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) -> None:
     first: float | None = None
     while True:
         if not select.select([reader], [], [], 1.0)[0]:
-            if above is not None and _parent_of(os.getppid()) != above:
-                above = None
+            if above() != started_by:
+                above, started_by = os.getpid, os.getpid()
                 os.kill(os.getpid(), signal.SIGTERM)
             continue
         now = time.monotonic()
-        if os.read(reader, 1)[0] not in _ENDS:
+        if os.read(reader, 1)[0] not in ENDS:
             continue
         ends = _note is None or not _is_first(now, first)
         first = first or now
         if ends:
-            time.sleep(_UNWIND_S)
+            time.sleep(_HEARS_S)
+            time.sleep(_UNWIND_S if _unwinds else 0.0)
             leave(INTERRUPTED)
-
-
-def _parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def _command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    return ""
 
 
 def interrupted() -> bool:
@@ -199,16 +200,6 @@ def leave(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever read our output is gone
             stream.flush()
     os._exit(code)
-
-
-def leave_rank(code: int, rank: int) -> None:
-    """Ends a rank of a job. The launcher passes on the code of any rank it finds dead, and rank 0's is the one that
-    says why: another rank whose collectives broke waits until the launcher has seen that one.
-    """
-    if rank != 0 and code not in (DONE, USER_ERROR, RETRYABLE, INTERRUPTED):
-        with contextlib.suppress(KeyboardInterrupt):  # the launcher's SIGTERM
-            time.sleep(_LAUNCHER_LOOKS_S)
-    leave(code)
 
 
 def say(text: str) -> None:

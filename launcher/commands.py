@@ -18,8 +18,8 @@ from launcher.machine import ROOT
 from launcher.placement import Placement, SamplerPlace
 from launcher.processes import PID, Child
 from report.run_log import read_jsonl
-from trainer.engine.rank_device import RANK_DEVICES
 
+RANKS = (sys.executable, *(["-P"] * sys.flags.safe_path), "-m", "launcher.ranks")
 _SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
 
 
@@ -52,16 +52,14 @@ class Commands:
 
     def trainer(self, *extra: str) -> Child:
         port = free_port()
-        deepspeed = str(Path(sys.executable).parent / "deepspeed")
-        launcher = (deepspeed, "--log_level", "critical", "--master_port", str(port))
+        launcher = (*RANKS, "0", *[str(self.place.num_ranks)] * 2, "127.0.0.1", str(port))
         return Child(
             name="trainer",
-            argv=(*launcher, *self.place.launcher_args, str(ROOT / "training_worker.py"), *self._arguments, *extra),
-            env=_environment({**self.place.trainer_env, **self._buffers()}, without="CUDA_VISIBLE_DEVICES"),
+            argv=(*launcher, str(ROOT / "training_worker.py"), *self._arguments, *extra),
+            env=_environment({**self.place.trainer_env, **self._buffers()}),
             log=self._logs / "trainer.log",
             cores=self.place.trainer_cores,
             echo=True,
-            launcher_depth=2,  # deepspeed, its launch module, then the ranks
             scratch=(
                 f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
                 f"/dev/shm/{self._tag}",  # published weights
@@ -102,9 +100,7 @@ class Commands:
         return records[-1]["step"] if records else 0
 
 
-def _environment(additions: Mapping[str, str], without: str = "") -> dict[str, str]:
+def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     """Our environment. `additions` are defaults for what the user has not set, apart from the devices, which hold."""
-    devices = {key: value for key, value in additions.items() if key in ("CUDA_VISIBLE_DEVICES", RANK_DEVICES)}
-    environment = {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
-    environment.pop(without, None)
-    return environment
+    devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
+    return {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}

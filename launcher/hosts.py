@@ -11,7 +11,6 @@ has one. Left out: devices by number, for these differ from host to host.
 
 from __future__ import annotations
 
-import base64
 import ipaddress
 import json
 import os
@@ -29,7 +28,7 @@ from common.config import Config
 from common.errors import UserError
 from common.exits import STARTED_AT, started_at
 from common.redact import secret_part
-from launcher.commands import Commands
+from launcher.commands import RANKS, Commands
 from launcher.machine import ROOT
 from launcher.over_hosts import PORT
 from launcher.placement import Placement, SamplerPlace
@@ -98,7 +97,7 @@ def placement_over(hosts: Sequence[HostLine]) -> Placement:
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
     samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
     samplers = tuple(SamplerPlace({}, (), host.name) for host in hosts for _ in range(host.samplers))
-    return Placement(ranks, (), samplers, {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+    return Placement(ranks, samplers, {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
 
 
 @dataclass(frozen=True)
@@ -167,27 +166,24 @@ class HostCommands(Commands):
         ]
 
     def trainer(self, *extra: str) -> Child:
-        """DeepSpeed's own launcher on every host that has ranks, told which host it is on. Not `deepspeed`, which would
-        compute the same words and end with 0 where that launcher is killed."""
+        """Those of every host that has ranks."""
         hosts = [host for host in self._hosts if host.slots]
-        world = base64.urlsafe_b64encode(json.dumps({host.name: list(range(host.slots)) for host in hosts}).encode())
-        launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level", "critical"]
-        launcher += ["--world_info", world.decode(), "--master_addr", self._meet.address, "--master_port", PORT]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
+        all_of = [str(self.place.num_ranks), self._meet.address, PORT, *script]
         buffers = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*"
         starts = [
             (
                 host,
-                [*launcher, "--node_rank", str(number), *script],
-                {"gpus": (0, host.slots), "scratch": [buffers], "launcher_depth": 1},
+                [*RANKS, str(sum(h.slots for h in hosts[:i])), str(host.slots), *all_of],
+                {"gpus": (0, host.slots), "scratch": [buffers]},
             )
-            for number, host in enumerate(hosts)
+            for i, host in enumerate(hosts)
         ]
         return self._over("trainer", starts)
 
     def _over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
-        """starts: hosts, commands, and what else on_host.py reads: gpus (the first of the host, and how many), scratch,
-        launcher_depth. The log of each has its host's name; that of the whole is beside them."""
+        """starts: hosts, commands, and what else on_host.py reads: gpus (the first of the host, and how many), scratch.
+        The log of each has its host's name; that of the whole is beside them."""
         self._attempt += 1
         file = self._folder / f"{name}-{self._number}.json"
         orders = [
@@ -198,7 +194,6 @@ class HostCommands(Commands):
                 "env": {**self._meet.env.get(host.name, {}), **passed_on(os.environ)},
                 "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
-                "launcher_depth": 0,
                 "attempt": self._attempt,
                 "proof": str(file),
                 "within_s": _SHOWN_LATE_S,

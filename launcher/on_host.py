@@ -3,8 +3,8 @@
     stdout   first what others must know of this host: a port that is free, and its addresses. Then what a user should
              see of the process; all of its output is in its log in the run folder
     stdin    a line of JSON: a question, or the order (hosts.py); then numbers of signals, one a line, which the process
-             gets, as it gets those that arrive here. Its end is the end of everything here: a lost connection, or a
-             first host that is gone, leaves nothing
+             gets; those that arrive here go up, and come down on all hosts. Its end is the end of everything here: a
+             lost connection, or a first host that is gone, leaves nothing
     exit     the code of the process, 256 - n for a signal n as DeepSpeed's launcher has it
 
 Ends with 2 if this host does not see the run folder of the others.
@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from common.errors import UserError
-from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT, USER_ERROR, say
+from common.exits import INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT, USER_ERROR, of_child, say
 from common.out_of_memory import less_memory
 from common.ports import listen
 from launcher.killed import OomKills
@@ -38,8 +38,6 @@ from launcher.processes import Child, Guard, Running
 
 ANSWER = b"tandem-host "  # begins a line of stdout that is for over_hosts.py
 _CONNECTS_S = 5.0
-_BY_REQUEST = (-signal.SIGINT, -signal.SIGTERM)
-_ENDS = (DONE, USER_ERROR, RETRYABLE, INTERRUPTED)
 
 
 def main() -> int:
@@ -47,13 +45,12 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored stays ignored in all that is started
     os.chdir(ROOT)
-    asked: list[int] = []
     try:
         order = _order()
         _require_shared(order)
         child = _child(order, os.environ)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: asked.append(number))
+            signal.signal(number, lambda number, _: _answer({"asked": number}))
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
@@ -63,7 +60,7 @@ def main() -> int:
         kills = OomKills()
         running = Running(child, guard.mark, order["attempt"])
         guard.watch(running)
-        code = _watch(running, asked, kills)
+        code = _watch(running, kills)
         if code in SIGKILLED:
             role = "trainer" if child.name == "trainer" else "sampler"
             advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
@@ -73,7 +70,7 @@ def main() -> int:
 
 
 def _order() -> dict[str, Any]:
-    """After answers to what else is asked. Not a byte more is read. Raises KeyboardInterrupt at the end of stdin."""
+    """After answers to what else is asked. Not a byte more is read. Ends the program at the end of stdin."""
     with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
         _answer({"port": listening.getsockname()[1], "cards": _cards()})
         for line in iter(words.readline, b""):
@@ -81,11 +78,11 @@ def _order() -> dict[str, Any]:
             if "reach" not in order:
                 return order
             _answer(_reached(**order["reach"]))
-    raise KeyboardInterrupt
+    sys.exit(RETRYABLE)
 
 
 def _answer(content: Mapping[str, Any]) -> None:
-    _show(ANSWER + json.dumps(content).encode() + b"\n")
+    _show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
 
 
 def _cards() -> dict[str, str]:
@@ -140,32 +137,30 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
             f"{order['host']} has {len(gpus)} GPUs and the hostfile gives its processes {first + count}; lower slots= "
             "or samplers= there"
         )
-    elif order["name"].startswith("sampler"):
+    else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
-    more = {"launcher_depth": order["launcher_depth"], "scratch": tuple(order["scratch"])}
-    return Child(order["name"], tuple(order["argv"]), env, Path(order["log"]), echo=True, **more)
+    scratch = tuple(order["scratch"])
+    return Child(order["name"], tuple(order["argv"]), env, Path(order["log"]), echo=True, scratch=scratch)
 
 
-def _watch(running: Running, asked: list[int], kills: OomKills) -> int:
+def _watch(running: Running, kills: OomKills) -> int:
     """The exit code of the process. Output goes up, signals go down."""
-    passed_on = 0
+    is_asked = False
     while running.process.poll() is None:
         kills.look()
         for descriptor in select.select([0, *running.streams], [], [], 0.1)[0]:
             if descriptor != 0:
                 running.relay(descriptor, _show)
             elif words := os.read(0, 4096).split():
-                asked += map(int, words)
+                is_asked = True
+                for number in map(int, words):
+                    running.process.send_signal(number)
             else:
                 running.close(_show)
                 return INTERRUPTED
-        for number in asked[passed_on:]:
-            passed_on += 1
-            running.interrupt(number)
     code = running.process.returncode
     running.close(_show)
-    is_interrupted = code in _BY_REQUEST or (passed_on and code not in _ENDS)
-    return INTERRUPTED if is_interrupted else code
+    return of_child(code, is_asked)
 
 
 def _show(data: bytes) -> None:

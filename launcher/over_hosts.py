@@ -1,11 +1,11 @@
 """The trainer's ranks, or a sampler, on other hosts as one process here:  python -m launcher.over_hosts ORDERS.json
 
-    supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► deepspeed.launcher.launch --node_rank 0 …
-                                   └─ ssh HOST ──► on_host.py ─► deepspeed.launcher.launch --node_rank 1 …
+    supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► ranks.py 0 2 4 …
+                                   └─ ssh HOST ──► …
 
 They start once all hosts are there, with a port that the first of them has free. It ends as the first of them that ends
 with another code than 0; the others have a few seconds to follow, and are ended. A host that is down, or a connection
-that breaks, counts as 75: start again; one that is refused as 2. SIGINT and SIGTERM are passed on.
+that breaks, counts as 75: start again; one that is refused as 2. SIGINT and SIGTERM are passed on, also from a host.
 TANDEM_SSH is what reaches a host, "ssh" with options by default: the words before the host's name.
 """
 
@@ -182,21 +182,23 @@ def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
             raise KeyboardInterrupt
         for host in missing:
             if host.ended() is not None and not host.answer:
-                raise host.refusal()
+                raise KeyboardInterrupt if host.ended() == INTERRUPTED else host.refusal()
         if is_due():
             say(f"waiting for {', '.join(host.name for host in missing)}")
 
 
-def _watch(hosts: Sequence[Host], asked: Sequence[int]) -> tuple[Host | None, int]:
+def _watch(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
     """The host that was the first to end other than well, and its code."""
     told, until = 0, float("inf")
     while True:
         _read(hosts)
+        failed = [(host, code) for host in hosts if (code := host.ended())]
+        asked += [host.answer.pop("asked") for host in hosts if "asked" in host.answer]
+        asked += [signal.SIGTERM] * (not asked and INTERRUPTED in [code for _, code in failed])
         for number in asked[told:]:
             told += 1
             for host in hosts:
                 host.tell(number)
-        failed = [(host, code) for host in hosts if (code := host.ended())]
         if failed:
             until = min(until, time.monotonic() + FOLLOW_S)
         if time.monotonic() >= until or all(host.process.returncode is not None for host in hosts):
@@ -205,7 +207,7 @@ def _watch(hosts: Sequence[Host], asked: Sequence[int]) -> tuple[Host | None, in
 
 
 def _order(ended: tuple[Host, int]) -> tuple[bool, float]:
-    """By time; but what breaks with another rank may be seen before it: DeepSpeed's launcher looks every second."""
+    """By time; but what breaks with another rank may be seen before it."""
     host, code = ended
     return code not in (USER_ERROR, INTERRUPTED, *exits.SIGKILLED), host.said_end_at
 

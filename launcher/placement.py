@@ -1,11 +1,7 @@
 """Which process gets which GPUs or cores: a pure function of the configuration and of what the machine shows.
 
-DeepSpeed's launcher throws CUDA_VISIBLE_DEVICES away as soon as --num_gpus is given and then takes the first GPUs,
-the sampler's included. So with GPUs the trainer gets `--include localhost:<numbers>` and no CUDA_VISIBLE_DEVICES, and
-the sampler gets CUDA_VISIBLE_DEVICES. Without a GPU the launcher counts NUMA nodes, so there --num_gpus says the
-number of ranks; so where ranks share GPUs over gloo, and each rank takes its own (trainer/engine/rank_device.py).
-A single GPU is shared by both processes; how much of it each gets is shares.py's. Several hosts are hosts.py's; MIG
-devices are refused by name.
+Each gets CUDA_VISIBLE_DEVICES, which names a GPU twice where two ranks share it over gloo (ranks.py). A single GPU is
+shared by both processes; how much of it each gets is shares.py's. Several hosts are hosts.py's; MIG is refused.
 """
 
 from __future__ import annotations
@@ -18,10 +14,7 @@ from common.config import Config
 from common.errors import UserError
 from launcher.machine import Gpu, is_cpu_build, listed_gpus
 from model import cpu
-from trainer.engine.rank_device import RANK_DEVICES
 
-# CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus.
-_NUMBERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _WRITE_NUMBERS = "DeepSpeed takes numbers of whole GPUs, as `nvidia-smi -L` has them: CUDA_VISIBLE_DEVICES=0,1"
 
 
@@ -36,11 +29,9 @@ class SamplerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Two cores, one rank, run-ahead: launcher_args=("--num_gpus", "1"), samplers[0].cores=(0,), trainer_cores=(1,),
-    and OMP_NUM_THREADS=1 for both."""
+    """Two cores, one rank, run-ahead: samplers[0].cores=(0,), trainer_cores=(1,), OMP_NUM_THREADS=1 for both."""
 
     num_ranks: int
-    launcher_args: tuple[str, ...]  # for `deepspeed`, before the script
     samplers: tuple[SamplerPlace, ...]
     trainer_env: Mapping[str, str]  # of every rank; defaults
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
@@ -100,7 +91,6 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
     ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
     return Placement(
         num_ranks=ranks,
-        launcher_args=("--num_gpus", str(ranks)),
         samplers=samplers,
         trainer_env=cpu.environment(takes_turns) | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
         trainer_cores=tuple(trainer),
@@ -149,15 +139,11 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
     sampler_ids = [gpus[i] for i in used]
     samplers = tuple(_gpu_sampler(sampler_ids[i : i + width]) for i in range(0, len(sampler_ids), width))
     trainer_ids = [gpus[trainer[rank % len(trainer)]] for rank in range(ranks)]
-    launcher_args, taken = ("--include", "localhost:" + ",".join(map(str, trainer_ids))), {}
-    if ranks > len(trainer):
-        launcher_args, taken = ("--num_gpus", str(ranks)), {RANK_DEVICES: ",".join(map(str, trainer_ids))}
     place = f"{_named('GPU', list(dict.fromkeys(trainer_ids)))}, {ranks} rank{'s' * (ranks > 1)}"
     return Placement(
         num_ranks=ranks,
-        launcher_args=launcher_args,
         samplers=samplers,
-        trainer_env=_NUMBERED | taken | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
+        trainer_env=_seeing(trainer_ids) | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
         trainer_cores=(),
         sampler_place=_each(samplers),
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
@@ -167,7 +153,12 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
 
 
 def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
-    return SamplerPlace(_NUMBERED | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}, (), _named("GPU", ids))
+    return SamplerPlace(_seeing(ids), (), _named("GPU", ids))
+
+
+def _seeing(ids: Sequence[int]) -> dict[str, str]:
+    """CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 Three nets. Each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
 child when we die (PR_SET_PDEATHSIG). And a guard, a small process of its own, notices by the end of a pipe that we are
-gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: DeepSpeed's
-launcher starts ranks that the first two nets miss. Left out: when to start or stop anything, see supervisor.py.
+gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: what
+a user's function starts the first two nets may miss. Left out: when to start or stop anything, see supervisor.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Child:
     log: Path  # receives stdout and stderr, appended
     cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
     echo: bool = False  # stdout is shown at our terminal too
-    launcher_depth: int = 0  # processes between us and those that end themselves on SIGINT
     scratch: tuple[str, ...] = ()  # glob patterns, with PID, of what it leaves in memory when it is killed
     on_other_hosts: bool = False  # where on_host.py says who killed it
 
@@ -97,23 +96,6 @@ class Running:
             os.close(descriptor)
             del self.streams[descriptor]
         return bool(data)
-
-    def interrupt(self, number: int = signal.SIGINT) -> None:
-        """Signals the processes that do the work.
-
-        Not the launcher above them: DeepSpeed's turns SIGINT into SIGTERM for its ranks, which then get two signals,
-        and it reports 1 instead of their exit code. Before they exist, the signal goes to the whole group.
-        """
-        level = []
-        with suppress(psutil.Error):
-            level = [psutil.Process(self.process.pid)]
-            for _ in range(self.child.launcher_depth):
-                level = [child for process in level for child in process.children()]
-        for process in level:
-            with suppress(psutil.Error):
-                process.send_signal(number)
-        if not level:
-            kill_group(self.process.pid, number)
 
     def close(self, show: Callable[[bytes], None]) -> None:
         """SIGKILL to the group and to everything that left it but carries the mark; no file of it stays but its log."""

@@ -21,7 +21,7 @@ from common.config import Config, load
 from common.config.data import entries
 from common.durable import lock
 from common.errors import Retryable, UserError
-from common.exits import DONE, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, limit_time, out_of_time, say
+from common.exits import DONE, ENDS, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, limit_time, out_of_time, say
 from common.redact import redacted_words
 from common.run_folder import FINAL, checkpoints
 from launcher import shares
@@ -45,6 +45,8 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
+    for number in ENDS:  # until the supervisor listens; also where a shell gave us Ctrl-C ignored
+        signal.signal(number, signal.default_int_handler)
     path, overrides, hostfile = parse(arguments)
     if "TANDEM_OF_PYTHON" in os.environ:
         die_with_parent(signal.SIGTERM)  # a kernel that is restarted ends its run, and that saves the step
@@ -83,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
                 return _run(HostCommands(path, overrides, config, hosts, meet), again)
             return _run(Commands(path, overrides, config, place), again)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (UserError, Retryable) as error:
         say(str(error))
         return USER_ERROR if isinstance(error, UserError) else RETRYABLE
@@ -199,10 +203,7 @@ def build(config: Config) -> int:
 
 def _program(module: str, *arguments: str) -> int:
     """The exit code of `python -m module arguments`."""
-    try:
-        return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), "-m", module, *arguments]).returncode
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), "-m", module, *arguments]).returncode
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning, say
+from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning, of_child, say
 from common.out_of_memory import less_memory
 from common.transcript import tail
 from launcher.killed import OomKills
@@ -109,7 +109,7 @@ class Supervisor:
                     code = DONE  # as if by itself: whether the run is done is on disk
                 if code is not None:
                     self._close(slot)
-                    verdict = self._ended(name, code)
+                    verdict = self._ended(name, of_child(code, is_asked=False))
                     if verdict is not None:
                         return verdict
                 elif slot.start_at is not None and time.monotonic() >= slot.start_at:
@@ -211,7 +211,7 @@ class Supervisor:
         for step in steps:
             for slot in live:
                 if step is not None and slot.running is not None and slot.running.process.poll() is None:
-                    slot.running.interrupt(step)
+                    slot.running.process.send_signal(step)
             grace_s = self._grace_s(step)
             deadline = time.monotonic() + grace_s
             while self._interrupts < limit and time.monotonic() < deadline and self._any_alive(live):

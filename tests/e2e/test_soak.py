@@ -52,12 +52,12 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def find(self, victim: str) -> list[psutil.Process]:
-        """Those that do the work. DeepSpeed's launchers above the ranks name the same program."""
+        """Those that do the work. What has started the ranks names the same program."""
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if any(w.endswith(VICTIMS[victim]) for w in words) and not any("deepspeed" in w for w in words):
+                if any(w.endswith(VICTIMS[victim]) for w in words) and "launcher.ranks" not in words:
                     found.append(process)
         return found
 

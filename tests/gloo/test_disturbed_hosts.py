@@ -30,7 +30,7 @@ ROLES = {  # by words of the command line, the first that fits
     "launcher.over_hosts": "what holds the links",
     "launcher.on_host": "on_host",
     "tests.support.hosts_worker": "launch.sh",
-    "deepspeed.launcher.launch": "deepspeed's launcher",
+    "launcher.ranks": "ranks' launcher",
     "training_worker.py": "rank",
     "cat": "link",
 }

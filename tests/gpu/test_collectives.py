@@ -18,7 +18,6 @@ from launcher.placement import visible_gpus
 from tests.gpu.conftest import Record
 from tests.gpu.test_step import TOY, measured, note
 from tests.support.own_process import in_processes
-from trainer.engine.rank_device import RANK_DEVICES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -34,13 +33,13 @@ def test_gloo_computes_every_collective_with_tensors_of_the_device(on_gpu: bool)
 def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
     on_gpu: bool, tmp_path: Path, record_property: Record
 ) -> None:
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "critical", "--no_local_rank"]
-    launcher += ["--num_gpus", str(RANKS), "--master_port", str(free_port())]
+    launcher = [sys.executable, "-m", "launcher.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port())]
     env = dict(os.environ)
     if on_gpu:
-        gpu = visible_gpus(env)[0]
-        env |= {RANK_DEVICES: ",".join([str(gpu)] * RANKS), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        env.pop("CUDA_VISIBLE_DEVICES", None)
+        env |= {
+            "CUDA_VISIBLE_DEVICES": ",".join([str(visible_gpus(env)[0])] * RANKS),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
     record = measured(tmp_path, TOY, ["trainer.dist_backend=gloo"], launcher, env)
     note(record, record_property)
     assert record["ranks"] == RANKS

@@ -90,25 +90,6 @@ def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
     assert not orphan.is_running()
 
 
-@pytest.mark.parametrize(("code", "rank", "waits"), [(1, 1, True), (1, 0, False), (75, 1, False), (0, 1, False)])
-def test_another_rank_that_breaks_lets_the_launcher_see_rank_0_first(code: int, rank: int, waits: bool) -> None:
-    body = f"exits.time.sleep = lambda s: print(s, flush=True); exits.leave_rank({code}, {rank})"
-    done = subprocess.run([sys.executable, "-c", HEAD + body], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, "3.0\n" if waits else "")
-
-
-def test_a_rank_that_waits_for_the_launcher_ends_at_its_sigterm() -> None:
-    waits = "sleep = exits.time.sleep; exits.time.sleep = lambda s: (print('up', flush=True), sleep(s))\n"
-    body = waits + "exits._LAUNCHER_LOOKS_S = 60.0; signal.signal(15, exits._interrupt)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEAD + body + "exits.leave_rank(1, 1)"], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"up\n"
-    process.send_signal(signal.SIGTERM)
-    process.stdout.close()
-    assert process.wait(timeout=limit(20)) == 1
-
-
 @pytest.mark.parametrize("before", ["", f"{DECIDES}; {INT}; {LATER}; "])
 def test_a_signal_ends_work_that_cannot_hear_it(before: str) -> None:
     """As where a library waits for another rank: Python's handlers run when that returns."""

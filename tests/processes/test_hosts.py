@@ -55,7 +55,6 @@ class Connections:
                 "gpus": [0, 0],
                 "scratch": [],
                 "processes": 1,
-                "launcher_depth": 0,
                 "attempt": 1,
                 "proof": str(self.folder / proof),
                 "within_s": within_s,
@@ -256,15 +255,17 @@ def test_processes_on_hosts_can_be_interrupted_whoever_started_them(hosts: Conne
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_what_watches_on_one_host_reaches_the_process_there(hosts: Connections, number: int) -> None:
+@pytest.mark.parametrize("role", ["what watches", "the process"])
+def test_a_signal_on_one_host_reaches_the_processes_on_all(hosts: Connections, role: str, number: int) -> None:
     saves = "\n".join(f"signal.signal({n}, lambda *_: (print('saved', flush=True), os._exit(130)))" for n in (2, 15))
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1, saves))
+    process = hosts.start(*(hosts.sleeper(i, saves) for i in (0, 1)))
     pids = [hosts.pid_of(i) for i in (0, 1)]
-    agent = psutil.Process(pids[1]).parent()
+    of_host = psutil.Process(pids[1])
+    agent = of_host.parent()
     assert agent is not None
-    agent.send_signal(number)
+    (agent if role == "what watches" else of_host).send_signal(number)
     code, out = ended(process)
-    assert code == 130 and "saved" in out
+    assert code == 130 and out.split().count("saved") == 2
     until(lambda: all(map(is_gone, pids)), 20)
 
 

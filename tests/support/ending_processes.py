@@ -3,7 +3,7 @@
     python -m tests.support.ending_processes ROLE …
 
 Real: exit codes, watchdogs, deferred interrupts, locks, Link, Inbox, Ledger, weights, metrics, checkpoints by rename.
-Fake: the engines, and DeepSpeed's launcher with two ranks that exchange a byte per step over pipes. TANDEM_ENDING says
+Fake: the engines, and the launcher of two ranks that exchange a byte per step over pipes. TANDEM_ENDING says
 what goes wrong by itself: role:what:once|always. TANDEM_ENDING_SLOWNESS multiplies what the launcher waits for.
 
 A run that will be disturbed from outside goes on after step HOLD_AT only when the file `disturbed` lies in its folder:
@@ -13,7 +13,7 @@ starts to look; the ranks are forked from a launcher that has imported it all.
 
 import contextlib
 import json
-import multiprocessing
+import multiprocessing.context
 import os
 import secrets
 import signal
@@ -28,6 +28,7 @@ from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable, UserError
 from common.watchdog import Watchdog, report_progress
 from common.weights import BadWeights, Published
+from launcher import ranks
 from report.run_log import MetricsLog
 from sampler.link import Link
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group
@@ -116,7 +117,7 @@ def rank(number: int, pipes: Sequence[tuple[int, int]], arguments: Sequence[str]
     file.with_suffix(".new").write_text(str(os.getpid()))
     file.with_suffix(".new").rename(file)
     work = (rank_0, rank_1)[number]
-    exits.leave_rank(run(f"rank {number}", arguments, lambda settings: work(settings, *pipes[number])), number)
+    exits.leave(run(f"rank {number}", arguments, lambda settings: work(settings, *pipes[number])))
     raise AssertionError("unreachable")
 
 
@@ -216,36 +217,35 @@ def save(parent: Path, name: str, step: int) -> None:
     durable.commit_dir(temporary, parent / name)
 
 
-# ---- DeepSpeed's launcher --------------------------------------------------------------------------------------
+# ---- the launcher of the ranks ---------------------------------------------------------------------------------
+
+
+class Fork(multiprocessing.context.ForkProcess):
+    """As of subprocess."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid or 0, number)
 
 
 def launcher(arguments: Sequence[str]) -> NoReturn:
-    """Starts the ranks; when one fails, or somebody asks, SIGTERM and later SIGKILL to all, as DeepSpeed does."""
+    """launcher/ranks.py with its ranks forked."""
     to_1, to_0 = os.pipe(), os.pipe()
     pipes = (to_0[0], to_1[1]), (to_1[0], to_0[1])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank, args=(number, pipes, arguments)) for number in (0, 1)]
-    for process in ranks:
+    forks = [Fork(target=rank, args=(number, pipes, arguments)) for number in (0, 1)]
+    for process in forks:
         process.start()
     for descriptor in (*to_1, *to_0):
         os.close(descriptor)
-
-    def end(code: int) -> NoReturn:
-        for process in ranks:
-            process.terminate()
-            process.join(timeout=2 * SLOWNESS)
-            process.kill()
-        exits.leave(code)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: end(1))
-    while codes := [process.exitcode for process in ranks]:
-        for code in codes:
-            if code:
-                end(code % 256)  # -9 becomes 247: an exit code is a byte
-        if codes == [0, 0]:
-            exits.leave(0)
-        time.sleep(0.1)
+    asked: list[int] = []
+    for number in exits.ENDS:
+        signal.signal(number, lambda number, _: asked.append(number))
+    ranks.END_S = 2 * SLOWNESS
+    exits.leave(ranks.watch(forks, asked) % 256)
     raise AssertionError("unreachable")
 
 

@@ -132,7 +132,7 @@ class Command(launcher_run.Commands):
         return [self._with(child, "sampler") for child in super().samplers()]
 
     def trainer(self, *extra: str) -> Child:
-        return replace(self._with(super().trainer(*extra), "launcher", *extra), launcher_depth=1)
+        return self._with(super().trainer(*extra), "launcher", *extra)
 
     def _with(self, child: Child, role: str, *extra: str) -> Child:
         argv = (sys.executable, "-u", "-m", "tests.support.ending_processes", role, *self._arguments, *extra)

@@ -11,6 +11,7 @@ from common.errors import UserError
 from launcher import machine
 from launcher.commands import Commands
 from launcher.placement import placement, visible_gpus
+from launcher.ranks import device
 from model.cpu.cores import LENT_CORES
 from tests.support.configs import config_of
 
@@ -44,7 +45,7 @@ def test_cores_are_divided_where_both_work_at_once_and_shared_where_they_take_tu
     place = placement(config_of(trainer=trainer, sampler={"num_samplers": len(samplers)}), [], cores)
     assert [(one.cores, one.env["OMP_NUM_THREADS"]) for one in place.samplers] == samplers
     assert (place.trainer_cores, place.trainer_env["OMP_NUM_THREADS"]) == (of_ranks, threads)
-    assert place.launcher_args == ("--num_gpus", str(trainer.get("num_ranks", 1))) and place.ranks_per_gpu == 1
+    assert (place.num_ranks, place.ranks_per_gpu) == (trainer.get("num_ranks", 1), 1)
     spins = SPINS if trainer["max_staleness"] == 0 else {}
     for env in (place.samplers[0].env, place.trainer_env):
         assert {name: env[name] for name in SPINS if name in env} == spins
@@ -86,14 +87,14 @@ def test_without_tricks_processes_get_cores_and_threads_alone(
         ([0, 1, 2, 3], {"sampler": {"num_samplers": 2, "devices": [3, 1, 2]}}, ["3", "1"], "0"),
     ],
 )
-def test_gpus_are_named_by_include_and_never_counted(
+def test_every_process_sees_its_own_gpus_alone(
     gpus: Sequence[int], sections: dict[str, Any], samplers: list[str], trainer: str
 ) -> None:
     place = placement(config_of(**sections), gpus=gpus, cores=range(8))
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in place.samplers] == samplers
-    assert place.launcher_args == ("--include", f"localhost:{trainer}")
+    assert place.trainer_env["CUDA_VISIBLE_DEVICES"] == trainer
     assert place.num_ranks == trainer.count(",") + 1
-    assert not {"CUDA_VISIBLE_DEVICES", "TANDEM_RANK_DEVICES"} & set(place.trainer_env)
+    assert device(1, place.trainer_env) == {"LOCAL_RANK": "1"}
     assert place.trainer_env["OMP_NUM_THREADS"] == str(max(1, 8 // (place.num_ranks + 1)))
     for env in (*(one.env for one in place.samplers), place.trainer_env):
         assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -110,8 +111,9 @@ def test_gpus_are_named_by_include_and_never_counted(
 )
 def test_ranks_share_gpus_over_gloo(gpus: list[int], trainer: dict[str, Any], devices: str, place: str) -> None:
     found = placement(config_of(trainer=trainer | {"dist_backend": "gloo"}), gpus=gpus, cores=[0, 1])
-    assert found.launcher_args == ("--num_gpus", str(trainer["num_ranks"]))
-    assert found.trainer_env["TANDEM_RANK_DEVICES"] == devices
+    assert (found.num_ranks, found.trainer_env["CUDA_VISIBLE_DEVICES"]) == (trainer["num_ranks"], devices)
+    own = devices.split(",")[1]
+    assert device(1, found.trainer_env) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
     assert (found.ranks_per_gpu, found.trainer_place) == (2, place)
 
 

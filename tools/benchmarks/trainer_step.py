@@ -11,7 +11,6 @@ sampler is not involved, nothing is published. Options after -- override the cel
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import sys
@@ -30,7 +29,6 @@ from common.config import Config, load
 from common.types import Group, Rollout
 from tools.benchmarks.cells import SHAPES, Cell, cell_parser, prepare, tandem_config
 from tools.benchmarks.work import FORWARDS_OF_TRAINING, forward_flops, measured_flops
-from trainer.engine.rank_device import set_device
 
 # Dense FLOP/s in 16 bits, from NVIDIA's data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L20": 119e12, "RTX 4090": 165e12}
@@ -59,7 +57,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    set_device(os.environ)
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.ranks import connect
 

@@ -1,0 +1,69 @@
+"""The trainer's ranks of one host:  python -m launcher.ranks FIRST COUNT WORLD ADDRESS PORT training_worker.py [word …]
+
+In the place of DeepSpeed's launcher, which imports torch before it starts them, says 1 when it was told to end, leaves
+orphans if that came early, and kills what then takes longer than 30 s. SIGINT and SIGTERM go to all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from common import exits
+
+FOLLOW_S = 0.5  # after the first that failed, by themselves: they hear of the same
+END_S = 30.0
+
+
+def main(words: Sequence[str]) -> int:
+    first, count, world, address, port, *program = words
+    asked: list[int] = []
+    for number in exits.ENDS:
+        signal.signal(number, lambda number, _: asked.append(number))
+    meeting = {"WORLD_SIZE": world, "MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_SIZE": count}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-u", *program],
+            env={**os.environ, **meeting, "RANK": str(int(first) + local), **device(local, os.environ)},
+            preexec_fn=exits.die_with_parent,  # safe: this process has no threads
+        )
+        for local in range(int(count))
+    ]
+    return watch(ranks, asked) % 256
+
+
+def device(local: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where ranks share a GPU, which gloo alone allows, each sees its own as the first: "3,3" is none to CUDA."""
+    gpus = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    is_shared = len(set(gpus)) < len(gpus)
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[local]} if is_shared else {"LOCAL_RANK": str(local)}
+
+
+def watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
+    """The code of the rank that was the first to end with another one than 0. The others follow or are told to."""
+    code, told, kill_at = exits.DONE, 0, math.inf
+    while alive := [rank for rank in ranks if rank.poll() is None]:
+        time.sleep(0.05)
+        numbers, told = list(asked[told:]), len(asked)
+        if not code and _cause(ranks):
+            time.sleep(FOLLOW_S)
+            code, kill_at = _cause(ranks), time.monotonic() + END_S
+            numbers += [signal.SIGTERM] * (not asked)
+        for rank in alive:
+            for number in [signal.SIGKILL] if time.monotonic() > kill_at else numbers:
+                rank.send_signal(number)
+    return exits.of_child(code or _cause(ranks), bool(asked))
+
+
+def _cause(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Of the codes of the ranks. 1 is what the others end with, which break with it."""
+    return min((code for rank in ranks if (code := rank.poll())), key=lambda code: code == 1, default=exits.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

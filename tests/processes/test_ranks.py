@@ -1,0 +1,83 @@
+"""The launcher of the ranks: whatever comes at whatever moment, all end together, with the code that says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.exits import INTERRUPTED
+from launcher.machine import ROOT
+from tests.support.speed import is_gone, overdue, until
+
+HEAD = "import os, sys, time; from common import exits; rank = int(os.environ['RANK'])"
+WAITS = "exits.die_with_parent(); exits.end_in_time(); open(f'up{rank}', 'w'); time.sleep(60)"
+
+
+def start(folder: Path, body: str) -> tuple[subprocess.Popen[bytes], str]:
+    program, mark = folder / "rank.py", uuid.uuid4().hex
+    program.write_text(f"{HEAD}\ndef main():\n    {body}\nexits.leave(exits.run('rank', main))")
+    command = [sys.executable, "-m", "launcher.ranks", "0", "2", "2", "127.0.0.1", "1", str(program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TANDEM_RANKS_TEST": mark}
+    return subprocess.Popen(command, cwd=folder, env=env), mark
+
+
+def left(mark: str) -> list[int]:
+    found = psutil.process_iter(["environ", "status"])
+    environ = [(p.pid, p.info["environ"] or {}) for p in found if p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [pid for pid, one in environ if one.get("TANDEM_RANKS_TEST") == mark]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3, None])
+def test_a_signal_at_any_moment_ends_all(tmp_path: Path, number: int, after_s: float | None) -> None:
+    process, mark = start(tmp_path, WAITS)
+    if after_s is None:
+        until(lambda: len(list(tmp_path.glob("up*"))) == 2, 20)
+    time.sleep(after_s or 0.0)
+    process.send_signal(number)
+    begun = time.monotonic()
+    code = process.wait()
+    assert not overdue(time.monotonic() - begun, 5) and not left(mark)
+    # before its first line a process dies of the signal itself, or of Python's own handler among imports
+    assert code == INTERRUPTED or (after_s is not None and code in (-number, 1))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (f"sys.exit(75) if rank else None; {WAITS}", 75),
+        (f"os.kill(os.getpid(), 9) if rank else None; {WAITS}", 247),
+        (f"os.kill(os.getpid(), 15) if rank else None; {WAITS}", 130),
+        ("time.sleep(0.2 * (1 - rank)); sys.exit(1 if rank else 75)", 75),  # rank 1 broke with rank 0
+        ("time.sleep(0.2 * rank); sys.exit(2 if rank else 1)", 2),
+        ("time.sleep(0.2 * rank)", 0),
+    ],
+)
+def test_all_end_as_the_rank_that_knows_why(tmp_path: Path, body: str, code: int) -> None:
+    process, mark = start(tmp_path, body)
+    assert process.wait(timeout=60) == code and not left(mark)
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_listens_ends() -> None:
+    code = f"{HEAD}\nexits.leave(exits.run('rank', lambda: exits.end_in_time('deepspeed.launcher.launch')))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"RANK": "0"}).returncode == INTERRUPTED
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_model_is_built_ends_what_builds_it(number: int) -> None:
+    building = "run._program('timeit', '-n1', 'import time; print(flush=True); time.sleep(60)')"
+    code = f"import sys; from launcher import run; run.load = lambda *_: {building}; sys.exit(run.main(['a.yaml']))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        [child] = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        assert process.wait(timeout=30) == INTERRUPTED
+    until(lambda: is_gone(child.pid))
