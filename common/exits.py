@@ -46,7 +46,7 @@ def run(name: str, main: Callable[[], None]) -> int:
     """Runs a process's main and returns its exit code, with one message for everything a person should know."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in ENDS:  # also where a shell gave us Ctrl-C ignored: both leave through the same finally blocks
+    for number in ends():  # also where a shell gave us Ctrl-C ignored: all leave through the same finally blocks
         signal.signal(number, _interrupt)
     try:
         main()
@@ -71,6 +71,11 @@ def run(name: str, main: Callable[[], None]) -> int:
         say(without_passwords(traceback.format_exc().rstrip()))
         say(f"{name}: failed, see the traceback above")
         return 1
+
+
+def ends() -> list[int]:
+    """A terminal that is lost asks for the end, too, unless nohup told us to go on without."""
+    return [*ENDS, *[signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)]
 
 
 def code_of(error: BaseException) -> int:
@@ -160,7 +165,7 @@ def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) 
                 os.kill(os.getpid(), signal.SIGTERM)
             continue
         now = time.monotonic()
-        if os.read(reader, 1)[0] not in ENDS:
+        if os.read(reader, 1)[0] not in (*ENDS, signal.SIGHUP):
             continue
         ends = _note is None or not _is_first(now, first)
         first = first or now

@@ -34,7 +34,7 @@ from launcher.over_hosts import PORT
 from launcher.placement import Placement, SamplerPlace
 from launcher.processes import Child
 
-_LINE = re.compile(r"\[?(?P<name>[\w:][\w.:-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # [fd00::1] and fd00::1
+_LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
 _SHOWN_LATE_S = 20.0  # a file that this host made, on another
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
 # of our environment, what other hosts need: settings of libraries, and never a secret
@@ -54,7 +54,7 @@ class HostLine:
 def read_hosts(path: Path) -> tuple[HostLine, ...]:
     """Those of a hostfile. Raises UserError naming the line that is wrong."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path}: {getattr(error, 'strerror', None) or error}") from None
     found = [_host(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]

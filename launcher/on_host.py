@@ -3,8 +3,7 @@
     stdout   first what others must know of this host: a port that is free, and its addresses. Then what a user should
              see of the process; all of its output is in its log in the run folder
     stdin    a line of JSON: a question, or the order (hosts.py); then numbers of signals, one a line, which the process
-             gets; those that arrive here go up, and come down on all hosts. Its end is the end of everything here: a
-             lost connection, or a first host that is gone, leaves nothing
+             gets; those that arrive here go up, and come down on all hosts. Its end is the end of everything here
     exit     the code of the process, 256 - n for a signal n as DeepSpeed's launcher has it
 
 Ends with 2 if this host does not see the run folder of the others.
@@ -139,8 +138,8 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
         )
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
-    scratch = tuple(order["scratch"])
-    return Child(order["name"], tuple(order["argv"]), env, Path(order["log"]), echo=True, scratch=scratch)
+    argv, scratch = tuple(order["argv"]), tuple(order["scratch"])
+    return Child(order["name"], argv, env, Path(order["log"]), echo=True, scratch=scratch)
 
 
 def _watch(running: Running, kills: OomKills) -> int:

@@ -137,7 +137,8 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
         )
     used = sampler[: width * count]
     sampler_ids = [gpus[i] for i in used]
-    samplers = tuple(_gpu_sampler(sampler_ids[i : i + width]) for i in range(0, len(sampler_ids), width))
+    parts = [sampler_ids[i : i + width] for i in range(0, len(sampler_ids), width)]
+    samplers = tuple(SamplerPlace(_seeing(ids), (), _named("GPU", ids)) for ids in parts)
     trainer_ids = [gpus[trainer[rank % len(trainer)]] for rank in range(ranks)]
     place = f"{_named('GPU', list(dict.fromkeys(trainer_ids)))}, {ranks} rank{'s' * (ranks > 1)}"
     return Placement(
@@ -150,10 +151,6 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
     )
-
-
-def _gpu_sampler(ids: Sequence[int]) -> SamplerPlace:
-    return SamplerPlace(_seeing(ids), (), _named("GPU", ids))
 
 
 def _seeing(ids: Sequence[int]) -> dict[str, str]:

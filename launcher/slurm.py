@@ -67,6 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     options = [word for word in rest if word.startswith("-")]
     path, overrides, _ = parse([word for word in rest if word not in options], "slurm")
     try:
+        if lost := [word for word in overrides if "=" not in word]:
+            raise UserError(f"{lost[0]}: write an option of sbatch as one word with =, --partition=gpu")
+        if any(option.startswith(("--array", "-a")) for option in options):
+            raise UserError("--array: its jobs would share a run folder; a script for each, with its run.output_dir")
         config = load(path, overrides)
         place = layout(config, given.nodes, given.gpus_per_node)
         if place.nodes > 1:
@@ -153,9 +157,8 @@ def sbatch(place: Nodes, folder: Path, words: Sequence[str], options: Sequence[s
     """The script: its header, and what slurm.sbatch makes of that. words: as `launch.sh run` takes them."""
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in folder.name)
     shares = any(option.startswith("--cpus-per") for option in options)  # the node with other jobs
-    lines = {"--job-name": name, "--nodes": f"{place.nodes}"} | (
-        {"--gpus-per-node": f"{place.gpus}"} if place.gpus else {}
-    )
+    lines = {"--job-name": name, "--nodes": f"{place.nodes}"}
+    lines |= {"--gpus-per-node": f"{place.gpus}"} if place.gpus else {}
     lines |= {option: value for option, value in _DEFAULTS.items() if option != "--exclusive" or not shares}
     lines |= {"--output": f"{folder}".replace("%", "%%") + "-%j.log"}
     lines |= {option: value for option, _, value in (word.partition("=") for word in options)}

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, meaning, of_child, say
+from common.exits import DONE, INTERRUPTED, RETRYABLE, SIGKILLED, USER_ERROR, ends, meaning, of_child, say
 from common.out_of_memory import less_memory
 from common.transcript import tail
 from launcher.killed import OomKills
@@ -78,8 +78,7 @@ class Supervisor:
         self._terminal_open = True
 
     def run(self) -> int:
-        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
-        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS if number not in kept}
+        previous = {number: signal.signal(number, self._on_signal) for number in ends()}
         try:
             with self._guard, self._selector:
                 for slot in self._slots.values():
@@ -256,6 +255,3 @@ class Supervisor:
         with suppress(OSError):
             print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
         say(f"full log: {log}")
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

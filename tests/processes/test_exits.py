@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import os, signal, sys, time; from common import errors, exits; from common.errors import UserError
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one of nohup this
 """
 
 
-INT, TERM = "os.kill(os.getpid(), 2)", "os.kill(os.getpid(), 15)"
+INT, TERM, HUP = (f"os.kill(os.getpid(), {number})" for number in (2, 15, 1))
 DECIDES, FOLLOWS = "exits.defer_interrupts('after this step')", "exits.defer_interrupts('')"
 INTERRUPTED = "tandem: sampler: interrupted\n"
 LATER = "time.sleep(1.1)"  # DeepSpeed's launcher adds a SIGTERM at once
@@ -44,6 +45,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
         (f"{DECIDES}; {INT}; {TERM}; assert exits.interrupted()", 0, "tandem: after this step\n"),
         (f"{DECIDES}; {INT}; {LATER}; {INT}; time.sleep(9)", 130, f"tandem: after this step\n{INTERRUPTED}"),
         (f"{DECIDES}; {INT}; raise errors.Interrupted", 130, f"tandem: after this step\n{INTERRUPTED}"),
+        (f"{DECIDES}; {HUP}; assert exits.interrupted()", 0, "tandem: after this step\n"),  # a terminal that is lost
         (f"{FOLLOWS}; {TERM}; assert exits.interrupted()", 0, ""),  # rank 0 hears of it and speaks
         (f"{FOLLOWS}; {TERM}; {LATER}; {INT}; time.sleep(9)", 130, INTERRUPTED),
         (f"{FOLLOWS}; {INT}; {LATER}; {TERM}; time.sleep(9)", 130, INTERRUPTED),

@@ -86,6 +86,9 @@ def test_every_shipped_config_becomes_a_job_with_the_gpus_that_its_devices_name(
     ("words", "said"),
     [
         (["trainer.max_step=3"], "trainer.max_step: no such option"),
+        (["--partition", "gpu"], "gpu: write an option of sbatch as one word with =, --partition=gpu"),
+        (["-p", "gpu", "--time", "1:00"], "write an option of sbatch as one word"),
+        (["--array=0-3"], "--array: its jobs would share a run folder"),
         (["--nodes=0"], "--nodes=0 --gpus-per-node=0: write"),
         (
             ["trainer.devices=[0,1]", "sampler.devices=[2]", "--gpus-per-node=2"],

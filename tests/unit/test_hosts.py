@@ -39,6 +39,8 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
     )
     bare = read_hosts(written(tmp_path, "fd00::1 slots=1\n[fd00::2] slots=1\n"))
     assert [host.name for host in bare] == ["fd00::1", "fd00::2"]
+    other = read_hosts(written(tmp_path, "\ufeffme@node-3 slots=1\r\nfe80::1%eth0 slots=1\r\n"))
+    assert [host.name for host in other] == ["me@node-3", "fe80::1%eth0"]
     assert read_hosts(written(tmp_path, "a slots=1\nb slots=1\n"))[0] == HostLine("a", 1, 1), "somebody must sample"
 
 
@@ -47,6 +49,7 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
     [
         ("a\n", "hosts:1: 'a' is not a host with its slots; write it as 10.0.0.1 slots=2 samplers=1"),
         ("a slots=1\nb slot=1\n", "hosts:2: 'b slot=1' is not"),
+        ("a:2222 slots=1\n", "is not a host with its slots"),
         ("a slots=1; rm -rf slots=1\n", "is not a host with its slots"),
         ("-oProxyCommand=x slots=1\n", "is not a host with its slots"),
         ("-v slots=1\n", "is not a host with its slots"),
