@@ -29,6 +29,14 @@ from common.paths import did_you_mean, here_or_ours
 Function = Callable[..., Any]
 
 
+_NAMED = re.compile(r" as ([\w-]+)$")  # a built-in function that stands twice among the rewards, say
+
+
+def unnamed(name: str) -> str:
+    """ "judge" of "judge as kind" """
+    return _NAMED.sub("", name)
+
+
 def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path | str, str]:
     """(file or module, function).  "my.py:f" -> (Path("my.py"), "f"), "package.module.f" -> ("package.module", "f")
 
@@ -50,7 +58,9 @@ def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path |
 
 
 def short_name(name: str) -> str:
-    """`my_rewards.py:length` and `package.module.length` are both called "length"."""
+    """`my_rewards.py:length`, `package.module.length` and `score as length` are all called "length"."""
+    if named := _NAMED.search(name):
+        return named[1]
     return name.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 

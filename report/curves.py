@@ -62,18 +62,22 @@ def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
     return np.asarray(sums / counts)
 
 
+def rewards_of(folder: Path) -> dict[str, Any]:
+    """The run's section; {} where config.json is missing or broken."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / "config.json").read_text()).get("rewards", {}))
+    return {}
+
+
 def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(steps, evaluations) as people are shown them: without accuracies that nobody knows the full marks of.
 
     Evaluations with at least one completion, by policy version; the later record of a repeated one.
     """
-    rows, path, rewards = read_jsonl(folder / "metrics.jsonl"), folder / "config.json", {}
+    rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
     evaluations = [latest[step] for step in sorted(latest)]
-    if path.exists():
-        with contextlib.suppress(ValueError):  # a broken one: nothing is guessed
-            rewards = json.loads(path.read_text()).get("rewards", {})
-    names = guessed(rewards) - reached(rows, evaluations)
+    names = guessed(rewards_of(folder)) - reached(rows, evaluations)
     return [row_without(row, names) for row in rows], [record_without(record, names) for record in evaluations]
 
 

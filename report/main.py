@@ -7,14 +7,17 @@ Reads only the run folder, so it works during a run, after a crash and on anothe
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from common import exits
+from common.paid_calls import PaidCalls
 from report.comparison import comparison
-from report.curves import history_of, write_curves
+from report.curves import history_of, rewards_of, write_curves
 from report.escape import strip_escapes
 from report.full_marks import Records
 from report.run_log import read_jsonl
@@ -27,7 +30,7 @@ def final_summary(output_dir: Path) -> str:
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     rows = read_jsonl(folder / "metrics.jsonl")
-    lines += [*by_source(rows), *_pace(rows)]
+    lines += [*by_source(rows), *costs(folder), *_pace(rows)]
     if (folder / "curves.png").exists():
         lines.append(f"curves: {strip_escapes(folder / 'curves.png')}")
     return "\n".join(lines)
@@ -45,6 +48,20 @@ def by_source(rows: Records) -> list[str]:
             f"source {strip_escapes(name)}: reward {reward[0]:.2f} → {reward[-1]:.2f}, length {length[0]:.0f} → "
             f"{length[-1]:.0f}; of {sum(groups):.0f} groups {sum(kept) / sum(groups):.0%} had an advantage"
         )
+    return lines
+
+
+def costs(folder: Path) -> list[str]:
+    """ "judge: 1,000 calls, 120,000 tokens in, 9,000 out, 0.42 USD (all in .cache/judges/judge.sqlite)" """
+    lines = []
+    for name, given in rewards_of(folder).get("reward_kwargs", {}).items():
+        with contextlib.suppress(OSError, sqlite3.Error, TypeError):
+            if (path := Path(given.get("cache", "")).expanduser()).is_file():
+                spent = PaidCalls(path).spent()
+                tokens = f"{spent.tokens_in:,} tokens in, {spent.tokens_out:,} out"
+                lines.append(
+                    f"{strip_escapes(name)}: {spent.calls:,} calls, {tokens}, {spent.usd:.2f} USD (all in {path})"
+                )
     return lines
 
 

@@ -33,6 +33,7 @@ BUILT_IN = {
     "think_format_reward": "rewards.trl.think_format_reward",
     "get_soft_overlong_punishment": "rewards.trl.get_soft_overlong_punishment",
     "environment": "rewards.trl.environment",
+    "judge": "rewards.judge.Judge",
 }
 
 
@@ -41,7 +42,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     names: list[str] = []  # of arguments, columns among them
     rest: bool = True  # whether one takes all other columns, too
-    needs_rollout: list[str] = []  # functions that score what an environment says or holds
+    needs_rollout: list[str] = []  # functions that score what an environment says or holds, and those that cost
 
 
 def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
@@ -51,25 +52,34 @@ def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
         arguments = {parameter.name for parameter in parameters or ()}
         names |= arguments
         rest |= takes_all(parameters)
-        if name == "environment" or "environments" in arguments:
+        if name == "environment" or "environments" in arguments or hasattr(function, "is_costly"):
             needs_rollout.append(name)
     return Wanted(sorted(names), rest, needs_rollout)
 
 
 def resolve(name: str) -> RewardFunction:
     """The function called `answer`, `package.module.function` or `path/file.py:function`. Raises UserError."""
-    return functions.find(f"reward {name!r}", BUILT_IN.get(name, name), BUILT_IN)
+    spec = functions.unnamed(name)
+    return functions.find(f"reward {spec!r}", BUILT_IN.get(spec, spec), BUILT_IN)
 
 
-def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str) -> RewardFunction:
-    """The function with its entry of rewards.reward_kwargs. Raises UserError for one that it does not take."""
+def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, timeout_s: float = 0.0) -> RewardFunction:
+    """The function with its entry of rewards.reward_kwargs; of a class, which also gets rewards.timeout_s if it names
+    it, the object that is made of them. Raises UserError for what it does not take."""
     parameters = parameters_of(function)
     taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not takes_all(parameters):
         for unknown in set(arguments) - set(taken):
             near = difflib.get_close_matches(unknown, taken, n=1) or taken
             raise UserError(f"rewards.reward_kwargs: {name} takes no {unknown!r}. Did you mean {' or '.join(near)}?")
-    return functools.partial(function, **arguments) if arguments else function
+    if not isinstance(function, type):
+        return functools.partial(function, **arguments) if arguments else function
+    try:
+        offered = {"timeout_s": timeout_s} if "timeout_s" in taken else {}
+        return function(**offered | dict(arguments))  # type: ignore[no-any-return]
+    except Exception as error:
+        said = str(error) if isinstance(error, UserError) else functions.describe(error)
+        raise UserError(f"reward {name}: {said}") from error
 
 
 def check_signature(function: RewardFunction, columns: Iterable[str], name: str) -> None:

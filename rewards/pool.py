@@ -66,7 +66,8 @@ class RewardPool:
         self.pending = 0  # submitted and not yet returned by ready()
         self.wanted = Wanted()  # by the functions; known once entered
         names = None if columns is None else [*columns, *([image_key] if image_key else [])]
-        setup = RewardSetup(config.reward_funcs, config.weights, names, config.reward_kwargs, max_steps, has_rollouts)
+        given = config.reward_funcs, config.weights, names, config.reward_kwargs
+        setup = RewardSetup(*given, max_steps, has_rollouts, config.timeout_s)
         memory = int(config.max_memory_gib * 2**30)
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s

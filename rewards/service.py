@@ -7,6 +7,7 @@ live through a fork. Nothing here imports torch, vllm or pydantic: killing and r
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import resource
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from common.functions import short_name
+from common.functions import short_name, unnamed
 from common.worker import decode, encode
 from rewards import Logged, NoRewardError, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
@@ -30,6 +31,7 @@ class RewardSetup(msgspec.Struct, frozen=True):
     arguments: dict[str, dict[str, Any]] = {}  # rewards.reward_kwargs
     max_steps: int = 0  # for trainer_state
     has_rollouts: bool = True  # false: functions that need one are found, and not called
+    timeout_s: float = 0.0  # of a job, which is killed then
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -67,6 +69,8 @@ class RewardService:
     def __init__(self, setup: bytes) -> None:
         self._setup = decode(setup, RewardSetup)
         self._functions: list[tuple[str, RewardFunction, float]] = []
+        if any(unnamed(name) == "judge" for name in self._setup.names):
+            importlib.import_module("openai")  # a second for each worker, and 60 MB: they share it
 
     def answer(self, request: bytes) -> bytes:
         job = decode(request, Job | None)
@@ -89,7 +93,7 @@ class RewardService:
         try:
             for spec, weight in zip(setup.names, setup.weights, strict=True):
                 name = short_name(spec)
-                function = bind(resolve(spec), setup.arguments.get(name, {}), name)
+                function = bind(resolve(spec), setup.arguments.get(name, {}), name, setup.timeout_s)
                 if setup.columns is not None:
                     check_signature(function, setup.columns, name)
                 self._functions.append((name, function, weight))

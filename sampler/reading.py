@@ -124,7 +124,7 @@ def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
 
 def _sources(config: Config) -> Iterator[str]:
     """The files of the user's functions, read and not imported: their own process does that."""
-    specs: Iterable[str] = [BUILT_IN.get(name, name) for name in config.rewards.reward_funcs]
+    specs: Iterable[str] = [BUILT_IN.get(name, name) for name in map(functions.unnamed, config.rewards.reward_funcs)]
     given = [one.rollout for one in config.of_sources.values()]
     of_rollouts = [spec for rollout in given for spec in [*rollout.tools, rollout.environment] if spec]
     for spec in [*specs, *of_rollouts]:

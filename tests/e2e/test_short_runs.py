@@ -20,10 +20,11 @@ from model.images import read_vision
 from report.run_log import read_jsonl
 from sampler.dataset import mixed_index
 from tests.support import namespaces
+from tests.support.judge_server import Server
 from tests.support.metrics_page import unexplained
 from tests.support.namespaces import two_hosts
 from tests.support.pupils import files_of
-from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, local, of_page
+from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, beside, local, of_page
 from tests.support.speed import limit
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
@@ -210,11 +211,14 @@ def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
 
 @full
 @pytest.mark.parametrize("heading", PAGE)
-def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path) -> None:
+def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(tmp_path / "model")
     recipe = of_page(heading, tmp_path)
     rewards = () if "reward_funcs" in PAGE[heading] else (f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]",)
-    assert len(trained(recipe, tmp_path, *local(tmp_path), *TINY, *rewards)) == 2
+    with Server() as judge:
+        monkeypatch.setenv("OPENAI_BASE_URL", judge.url)
+        assert len(trained(recipe, tmp_path, *beside(heading, tmp_path), *rewards)) == 2
+    assert bool(judge.answered) == ("judge:" in PAGE[heading])
 
 
 @full

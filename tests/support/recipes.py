@@ -26,9 +26,16 @@ def of_page(heading: str, folder: Path) -> str:
     settings = "".join(text for kind, text in blocks if kind == "yaml")
     for name in files:
         settings = settings.replace(name, str(folder / name))
+    settings = re.sub(r"\b\w+\.jsonl", str(folder / "rows.jsonl"), settings)
     settings = re.sub(r"\bruns/[\w/]*final\b", str(folder / "model"), settings)
     (folder / "recipe.yaml").write_text(settings)
     return str(folder / "recipe.yaml")
+
+
+def beside(heading: str, folder: Path) -> list[str]:
+    """`local` and TINY, but for held-out data of the recipe's own."""
+    own = "eval: {" in PAGE[heading]
+    return [given for given in (*local(folder), *TINY) if not (own and given.startswith("data.eval="))]
 
 
 def local(task: Path) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import load
 from launcher import plan
-from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, local, of_page
+from tests.support.recipes import NAMES, PAGE, RECIPES, beside, local, of_page
 from tests.support.tiny import model_of_shape
 from tools.benchmarks import cells
 from trainer.algorithm.user_functions import require_user_functions
@@ -101,5 +101,5 @@ def test_a_config_fits_where_its_first_lines_say(name: str, tmp_path: Path, caps
 
 @pytest.mark.parametrize("heading", PAGE)
 def test_the_config_of_a_recipe_of_the_page_is_accepted(heading: str, tmp_path: Path) -> None:
-    config = load(of_page(heading, tmp_path), [*local(tmp_path), *TINY])
+    config = load(of_page(heading, tmp_path), beside(heading, tmp_path))
     require_user_functions(config.algorithm)

@@ -1,0 +1,134 @@
+"""A judge behind an address that speaks OpenAI's chat completions scores completions by your rubric.
+
+    system     the rubric, and the form of the answer
+    user       {"prompt": …, "completions": ["…", …], and the columns that you name}
+    assistant  {"scores": [0.5, …]}
+
+What is judged is JSON, so that no completion can pose as another or as the rubric; it may still flatter. The `openai`
+package repeats what fails, until the group is due. Whatever was answered stands on disk and is never paid for twice.
+The key of the address is OPENAI_API_KEY of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.outcomes import finite_number, shorten
+from common.paid_calls import PaidCalls
+
+_TRIES, _ANSWERS = 4, 3  # until one is answered; until an answer has scores
+_SHARE_OF_TRY, _SHARE_OF_ALL = 0.3, 0.9  # of rewards.timeout_s: one that hangs leaves time for two others
+_FORM = 'Answer with JSON alone: {"scores": [one number for each of the completions, in their order]}'
+
+
+@dataclass
+class Judge:
+    rubric: str  # a file
+    model: str
+    timeout_s: float  # of a group: rewards.timeout_s
+    base_url: str | None = None  # None: OPENAI_BASE_URL, or OpenAI
+    one_by_one: bool = False
+    columns: Sequence[str] = ()  # of the row, that it sees, too
+    cache: str | None = None  # a file
+    budget: float | None = None  # USD, of all that the cache holds
+    price: Sequence[float] = (0.0, 0.0)  # USD for a million tokens in, and out
+    options: dict[str, Any] = field(default_factory=dict)  # more of the request
+    is_costly = True  # `launch.sh check` does not try it
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and not (self.cache and any(self.price)):
+            raise UserError("a budget needs a cache, where costs are kept, and price: [USD for 1M tokens in, out]")
+        self._client: Any = None
+        self._paid = PaidCalls(Path(self.cache).expanduser()) if self.cache else None
+        try:
+            self._rubric = f"{Path(self.rubric).expanduser().read_text().strip()}\n\n{_FORM}"
+            if self._paid:
+                self._paid.begin()
+        except Exception as error:
+            raise UserError(f"its rubric {self.rubric} or cache {self.cache} cannot be opened: {error}") from None
+
+    async def __call__(
+        self, prompts: list[Any], completions: list[Any], log_metric: Callable[[str, float], None], **columns: Any
+    ) -> list[float]:
+        if absent := sorted({*self.columns} - {*columns}):
+            raise ValueError(f"the row has no column {absent[0]!r} for the judge; it has {', '.join(columns)}")
+        row = {"prompt": prompts[0]} | {name: columns[name][0] for name in self.columns}
+        each = [[one] for one in completions] if self.one_by_one else [completions]
+        asked = [json.dumps(row | {"completions": part}, ensure_ascii=False, default=str) for part in each]
+        once = dict.fromkeys(asked)
+        try:
+            async with asyncio.timeout(_SHARE_OF_ALL * self.timeout_s):
+                found = await asyncio.gather(*(self._scores(t, len(each[0])) for t in once), return_exceptions=True)
+        except TimeoutError:
+            more = f"allow more: rewards.timeout_s={2 * self.timeout_s:g}"
+            raise TimeoutError(f"no judgement within {_SHARE_OF_ALL * self.timeout_s:g} s; {more}") from None
+        if self._paid:
+            log_metric("judge_usd", self._paid.spent().usd)
+        scores = dict[str, list[float]]()
+        for text, one in zip(once, found, strict=True):
+            if isinstance(one, BaseException):
+                where = self.base_url or os.environ.get("OPENAI_BASE_URL", "OpenAI")
+                raise one if isinstance(one, ValueError) else RuntimeError(f"{where}: {type(one).__name__}: {one}")
+            scores[text] = one
+        return [score for text in asked for score in scores[text]]
+
+    async def _scores(self, text: str, count: int) -> list[float]:
+        """Of the completions in a text. Raises what the client raises, and ValueError for answers without scores."""
+        text = text.encode(errors="replace").decode()  # half a surrogate of a row
+        messages = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
+        request = {"model": self.model, "messages": messages, "temperature": 0, **self.options}
+        key = hashlib.sha256(json.dumps([self.base_url, request], sort_keys=True).encode()).hexdigest()
+        if self._paid and (known := self._paid.answer(key)) is not None:
+            return read_scores(known, count) or []
+        said = ""
+        for _ in range(_ANSWERS):
+            said = await self._ask(request, key, count)
+            if (scores := read_scores(said, count)) is not None:
+                return scores
+            mend = f"These are not {count} scores. {_FORM}"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": mend}]
+        raise ValueError(f"the judge gave no {count} scores: {shorten(said)}")
+
+    async def _ask(self, request: dict[str, Any], key: str, count: int) -> str:
+        if self._paid and self.budget is not None and (usd := self._paid.spent().usd) >= self.budget:
+            raise ValueError(f"{usd:.2f} USD are spent ({self.cache}) of a budget of {self.budget:g}; make it larger")
+        response = await self._connected().chat.completions.create(**request)
+        said, usage = response.choices[0].message.content or "", response.usage
+        sent, got = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+        if self._paid:
+            usd = (self.price[0] * sent + self.price[1] * got) / 1e6
+            self._paid.add(key, said if read_scores(said, count) is not None else None, sent, got, usd)
+        return str(said)
+
+    def _connected(self) -> Any:
+        """One client for the process: it belongs to its event loop."""
+        if self._client is None:
+            import openai
+
+            key = os.environ.get("OPENAI_API_KEY", "none")  # servers of one's own want none
+            timeout = _SHARE_OF_TRY * self.timeout_s
+            self._client = openai.AsyncOpenAI(
+                api_key=key, base_url=self.base_url, timeout=timeout, max_retries=_TRIES - 1
+            )
+        return self._client
+
+
+def read_scores(text: str, count: int) -> list[float] | None:
+    """The last object with so many numbers as `scores`, whatever stands around it; None: there is none."""
+    for found in reversed(re.findall(r"\{[^{}]*\}", text)):
+        try:
+            scores = [finite_number(score) for score in json.loads(found)["scores"]]
+        except (ValueError, LookupError, TypeError):
+            continue
+        if len(scores) == count and None not in scores:
+            return scores  # type: ignore[return-value]
+    return None
