@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,44 +24,18 @@ _UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_pen
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """One request of an agent, on its way to the sampler."""
-
-    id: int  # within its rollout: 0, 1, …
-    messages: list[Message]  # as chat templates take them
-    tools: list[dict[str, Any]] = []
-    max_tokens: int | None = None
-    stop: list[str] = []
-    seed: int | None = None
-    reads_calls: bool = False
-    one_call: bool = False  # at most
-    template_arguments: dict[str, Any] = {}
-
-
-class Said(msgspec.Struct, frozen=True):
-    """The model's answer to the Ask of this id, or why there is none."""
-
-    id: int
-    message: Message = {}  # as `normal` has it, so that it is known again when it comes back as history
-    finish_reason: Literal["stop", "length"] = "stop"
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: str = ""
-
-
 class Refused(Exception):
     """A request that is not served: what OpenAI's clients raise as an APIStatusError."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
         self.body = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
 
 
-class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a request. Another field is refused by name: an agent that counts on it would be trained without it."""
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request. Another field is refused by name: an agent that counts on it would be trained without it."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]  # when read, as `normal` has them
     model: str = ""  # any: there is one
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
@@ -80,52 +56,64 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     n: Literal[1] | None = None
-    logprobs: bool | None = None
+    logprobs: Literal[False] | None = None
     response_format: dict[str, Literal["text"]] | None = None
     # for its receiver's books
     user: Any = None
     metadata: Any = None
     store: Any = None
 
+    @property
+    def limits(self) -> list[int]:
+        """Of its tokens."""
+        return [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
 
-def read(raw: bytes, law: Mapping[str, float]) -> Body:
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model answers."""
+
+    message: Message  # as `normal` has it, so that it is known again when it comes back as history
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        asked, wrote = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": asked, "completion_tokens": wrote, "total_tokens": asked + wrote}
+
+
+def read(raw: bytes, law: Mapping[str, float]) -> Ask:
     """A request. law: what temperature, top_p, top_k and min_p are. Raises Refused."""
     try:
-        body: Body = msgspec.json.decode(raw, type=Body)
+        ask: Ask = msgspec.json.decode(raw, type=Ask)
     except (ValueError, RecursionError) as error:
         named = re.search(r"`\$\.(\w+)|unknown field `(\w+)`", str(error))
         name = named[1] or named[2] if named else None
         raise Refused(f"{f'{name}: ' if name else ''}not served by a model in training: {error}", name) from None
     for name, value in (dict(law) | _UNCHANGED).items():
-        given = getattr(body, name)
+        given = getattr(ask, name)
         given = max(0, given) if name == "top_k" and given is not None else given
         if given is not None and abs(given - value) > 1e-6:
             raise Refused(
                 f"{name} {given:g} is not that of the run, {value:g}, for which its ratios hold; leave it out", name
             )
-    if body.logprobs:
-        raise Refused("logprobs are kept for the trainer; leave them out", "logprobs")
-    return body
-
-
-def ask_of(body: Body, number: int) -> Ask:
-    """Raises Refused for messages that are none."""
-    names: dict[str, str] = {}  # of functions, by the id of a call
-    messages = [normal(message, names) for message in body.messages]
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if "" in stop:
+    if "" in ask.stops:
         raise Refused("stop holds an empty text, which is everywhere", "stop")
-    return Ask(
-        number,
-        messages,
-        body.tools or [],
-        body.max_completion_tokens or body.max_tokens,
-        stop,
-        body.seed,
-        bool(body.tools) and body.tool_choice != "none",
-        body.parallel_tool_calls is False,
-        body.chat_template_kwargs or {},
-    )
+    functions = [tool.get("function") for tool in ask.tools or ()]
+    if not all(isinstance(function, dict) and function.get("name") for function in functions):
+        raise Refused('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
+    names: dict[str, str] = {}  # of functions, by the id of a call
+    return msgspec.structs.replace(ask, messages=[normal(message, names) for message in ask.messages])
 
 
 def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
@@ -141,14 +129,14 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
     try:
         content = made.get("content", "")
         made["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        for call in made.get("tool_calls", []):
-            names[call["id"]] = call["function"]["name"]
-        made |= {"tool_calls": [_call(call) for call in made["tool_calls"]]} if "tool_calls" in made else {}
+        if "tool_calls" in made:
+            made["tool_calls"] = [_call(call) for call in made["tool_calls"]]
+            names.update({call["id"]: call["function"]["name"] for call in made["tool_calls"]})
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
         raise Refused(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
-    if made["role"] == "tool" and "name" not in made and made.get("tool_call_id") in names:
-        made["name"] = names[made["tool_call_id"]]
+    if made["role"] == "tool" and made.get("tool_call_id") in names:
+        made.setdefault("name", names[made["tool_call_id"]])
     return made
 
 
@@ -164,32 +152,40 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer(said: Said, body: Body, address: str) -> dict[str, Any]:
+def head_of(ask: Ask) -> dict[str, Any]:
+    """What all parts of an answer have."""
+    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": ask.model}
+
+
+def answer(head: Mapping[str, Any], said: Said) -> dict[str, Any]:
     """As one object."""
-    head, message, finish_reason, usage = _parts(said, body, address)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
+    choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": said.usage}
 
 
-def chunks(said: Said, body: Body, address: str) -> Iterator[dict[str, Any]]:
-    """As a stream has it: all that was said, its end, and what was used if that is asked."""
-    head, message, finish_reason, usage = _parts(said, body, address)
-    head |= {"object": "chat.completion.chunk"}
-    for i, call in enumerate(message.get("tool_calls", [])):
-        call["index"] = i
-    for delta, end in ((message, None), ({}, finish_reason)):
-        yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
-    if (body.stream_options or {}).get("include_usage"):
-        yield head | {"choices": [], "usage": usage}
+def chunk(head: Mapping[str, Any], delta: Mapping[str, Any], end: str | None = None) -> bytes:
+    """One event of a stream."""
+    return _event(head, choices=[{"index": 0, "delta": delta, "finish_reason": end}])
 
 
-def _parts(said: Said, body: Body, address: str) -> tuple[dict[str, Any], dict[str, Any], str, dict[str, int]]:
-    """What every answer has: its head, the message, why it ended, how many tokens it has."""
-    head = {"id": f"chatcmpl-{address}-{said.id}", "created": int(time.time()), "model": body.model}
-    message = {"role": "assistant", "content": said.message["content"]}
-    if calls := said.message.get("tool_calls"):
-        functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls]
-        message["tool_calls"] = [call | {"function": f} for call, f in zip(calls, functions, strict=True)]
-    asked, wrote = said.prompt_tokens, said.completion_tokens
-    usage = {"prompt_tokens": asked, "completion_tokens": wrote, "total_tokens": asked + wrote}
-    return head, message, "tool_calls" if calls else said.finish_reason, usage
+def end_of_stream(head: Mapping[str, Any], said: Said, told: str, options: Mapping[str, Any]) -> bytes:
+    """What of the answer was not told before, why it ended, and what was used if that is asked."""
+    message = _message(said)
+    rest = {"content": message["content"].removeprefix(told)}
+    if calls := message.get("tool_calls"):
+        rest["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    usage = _event(head, choices=[], usage=said.usage) if options.get("include_usage") else b""
+    return chunk(head, rest) + chunk(head, {}, said.finish_reason) + usage + b"data: [DONE]\n\n"
+
+
+def _event(head: Mapping[str, Any], **rest: Any) -> bytes:
+    return f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **rest})}\n\n".encode()
+
+
+def _message(said: Said) -> Message:
+    """With the arguments of calls as JSON."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in said.message.get("tool_calls", [])
+    ]
+    return said.message | ({"tool_calls": calls} if calls else {})

@@ -37,7 +37,6 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
 
 class AgentSetup(msgspec.Struct, frozen=True):
     agent: str | list[str]
-    law: dict[str, float]  # what tokens are drawn from
     columns: list[str] | None = None  # null: the signature is not checked
 
 

@@ -17,19 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from common.config import MAX_ENVIRONMENTS, Rollouts
 from common.errors import UserError
 from common.outcomes import shorten
 from common.worker.owner import LostError, StartError, Worker, Workers
 from environments import Done, Failed, Reply, Turn
-from environments.chat_completions import Ask, Said
 from environments.contracts import AgentSetup, EnvironmentSetup
+from environments.endpoint import Asking, Endpoint
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
 from environments.tools import NO_CALLS, Calls
 
 _BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
 _MAX_MEMORY = 2 << 30  # of each environment's process
-_MAX_ASKED = 1024  # by an agent, before any of it is answered
 
 
 class _Rollout:
@@ -37,7 +38,7 @@ class _Rollout:
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.requests: queue.SimpleQueue[Request | Said | None] = queue.SimpleQueue()  # None: it is closed
+        self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # None: it is closed
         self.is_closed = False
         self.worker: Worker | None = None
 
@@ -63,12 +64,14 @@ class EnvironmentPool:
         """law: what an agent's tokens are drawn from."""
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty: it has no tools
         names = None if columns is None else list(columns)
-        self._is_agent = config.agent is not None
+        service = "environments.service:EnvironmentService"
         setup: Any = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, names)
+        self._endpoint: Endpoint | None = None
         if config.agent is not None:
-            setup = AgentSetup(config.agent, dict(law or {}), names)
+            service, setup = "environments.agents:AgentService", AgentSetup(config.agent, names)
+            self._endpoint = Endpoint(law or {})
         self._workers = Workers(
-            "environments.agents:AgentService" if self._is_agent else "environments.service:EnvironmentService",
+            service,
             setup,
             title="environments",
             max_memory=_MAX_MEMORY,
@@ -80,7 +83,7 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
         self._rollouts: dict[Hashable, _Rollout] = {}  # of the keys in use
         self._owed: set[Hashable] = set()
-        self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | Ask]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | Asking]] = queue.SimpleQueue()
 
     def __enter__(self) -> EnvironmentPool:
         try:
@@ -94,6 +97,8 @@ class EnvironmentPool:
         self.close_all()
         self._workers.close()
         self._threads.shutdown(cancel_futures=True)
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _describe(self) -> list[dict[str, Any]]:
         """The tools of a first instance. Raises UserError."""
@@ -132,13 +137,6 @@ class EnvironmentPool:
         """The rollout ended by a limit, not by its environment → Done or Failed."""
         self._request(key, Request("finish"))
 
-    def tell(self, key: Hashable, said: Said) -> None:
-        """The answer to an Ask of an agent, which goes on: an Ask, Done or Failed are still owed."""
-        rollout = self._rollouts[key]
-        rollout.requests.put(said)
-        assert rollout.worker is not None, "it has asked"
-        rollout.worker.wake()
-
     def _request(self, key: Hashable, request: Request) -> None:
         assert key not in self._owed, f"{key!r} has not answered yet"
         self._owed.add(key)
@@ -158,18 +156,18 @@ class EnvironmentPool:
         for key in list(self._rollouts):
             self.close(key)
 
-    def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply | Ask]]:
+    def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply | Asking]]:
         """Answers, in any order; waits at most timeout_s for the first. Empty at once when none is owed.
 
-        What an agent asks is among them, and answered by `tell`."""
-        answered: list[tuple[Hashable, Reply | Ask]] = []
+        What an agent asks is among them: twice, when it asks, and when it has read the answer or has gone."""
+        answered: list[tuple[Hashable, Reply | Asking]] = []
         wait_s = timeout_s if self._owed else 0.0
         with contextlib.suppress(queue.Empty):
             while True:
                 rollout, reply = self._replies.get(block=wait_s > 0, timeout=wait_s or None)
                 if self._rollouts.get(rollout.key) is not rollout:
                     continue  # closed meanwhile
-                if not isinstance(reply, Ask):
+                if not isinstance(reply, Asking):
                     self._owed.discard(rollout.key)
                 if isinstance(reply, Done | Failed):
                     del self._rollouts[rollout.key]
@@ -200,17 +198,14 @@ class EnvironmentPool:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
                 begun = time.monotonic()
-            if self._is_agent:
-                answer = self._end_of_agent(rollout, rollout.worker, request)
-            else:
-                answer = rollout.worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
+            answer = self._ask(rollout, rollout.worker, request)
             if (reply := answer.turn or answer.done or answer.failed) is None:
                 raise LostError("broke the protocol (an answer without a reply)")
             return reply
         except StartError as error:
             return Failed("crash", str(error))
         except LostError as error:
-            whose, what = ("the agent", "its own time") if self._is_agent else ("the environment", request.kind)
+            whose, what = ("the agent", "its own time") if self._endpoint else ("the environment", request.kind)
             what = f"no answer from {what} within {self._timeout_s:g} s, killed"
             reason = what if error.timed_out else f"{whose} {error}"
             return Failed("timeout" if error.timed_out else "crash", f"{reason}.{about}", time.monotonic() - begun)
@@ -219,32 +214,13 @@ class EnvironmentPool:
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
             return Failed("crash", f"the environment is lost: {type(error).__name__}: {error}.{about}")
 
-    def _end_of_agent(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
-        """Done or Failed; what it asks until then goes to the sampler. Raises as Worker.ask.
-
-        The deadline is for its own time: it does not run while the model answers, and a refusal begins none anew.
-        """
-        worker.begin(request, self._timeout_s)
-        num_asked, own_s, deadline = 0, 0.0, time.monotonic() + self._timeout_s
-        while True:
-            begun, is_its_own = time.monotonic(), num_asked == 0
-            speaks = worker.wait(deadline - begun if is_its_own else None)
-            own_s += time.monotonic() - begun if is_its_own else 0.0
-            if speaks:
-                answer = worker.hear(Answer, time.monotonic() + self._timeout_s, self._timeout_s, MAX_ANSWER_BYTES)
-                if answer.done is not None:
-                    return Answer(done=replace(answer.done, seconds=own_s))
-                if answer.ask is None:
-                    return Answer(failed=answer.failed)
-                num_asked += 1
-                self._replies.put((rollout, answer.ask))
-            while not rollout.requests.empty():
-                if not isinstance(said := rollout.requests.get(), Said):
-                    raise LostError("is not wanted any more")
-                num_asked -= 1
-                worker.tell(said, self._timeout_s)
-                deadline = deadline if said.error else time.monotonic() + self._timeout_s
-            if num_asked > _MAX_ASKED:
-                raise LostError(f"asks {num_asked} things at once")
-            if not num_asked and time.monotonic() >= deadline:
-                raise LostError("", timed_out=True)
+    def _ask(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
+        """Its answer, and of an agent what it asks until then. Raises as Worker.ask."""
+        if self._endpoint is None:
+            return worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
+        begun = time.monotonic()
+        with self._endpoint.address(worker, self._timeout_s, lambda a: self._replies.put((rollout, a))) as address:
+            request = msgspec.structs.replace(request, columns=request.columns | {"base_url": address.url})
+            answer = worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
+        own_s = time.monotonic() - begun - address.asked_s
+        return Answer(done=answer.done and replace(answer.done, seconds=own_s), failed=answer.failed)

@@ -14,7 +14,6 @@ import msgspec
 from common.errors import UserError
 from common.worker import decode, encode
 from environments import Done, Failed, Turn
-from environments.chat_completions import Ask
 from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
 from environments.tools import NO_CALLS, Calls, schemas
 
@@ -36,7 +35,6 @@ class Answer(msgspec.Struct, frozen=True):
     done: Done | None = None
     failed: Failed | None = None
     tools: list[dict[str, Any]] | None = None  # of describe
-    ask: Ask | None = None  # of an agent, between its reset and its end
 
 
 class EnvironmentService:

@@ -1,15 +1,14 @@
-"""What stands between an agent's messages and the tokens of its model.
+"""What stands between an agent's messages and the tokens of its model: a TurnTemplate that is told all messages anew.
 
-A history that comes back as it was told is not tokenised again: where the chat template leaves it as it was, the ids of
-its turn are followed by those of the template's difference. Where the template rewrites it, or the agent, the text as
-it is rendered now is another sequence.
+The turns among them are those that the agent was told; each keeps its sampled ids where the text of it stays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,16 @@ from numpy.typing import NDArray
 from common.config import Config
 from environments import Message
 from environments.chat_completions import Ask, Said
-from environments.tools import NO_CALLS
-from sampler.chat_template import TURN_MARK, read_template, render
+from environments.tools import NO_CALLS, Call
+from sampler.chat_template import read_template
 from sampler.completions import Completion
 from sampler.prompts import begun_in
 from sampler.task import Decode
 from sampler.tool_calls import CallReader, parser_of
+from sampler.turns import TurnTemplate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
     """A request as the model sees it."""
 
@@ -41,61 +41,37 @@ class AgentTurn:
 
     asked: Asked
     completion: Completion
-    text: str  # as it was read off the tokens, with what of it the prompt holds
-    whole: str  # of prompt and turn
+    begun: str  # what of its text the prompt holds
+    text: str  # the rest, as it was read off the tokens
     message: Message  # as the agent was told
+    calls: list[Call]
 
     @property
     def ids(self) -> NDArray[np.int32]:
         return np.concatenate([self.asked.ids, self.completion.token_ids])
 
-    @property
-    def history(self) -> list[Message]:
-        return [*self.asked.ask.messages, self.message]
-
 
 @dataclass(frozen=True)
 class Chat:
-    """tokenize: text with its special tokens, nothing added. decode: as rewards read tokens."""
+    """template: of the run. decode: as rewards read tokens."""
 
     tokenizer: Any
     config: Config
-    tokenize: Callable[[str], list[int]]
+    template: TurnTemplate
     decode: Decode
 
-    def asked(self, ask: Ask, turns: Sequence[AgentTurn]) -> Asked:
+    def asked(self, ask: Ask, turns: Collection[AgentTurn]) -> Asked:
         """turns: that the agent has had. Raises UserError or ValueError for what cannot be shown to the model."""
-        if not all(isinstance(tool.get("function"), dict) and tool["function"].get("name") for tool in ask.tools):
-            raise ValueError('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}')
         if ask.reads_calls:
-            self._reader.start(ask.tools)
-        known = [turn for turn in turns if self._goes_on(ask, turn)]
-        last = max(known, key=lambda turn: len(turn.history), default=None)
-        messages = list(ask.messages)
-        for turn in known:
-            messages[len(turn.history) - 1] = {"role": "assistant", "content": turn.text}
-        place = len(last.history) - 1 if last else 0
-        written: Callable[[Sequence[Message]], str] = functools.partial(
-            render,
-            self.tokenizer,
-            prompt=self.config.prompt,
-            tools=ask.tools,
-            arguments=ask.template_arguments,
-            history=place,
-        )
-        text = written(messages)
-        if last is not None and _bare(text).startswith(_bare(last.whole)):
-            messages[place] = {"role": "assistant", "content": TURN_MARK}
-            if len(parts := written(messages).split(TURN_MARK)) == 2:
-                added = self.tokenize(parts[1])
-                ended = [int(last.ids[-1])] == added[:1]  # the template's end of turn, which the model sampled
-                return Asked(ask, text, np.array([*last.ids, *added[ended:]], np.int32))
-        return Asked(ask, text, np.array(self.tokenize(text), np.int32))
-
-    def _goes_on(self, ask: Ask, turn: AgentTurn) -> bool:
-        of = turn.asked.ask
-        same = (ask.tools, ask.template_arguments) == (of.tools, of.template_arguments)
-        return same and len(ask.messages) > len(turn.history) and ask.messages[: len(turn.history)] == turn.history
+            self._reader.start(ask.tools or [])
+        messages, sampled = list(ask.messages), {}
+        for i, message in enumerate(ask.messages):
+            if turn := _told(message, ask.messages[:i], turns):
+                messages[i] = {"role": "assistant", "content": turn.begun + turn.text}
+                sampled[i] = turn.begun, turn.completion.token_ids
+        told = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
+        template = replace(self.template, render=functools.partial(self.template.render, **told))
+        return Asked(ask, *template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns]))
 
     @functools.cached_property
     def _reader(self) -> CallReader:
@@ -103,25 +79,33 @@ class Chat:
         template = self.tokenizer.get_chat_template(read_template(self.config.prompt.chat_template), [{}])
         return CallReader(self.tokenizer, parser_of(template, self.config.rollout.tool_parser))
 
-    def said(self, asked: Asked, completion: Completion) -> tuple[AgentTurn, Said, int, int]:
-        """The turn, what the agent is told, how many tools it calls and how many of these calls cannot be read."""
+    def said(self, asked: Asked, completion: Completion) -> tuple[AgentTurn, Said]:
         ask, ids = asked.ask, completion.token_ids.tolist()
         [text] = self.decode([ids])
-        begun = begun_in(asked.text, ask.messages)
-        content = text
-        for stop in ask.stop:
+        begun, content = begun_in(asked.text, ask.messages), text
+        for stop in ask.stops:
             content = content.removesuffix(stop)
         message: Message = {"role": "assistant", "content": content}
-        around, found = self._reader(begun + content, begun, ids, ask.tools) if ask.reads_calls else NO_CALLS
-        calls = [call for call in found if not call.problem][: 1 if ask.one_call else None]
+        around, found = self._reader(begun + content, begun, ids, ask.tools or []) if ask.reads_calls else NO_CALLS
+        calls = [call for call in found if not call.problem][: 1 if ask.parallel_tool_calls is False else None]
         if calls:
             message["content"] = around.removeprefix(begun)
-            message["tool_calls"] = [{"id": f"call_{ask.id}_{i}"} | call.for_message() for i, call in enumerate(calls)]
-        said = Said(ask.id, message, completion.finish_reason, len(asked.ids), len(ids))
-        turn = AgentTurn(asked, completion, begun + text, asked.text + text, message)
-        return turn, said, len(found), sum(1 for call in found if call.problem)
+            made_of = f"{asked.ids.tolist()} {ids}".encode()
+            message["tool_calls"] = [
+                {"id": hashlib.blake2b(made_of, salt=b"%d" % i).hexdigest()[:9]}
+                | call.for_message()  # as Mistral's are
+                for i, call in enumerate(calls)
+            ]
+        turn = AgentTurn(asked, completion, begun, text, message, list(found))
+        return turn, Said(message, "tool_calls" if calls else completion.finish_reason, len(asked.ids), len(ids))
+
+    def begin(self, ask: Ask, ids: list[int]) -> str:
+        """Of what is being sampled the text that will stay, whatever follows: a stop or a character may have begun."""
+        [text] = self.decode([ids])
+        return text.rstrip("\ufffd")[: max(0, len(text) - max(map(len, ask.stops), default=1) + 1)]
 
 
-def _bare(text: str) -> str:
-    """Without white space, with which templates are free."""
-    return "".join(text.split())
+def _told(message: Message, before: list[Message], turns: Collection[AgentTurn]) -> AgentTurn | None:
+    """The turn that is told again; of several that said the same, one that said it there."""
+    same = [turn for turn in turns if turn.message == message]
+    return max(same, key=lambda turn: turn.asked.ask.messages == before, default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +34,7 @@ class SamplingParams:
     returns_sampling_mask: bool = False  # needs top_k
     stop: tuple[str, ...] = ()  # texts that end it, beside sampler.stop
     more: Mapping[str, Any] = field(default_factory=dict)  # sampler.generation_kwargs: vLLM's own, which forbid tokens
+    hears: Callable[[list[int]], None] | None = None  # of one completion: called with its tokens so far at each step
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ in, token ids come out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -91,6 +91,7 @@ class Engine:
         self._ignore_eos = config.sampler.ignore_eos
         self._ends = ends(config)
         self._keys: dict[str, Any] = {}
+        self._hears: dict[str, Callable[[list[int]], None] | None] = {}
         self._early: list[tuple[Any, list[Completion]]] = []  # finished beside a canary; the next step returns them
         self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
         self._cache = CacheSleep(self._llm) if config.vllm.get("enable_sleep_mode") else None
@@ -123,6 +124,7 @@ class Engine:
         images: Sequence[EncodedImage] = (),
     ) -> None:
         """Queues params.num_completions completions of one prompt; `step` returns them together under `key`."""
+        kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
             n=params.num_completions,
             temperature=params.temperature,
@@ -142,10 +144,10 @@ class Engine:
             logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
             detokenize=bool(self._ends.texts or params.stop),
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            output_kind=kinds.CUMULATIVE if params.hears else kinds.FINAL_ONLY,
             **self._forbidding(params),
         )
-        self._add(key, prompt_ids, parameters, images)
+        self._hears[self._add(key, prompt_ids, parameters, images)] = params.hears
 
     def _forbidding(self, params: SamplingParams) -> dict[str, Any]:
         """sampler.generation_kwargs; vLLM refuses wrong ones when the run is rehearsed."""
@@ -189,8 +191,13 @@ class Engine:
 
     def _finished(self) -> list[tuple[Any, RequestOutput]]:
         """What one engine step finished, with its key. No pooling model runs here."""
-        done = [cast("RequestOutput", output) for output in self._engine.step() if output.finished]
+        outputs = [cast("RequestOutput", output) for output in self._engine.step()]
+        done = [output for output in outputs if output.finished]
+        for output in outputs:
+            if (hears := self._hears.get(output.request_id)) and not output.finished:
+                hears(list(output.outputs[0].token_ids))
         for output in done:
+            self._hears.pop(output.request_id, None)
             expected = self._expanded.pop(output.request_id, None)
             if expected is not None and list(output.prompt_token_ids or ()) != expected:
                 raise RuntimeError(
@@ -210,6 +217,7 @@ class Engine:
         self._engine.abort_request(request_ids)
         for request_id in request_ids:
             del self._keys[request_id]
+            self._hears.pop(request_id, None)
             self._expanded.pop(request_id, None)
         self._early = [(key, completions) for key, completions in self._early if key not in keys]
 
@@ -219,7 +227,7 @@ class Engine:
 
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
-    ) -> None:
+    ) -> str:
         if self._cache:
             self._cache.wake()
         request_id, self._next_id = str(self._next_id), self._next_id + 1
@@ -232,3 +240,4 @@ class Engine:
         of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
         self._engine.add_request(request_id, prompt, parameters, lora_request=self.weights.adapter, **of_version)
         self._keys[request_id] = key
+        return request_id

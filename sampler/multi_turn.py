@@ -39,15 +39,15 @@ class MultiTurn:
     config: Config
     tokenizer: Any
     pool: EnvironmentPool
-    template: TurnTemplate | None  # None: an agent makes its own conversations
+    template: TurnTemplate
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
         """problem: of the run, to try the template on. Raises UserError for a template that cannot serve."""
-        if config.rollout.agent is not None:
-            return cls(config, tokenizer, pool, None)
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
+        if config.rollout.agent is not None:  # it makes its own conversations
+            return cls(config, tokenizer, pool, TurnTemplate(rendered, tokenize))
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
         role = "tool" if pool.tools else "user"
@@ -61,9 +61,8 @@ class MultiTurn:
         return cls(config, tokenizer, pool, template)
 
     def episodes(self, engine: Engine, decode: Decode) -> Episodes:
-        if self.template is None:
-            tokenize = functools.partial(_tokenize, self.tokenizer, self.config.model)
-            chat = Chat(self.tokenizer, self.config, tokenize, decode)
+        if self.config.rollout.agent is not None:
+            chat = Chat(self.tokenizer, self.config, self.template, decode)
             return Agents(self.config, engine, self.pool, chat, decode, self._asked_with)
         if isinstance(reader := self.template.read_calls, CallReader):
             reader.start(self.pool.tools)
@@ -73,7 +72,6 @@ class MultiTurn:
         """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
         if prompt.images:
             raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
-        assert self.template is not None, "an agent has no reset"
         text = self.template.of_row(prompt.problem).render(messages)
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,35 +90,48 @@ class TurnTemplate:
     def conversation(
         self, prompt: Prompt, turns: Sequence[tuple[str, Sequence[Message], NDArray[np.int32]]]
     ) -> NDArray[np.int32]:
-        """[K] ids of a conversation as the template writes it now. turns: (text, what followed, sampled ids) of each.
-
-        A turn whose text stands there as it was keeps its ids. Where it stands is found by a mark at its end.
-        """
-        whole, marked = (self._written(prompt, turns, mark) for mark in ("", TURN_MARK))
-        gaps, numbers = (part := _PLACES.split(marked))[::2], part[1::2]
-        known = whole.startswith(prompt.text)
-        ids, last, done, end = prompt.token_ids.tolist() if known else [], -1, len(prompt.text) if known else 0, 0
-        for gap, number in zip(gaps, numbers, strict=False) if "".join(gaps) == whole else ():
-            end += len(gap)
-            text, _, sampled = turns[int(number)]
-            text = text[len(self.begun if int(number) else prompt.begun) :]
-            begin = end - len(text.rstrip())
-            if begin >= done and whole.startswith(text, begin):
-                ids += [*self._behind(last, whole[done:begin]), *sampled.tolist()]
-                last, done = ids[-1], begin + len(text)
-        return np.array([*ids, *self._behind(last, whole[done:])], np.int32)
-
-    def _written(self, prompt: Prompt, turns: Sequence[tuple[str, Sequence[Message], Any]], mark: str) -> str:
-        """With a mark at the end of each turn, before what a template may trim."""
+        """[K] ids of a conversation as the template writes it now. turns: (text, what followed, sampled ids)."""
         assert not isinstance(prompt.for_rewards, str), "of several turns, rewards get messages"
-        messages, history = list(prompt.for_rewards), 0
+        messages, sampled, begun = list(prompt.for_rewards), dict[int, tuple[str, NDArray[np.int32]]](), prompt.begun
         if messages[-1].get("role") == "assistant":  # the first turn has it as what was begun
             messages.pop()
-        for i, (text, seen, _) in enumerate(turns):
-            said, history = text.rstrip(), len(messages)
-            marked = said + mark.replace("turn", f"turn {i}") + text[len(said) :]
-            messages += [{"role": "assistant", "content": marked}, *seen]
-        return self.render(messages, history=history)
+        for text, seen, ids in turns:
+            sampled[len(messages)], begun = (begun, ids), self.begun
+            messages += [{"role": "assistant", "content": text}, *seen]
+        return self.written(messages, sampled, [(prompt.text, prompt.token_ids)])[1]
+
+    def written(
+        self,
+        messages: Sequence[Message],
+        sampled: Mapping[int, tuple[str, NDArray[np.int32]]],
+        known: Iterable[tuple[str, NDArray[np.int32]]],
+    ) -> tuple[str, NDArray[np.int32]]:
+        """(text, [K] ids) of messages as the template writes them now.
+
+        sampled: by the place of a turn of the model, what of its text a prompt held, and the ids of the rest. It keeps
+        these where its text stands as it was, apart from white space at its ends, with which templates are free; where
+        it stands is found by a mark. known: texts that have ids, of which one may be the beginning of this.
+        """
+        history = max(sampled, default=0)
+        whole = self.render(messages, history=history)
+        marked = self.render(
+            [_marked(m, f"⟦turn {i}⟧") if i in sampled else m for i, m in enumerate(messages)], history=history
+        )
+        gaps, places = (part := _PLACES.split(marked))[::2], map(int, part[1::2])
+        begins = (one for one in known if whole.startswith(one[0]))
+        begin, first = max(begins, key=lambda one: len(one[0]), default=("", np.array([], np.int32)))
+        ids, last, done, end = first.tolist(), -1, len(begin), 0
+        for gap, place in zip(gaps, places, strict=False) if "".join(gaps) == whole else ():
+            end += len(gap)
+            begun, turn = sampled[place]
+            text = messages[place]["content"][len(begun) :]
+            start = end - len(text.strip())
+            if start < done or not whole.startswith(text.strip(), start):
+                continue
+            before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+            ids += [*self._behind(last, whole[done:start].removesuffix(before)), *turn.tolist()]
+            last, done = ids[-1], end + _alike(whole[end:], behind)
+        return whole, np.array([*ids, *self._behind(last, whole[done:])], np.int32)
 
     def _behind(self, last_id: int, text: str) -> list[int]:
         ids = self.tokenize(text)
@@ -144,6 +157,12 @@ class TurnTemplate:
         if whole == pieces:
             return ""
         return f"after {turn!r} and a message of the role {role!r} it writes {_first_difference(pieces, whole)}"
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """At the end of its words, before what a template may trim."""
+    said = (text := message["content"]).rstrip()
+    return {**message, "content": said + mark + text[len(said) :]}
 
 
 def _first_difference(expected: str, found: str, width: int = 40) -> str:

@@ -22,7 +22,6 @@ import msgspec
 from common.outcomes import is_whole
 
 HEADER = struct.Struct("<II")  # of a request and of its answer: bytes that follow, and the request's number
-BETWEEN = 0  # the number of what is said between a request and its answer, in either direction
 MAX_BYTES = 1 << 28  # of a request, or of an answer
 FORKED = b"forked"  # the server's first word on a lifeline; its last is what the worker died of
 _INTEGER, _TEXT = 1, 2  # extensions: an integer beyond 64 bits, a text with half a surrogate

@@ -6,7 +6,6 @@ PR_SET_PDEATHSIG ends a child with the *thread* that started it: the threads tha
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import socket
@@ -14,20 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from common.exits import kill_group
-from common.worker import BETWEEN, FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
+from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
 from common.worker.server import cause
 
 START_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
 _EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
+_GLANCE_S = 1.0  # how late it may notice that its deadline was moved to be earlier
 _KILL_PATIENCE_S = 30.0  # of a fork server that does not report the end of what it should kill
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -186,16 +185,13 @@ class Worker:
         self._channel, self._lifeline, self._server = channel, lifeline, server
         self._channel.setblocking(False)
         self._number = 0  # of its last request
+        self.deadline = 0.0  # of the request under way; another thread may move it
         self.is_cancelled = False  # by `cancel`
         self._ended = select.poll()  # not select.select: an engine may hold more than 1024 descriptors
         self._ended.register(lifeline, select.POLLIN)
         self._either = select.poll()
         self._either.register(lifeline, select.POLLIN)
         self._either.register(channel, select.POLLIN)
-        self._alarm, self._closing, self._is_closed = os.eventfd(0), threading.Lock(), False
-        self._anything = select.poll()
-        for watched in (lifeline, channel, self._alarm):
-            self._anything.register(watched, select.POLLIN)
 
     def wait_until_forked(self) -> str:
         """Why it cannot be; "" when it is there."""
@@ -210,34 +206,16 @@ class Worker:
 
     def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
         """Its answer. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
-        deadline = time.monotonic() + timeout_s
-        self.begin(request, timeout_s)
-        return self.hear(answer, deadline, timeout_s, max_answer)
-
-    def begin(self, request: Any, timeout_s: float) -> None:
-        """Without waiting for the answer. Raises as `ask`."""
+        body = encode(request)
         self._number += 1
-        self.tell(request, timeout_s, self._number)
-
-    def tell(self, said: Any, timeout_s: float, number: int = BETWEEN) -> None:
-        """More of a request whose answer is not there yet. Raises as `ask`."""
-        body = encode(said)
-        with self._explained(timeout_s):
-            self._send(HEADER.pack(len(body), number) + body, time.monotonic() + timeout_s)
-
-    def hear(self, answer: type[T], deadline: float, timeout_s: float, max_answer: int = MAX_BYTES) -> T:
-        """Its answer, or what it says before that. timeout_s: as it is told. Raises LostError."""
-        with self._explained(timeout_s):
-            size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
-            if number not in (BETWEEN, self._number) or size > max_answer:
-                raise ValueError(f"an answer of {size} bytes to request {number}")
-            reply: T = decode(self._receive(size, deadline), answer)
-            return reply
-
-    @contextlib.contextmanager
-    def _explained(self, timeout_s: float) -> Iterator[None]:
+        self.deadline = time.monotonic() + timeout_s
         try:
-            yield
+            self._send(HEADER.pack(len(body), self._number) + body)
+            size, number = HEADER.unpack(self._receive(HEADER.size))
+            if number != self._number or size > max_answer:
+                raise ValueError(f"an answer of {size} bytes to request {number}")
+            reply: T = decode(self._receive(size), answer)
+            return reply
         except TimeoutError:
             raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
         except ValueError as error:
@@ -247,43 +225,29 @@ class Worker:
                 raise LostError("closed its connection") from None
             raise LostError(self._last_word()) from None
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether it says something, or has ended, before another thread calls `wake` or the time is over."""
-        left_ms = None if timeout_s is None else math.ceil(1000 * max(0.0, timeout_s))
-        ready = {descriptor for descriptor, _ in self._anything.poll(left_ms)}
-        if self._alarm in ready:
-            os.eventfd_read(self._alarm)
-        return bool(ready - {self._alarm})
-
-    def wake(self) -> None:
-        with self._closing:
-            if not self._is_closed:
-                os.eventfd_write(self._alarm, 1)
-
-    def _send(self, frame: bytes, deadline: float) -> None:
+    def _send(self, frame: bytes) -> None:
         view = memoryview(frame)
         while view:
-            self._wait_for_channel(select.POLLOUT, deadline)
+            self._wait_for_channel(select.POLLOUT)
             view = view[self._channel.send(view) :]
 
-    def _receive(self, size: int, deadline: float) -> bytes:
+    def _receive(self, size: int) -> bytes:
         """Raises OSError when it has ended, and TimeoutError at the deadline."""
         body = bytearray()
         while len(body) < size:
-            self._wait_for_channel(select.POLLIN, deadline)
+            self._wait_for_channel(select.POLLIN)
             if not (part := self._channel.recv(min(size - len(body), 1 << 20))):
                 raise ConnectionResetError
             body += part
         return bytes(body)
 
-    def _wait_for_channel(self, event: int, deadline: float) -> None:
+    def _wait_for_channel(self, event: int) -> None:
         """What it wrote before it ended is still read: a copy that it forked may keep the channel open, too."""
         self._either.modify(self._channel, event)
-        left_ms = math.ceil(1000 * max(0.0, deadline - time.monotonic()))
-        ready = {descriptor for descriptor, _ in self._either.poll(left_ms)}
-        if not ready:
-            raise TimeoutError
-        if self._channel.fileno() not in ready:
+        while not (ready := self._either.poll(1000 * min(_GLANCE_S, max(0.0, self.deadline - time.monotonic())))):
+            if time.monotonic() >= self.deadline:
+                raise TimeoutError
+        if self._channel.fileno() not in {descriptor for descriptor, _ in ready}:
             raise ConnectionResetError
 
     def _last_word(self) -> str:
@@ -307,7 +271,3 @@ class Worker:
             if not self.has_ended(_KILL_PATIENCE_S):
                 self._server.kill()
         self._lifeline.close()
-        with self._closing:
-            if not self._is_closed:
-                os.close(self._alarm)
-            self._is_closed = True

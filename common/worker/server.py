@@ -149,8 +149,6 @@ def cause(returncode: int | None) -> str:
 def _serve(channel: socket.socket, service: Service) -> NoReturn:
     """Answers requests until the owner closes the channel."""
     pid, requests = os.getpid(), channel.makefile("rb")
-    if hasattr(service, "connect"):  # it says and hears more than one answer to a request
-        service.connect(channel)
     while len(header := requests.read(HEADER.size)) == HEADER.size:
         size, number = HEADER.unpack(header)
         answer = service.answer(requests.read(size))

@@ -13,7 +13,6 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem, sequences
-from examples.tokenizer import byte_level
 from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.mixed_turns import turns_of
@@ -21,21 +20,10 @@ from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
 from tests.support.configs import config_in
+from tests.unit.test_agents import CALL, PROBLEM, ROOT, _with_a_row_for_each_token, tokenizer  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
-PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
-
-
-@pytest.fixture(autouse=True)
-def _with_a_row_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 400)
-
-
-@functools.cache
-def tokenizer() -> Any:
-    return byte_level(["What is 417*382? tool_call name calculator"], 400, 512, (), "")
+pytestmark = pytest.mark.usefixtures("_with_a_row_for_each_token")
 
 
 def config(folder: Path, template: str = "hermes_tools", **rollout: Any) -> Config:

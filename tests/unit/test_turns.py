@@ -233,25 +233,16 @@ def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_
     assert row.rewrites and "A thought" not in row.render([*ASK, {"role": "assistant", "content": THOUGHT}, USER])
 
 
+NO_TOOLS = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
+NO_WORDS = "{{ m.content if m.role != 'assistant' }}"
+
+
 @pytest.mark.parametrize(
-    ("template", "role", "said"),
-    [
-        (
-            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-            "{{ m.content }}<|im_end|>{% endfor %}",
-            "tool",
-            r"role 'tool'.*no tools",
-        ),
-        (
-            "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
-            "user",
-            "does not show a message of the role 'assistant'",
-        ),
-    ],
-    ids=["without the role", "without the assistant's words"],
+    ("writes", "role", "said"),
+    [(NO_TOOLS, "tool", r"role 'tool'.*no tools"), (NO_WORDS, "user", "not show a message of the role 'assistant'")],
 )
-def test_a_template_that_cannot_write_the_turns_is_refused(tmp_path: Path, template: str, role: str, said: str) -> None:
-    (tmp_path / "x.jinja").write_text(template)
+def test_a_template_that_cannot_write_the_turns_is_refused(tmp_path: Path, writes: str, role: str, said: str) -> None:
+    (tmp_path / "x.jinja").write_text(f"{{% for m in messages %}}{writes}<|im_end|>{{% endfor %}}")
     rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=tmp_path / "x.jinja"))
     with pytest.raises(UserError, match=said):
         TurnTemplate.of(rendering, tokens, ASK, [role])

@@ -10,20 +10,9 @@ import os
 from openai import AsyncOpenAI
 
 MODEL = os.environ.get("MODEL", "gpt-4o-mini")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Computes a product or a sum.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string", "description": "such as 17*25"}},
-                "required": ["expression"],
-            },
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "such as 17*25"}}}
+CALCULATOR = {"name": "calculator", "description": "Computes a product or a sum.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": CALCULATOR}]
 client = AsyncOpenAI()
 
 

@@ -1,0 +1,162 @@
+"""Where agents find their model: an address for each rollout, all served by one thread of the sampler.
+
+agent ──HTTP──► Address ──Asking──► the sampler, which tells it what the model says
+                   └───Asking─────► and hears whether the agent has read it: what it left unread does not train
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from common.worker.owner import Worker
+from environments.chat_completions import Ask, Refused, Said, answer, chunk, end_of_stream, head_of, read
+
+_MAX_CONNECTIONS = 256  # of a rollout, each with one request at a time
+
+
+@dataclass(eq=False)
+class Asking:
+    """A request until it has been answered."""
+
+    ask: Ask
+    loop: asyncio.AbstractEventLoop
+    is_read: bool | None = None  # None: it is not answered yet
+    told: str = ""  # of a stream: how the text of the answer begins
+    said: asyncio.Queue[str | Said | Refused] = field(default_factory=asyncio.Queue)
+
+    def tell(self, said: str | Said | Refused) -> None:
+        """From any thread: of a stream all of the text so far, and once the answer or why there is none."""
+        if isinstance(said, str):
+            told, self.told = self.told, said
+            said = said[len(told) :]
+        if said != "":
+            self.loop.call_soon_threadsafe(self.said.put_nowait, said)
+
+
+class Endpoint:
+    """Its thread ends with `close`. law: what tokens are drawn from."""
+
+    def __init__(self, law: Mapping[str, float]) -> None:
+        self._law, self._loop = law, asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def address(self, worker: Worker, timeout_s: float, say: Callable[[Asking], None]) -> Iterator[Address]:
+        """While a worker is asked, with this long for itself between an answer and its next request."""
+        address = Address(self._law, worker, timeout_s, say)
+        asyncio.run_coroutine_threadsafe(address.open(), self._loop).result()
+        try:
+            yield address
+        finally:
+            asyncio.run_coroutine_threadsafe(address.close(), self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@dataclass(eq=False)
+class Address:
+    """Of one rollout. All but `url` and `asked_s` belongs to the endpoint's thread."""
+
+    law: Mapping[str, float]
+    worker: Worker
+    timeout_s: float
+    say: Callable[[Asking], None]
+    url: str = ""
+    asked_s: float = 0.0  # it has waited for the model
+    _path: str = field(default_factory=lambda: f"/{secrets.token_hex(8)}/v1")
+    _asked: set[Asking] = field(default_factory=set)
+
+    async def open(self) -> None:
+        self._server = web.Server(self._serve, handler_cancellation=True, access_log=None)
+        self._listener = await asyncio.get_running_loop().create_server(self._connect, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}{self._path}"
+
+    async def close(self) -> None:
+        self._listener.close()
+        for asking in [*self._asked]:
+            self._end(asking)
+        for connection in self._server.connections:
+            connection.force_close()
+
+    def _connect(self) -> asyncio.Protocol:
+        return self._server() if len(self._server.connections) < _MAX_CONNECTIONS else _Closed()
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Errors in the form that OpenAI's clients read."""
+        try:
+            if (request.method, request.path) != ("POST", f"{self._path}/chat/completions"):
+                raise web.HTTPNotFound
+            return await self._answer(request, read(await request.read(), self.law))
+        except Refused as error:
+            return web.json_response(error.body, status=400)
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path}: {error.reason}; what is served is POST …/chat/completions"
+            return web.json_response(Refused(what).body, status=error.status)
+
+    async def _answer(self, request: web.BaseRequest, ask: Ask) -> web.StreamResponse:
+        asking, head = Asking(ask, asyncio.get_running_loop()), head_of(ask)
+        self._begin(asking)
+        try:
+            said = await asking.said.get()
+            if ask.stream and not isinstance(said, Refused):
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await response.write(chunk(head, {"role": "assistant", "content": ""}))
+            while isinstance(said, str):
+                await response.write(chunk(head, {"content": said}))
+                said = await asking.said.get()
+            if isinstance(said, Refused):
+                raise said
+            await asyncio.sleep(0)  # a client that is gone is noticed
+            asking.is_read = True
+            if ask.stream:
+                await response.write_eof(end_of_stream(head, said, asking.told, ask.stream_options or {}))
+            else:
+                await (response := web.json_response(answer(head, said))).prepare(request)
+                await response.write_eof()
+            return response
+        except BaseException:
+            asking.is_read = False
+            raise
+        finally:
+            self._end(asking)
+
+    def _begin(self, asking: Asking) -> None:
+        """The rollout's own time does not run meanwhile, unless it is over: by requests that it did not wait for."""
+        if not self._asked:
+            self._paused, self._deadline = time.monotonic(), self.worker.deadline
+        self._asked.add(asking)
+        self.worker.deadline = math.inf if time.monotonic() < self._deadline else self._deadline
+        self.say(asking)
+
+    def _end(self, asking: Asking) -> None:
+        """Once. A refusal begins no time anew."""
+        if asking not in self._asked:
+            return
+        self._asked.remove(asking)
+        asking.is_read = bool(asking.is_read)
+        if asking.is_read:
+            self._deadline = time.monotonic() + self.timeout_s
+        if not self._asked:
+            self.asked_s += time.monotonic() - self._paused
+            self.worker.deadline = self._deadline
+        self.say(asking)
+
+
+class _Closed(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
