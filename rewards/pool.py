@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,18 +228,19 @@ class RewardPool:
 
     def _asked(self, worker: Worker, job: Job) -> JobReply:
         """As Worker.ask, and those that wait may have another process while this one hangs."""
-        deadline = time.monotonic() + self._timeout_s
-        worker.begin(job, self._timeout_s)
-        is_late = not worker.wait(min(self._timeout_s, self._load.late_s))
-        with self._lock:
-            self._num_late += is_late
+        late: list[Worker] = []
+
+        def hangs() -> None:
+            with self._lock:
+                self._num_late += 1
+            late.append(worker)
+            self._start_waiting()
+
         try:
-            if is_late:
-                self._start_waiting()
-            return worker.hear(JobReply, deadline, self._timeout_s)
+            return worker.ask(job, JobReply, self._timeout_s, late=(self._load.late_s, hangs))
         finally:
             with self._lock:
-                self._num_late -= is_late
+                self._num_late -= len(late)
 
 
 def _holds_bytes(value: Any) -> bool:

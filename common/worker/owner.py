@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ _EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
 _GLANCE_S = 1.0  # how late it may notice that its deadline was moved to be earlier
 _KILL_PATIENCE_S = 30.0  # of a fork server that does not report the end of what it should kill
 T = TypeVar("T")
+Late = tuple[float, Callable[[], None]]
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -204,13 +206,19 @@ class Worker:
         """Whether it ends within patience_s."""
         return bool(self._ended.poll(1000 * patience_s))
 
-    def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
-        """Its answer. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
+    def ask(
+        self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES, late: Late | None = None
+    ) -> T:
+        """Its answer. late: what is done after some seconds. Raises LostError, and TypeError, ValueError or
+        OverflowError for what cannot be sent."""
         body = encode(request)
         self._number += 1
         self.deadline = time.monotonic() + timeout_s
         try:
             self._send(HEADER.pack(len(body), self._number) + body)
+            self._either.modify(self._channel, select.POLLIN)
+            if late is not None and not self._either.poll(1000 * min(timeout_s, late[0])):
+                late[1]()
             size, number = HEADER.unpack(self._receive(HEADER.size))
             if number != self._number or size > max_answer:
                 raise ValueError(f"an answer of {size} bytes to request {number}")
