@@ -173,7 +173,8 @@ class Job:
 
     def ended(self) -> str:
         """Its state once nothing runs any more, and how often it was requeued."""
-        until(lambda: self.tasks() and self.cluster.state(self.number) not in ("RUNNING", "COMPLETING", ""), 60)
+        lives = ("RUNNING", "SIGNALING", "COMPLETING", "")
+        until(lambda: self.tasks() and self.cluster.state(self.number) not in lives, 180)
         shown = self.cluster("scontrol", "show", "job", self.number)
         return f"{self.cluster.state(self.number)} {shown.split('Restarts=')[1].split()[0]}"
 
@@ -197,6 +198,7 @@ SAVES = "(folder / 'checkpoints/step_000001').mkdir(parents=True, exist_ok=True)
         ("sys.exit(75)", (), "PENDING 1"),
         ("sys.exit(1)", (), "FAILED 0"),
         ("time.sleep(600)", ("--batch", "--signal=USR1"), "PENDING 1"),  # as before the walltime
+        ("time.sleep(600)", ("--time=1", "--signal=B:USR1@30"), "PENDING 1"),  # the walltime itself, a minute
         ("time.sleep(600)", ("--signal=TERM",), "FAILED 0"),
         ("time.sleep(600)", (), "CANCELLED 0"),
     ],
@@ -204,8 +206,9 @@ SAVES = "(folder / 'checkpoints/step_000001').mkdir(parents=True, exist_ok=True)
 def test_a_job_is_requeued_if_it_may_start_again_and_nobody_else_ended_it(
     rank_0: str, signals: tuple[str, ...], state: str, cluster: Slurm, config: Path
 ) -> None:
-    job = Job(cluster, config, SAVES + rank_0)
-    if "sleep" in rank_0:
+    is_walltime = signals[:1] == ("--time=1",)
+    job = Job(cluster, config, SAVES + rank_0, *signals * is_walltime)
+    if "sleep" in rank_0 and not is_walltime:
         until((job.folder / "my run/checkpoints/step_000001").exists, 60)
         cluster("scancel", *signals, job.number)
     assert job.ended() == state
