@@ -97,7 +97,7 @@ def meaning(code: int) -> str:
         RETRYABLE: "retryable",
         INTERRUPTED: "interrupted",
     }
-    # DeepSpeed's launcher passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
+    # ranks.py passes the -9 of a killed rank on, and an exit code is a byte: 256 - 9.
     known |= {256 - number: f"a rank was killed by {number.name}" for number in signal.Signals}
     return f"ended with exit code {code} ({known.get(code, 'crash')})"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.machine import GIB, control_groups, memory_limit
 
-_FRESH_S = 60.0  # DeepSpeed's launcher, whose end we see, gives the other ranks 30 s before its own
+_FRESH_S = 60.0  # ranks.py, whose end we see, gives the other ranks 30 s before its own
 _COUNTERS = ("memory.events", "memory.oom_control")  # of cgroup v2, v1
 
 

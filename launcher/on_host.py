@@ -4,7 +4,7 @@
              see of the process; all of its output is in its log in the run folder
     stdin    a line of JSON: a question, or the order (hosts.py); then numbers of signals, one a line, which the process
              gets; those that arrive here go up, and come down on all hosts. Its end is the end of everything here
-    exit     the code of the process, 256 - n for a signal n as DeepSpeed's launcher has it
+    exit     the code of the process, 256 - n for a signal n
 
 Ends with 2 if this host does not see the run folder of the others.
 """

@@ -15,7 +15,7 @@ from common.errors import UserError
 from launcher.machine import Gpu, is_cpu_build, listed_gpus
 from model import cpu
 
-_WRITE_NUMBERS = "DeepSpeed takes numbers of whole GPUs, as `nvidia-smi -L` has them: CUDA_VISIBLE_DEVICES=0,1"
+_WRITE_NUMBERS = "Tandem takes numbers of whole GPUs, as `nvidia-smi -L` has them: CUDA_VISIBLE_DEVICES=0,1"
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves us; () without GPUs or with the CPU build of torch.
 
     Asks nvidia-smi, not torch, whose import takes longer than a user error may take to show. A UUID becomes the number
-    of its GPU, because DeepSpeed's launcher takes numbers only. Raises UserError for an unknown UUID, for MIG devices,
+    of its GPU, because devices of a config are numbers. Raises UserError for an unknown UUID, for MIG devices,
     which have no number, and for a GPU that is cut into such.
     """
     if is_cpu_build():

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
+from launcher import on_host
 from launcher.hosts import (
     HostCommands,
     HostLine,
@@ -141,6 +142,18 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
         ("10.0.0.3", [3, 2], "sampler.1"),
     ]
     assert len({o["log"] for o in (*trainer, *sampler)}) == 4
+
+
+def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "visible_gpus", lambda _: (4, 5, 7))
+    order = {"host": "a", "argv": [], "log": "x", "scratch": [], "env": {}, "running_s": 1.0, "processes": 3}
+    seen = [
+        on_host._child(order | {"name": name, "gpus": gpus}, {}).env["CUDA_VISIBLE_DEVICES"]
+        for name, gpus in (("trainer", (0, 2)), ("sampler", (2, 1)))
+    ]
+    assert seen == ["4,5", "7"]
+    with pytest.raises(UserError, match="a has 3 GPUs and the hostfile gives its processes 4"):
+        on_host._child(order | {"name": "trainer", "gpus": (0, 4)}, {})
 
 
 def test_other_hosts_get_settings_of_libraries_and_no_secret() -> None:

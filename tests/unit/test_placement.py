@@ -169,8 +169,8 @@ GPU 3: NVIDIA A100-SXM4-40GB
         ("GPU-5f2b", "CUDA_VISIBLE_DEVICES=GPU-5f2b is not the UUID of one GPU"),
         ("GPU-1234", "is not the UUID of one GPU"),
         ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "is not the UUID of one GPU"),
-        (None, "GPU 2 is cut into MIG devices; DeepSpeed takes numbers of whole GPUs"),
-        ("GPU-8f2a", "GPU 2 is cut into MIG devices; DeepSpeed takes numbers of whole GPUs"),
+        (None, "GPU 2 is cut into MIG devices; Tandem takes numbers of whole GPUs"),
+        ("GPU-8f2a", "GPU 2 is cut into MIG devices; Tandem takes numbers of whole GPUs"),
     ],
 )
 def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(
