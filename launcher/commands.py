@@ -29,7 +29,7 @@ class Commands:
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, place: Placement) -> None:
         self.config = config
         self.place = place
-        self._arguments = ("--config", str(path.resolve()), *overrides)
+        self._arguments = ("--config", str(path.absolute()), *overrides)
         self._logs = config.run.output_dir / "logs"
         self._tag = run_tag(config.run.output_dir)
 

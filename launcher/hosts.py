@@ -150,7 +150,7 @@ class HostCommands(Commands):
         listens = [] if config.channel.endpoint else [f"channel.endpoint={meet.endpoint}"]
         super().__init__(path, [*overrides, *listens], config, placement_over(hosts))
         self._hosts, self._meet, self._attempt = hosts, meet, 0
-        self._folder = config.run.output_dir.resolve() / "hosts"
+        self._folder = config.run.output_dir.absolute() / "hosts"
         durable.make_private(self._folder)
         for old in self._folder.glob("*.json"):
             old.unlink()
@@ -192,7 +192,7 @@ class HostCommands(Commands):
                 "name": name,
                 "argv": list(argv),
                 "env": {**self._meet.env.get(host.name, {}), **passed_on(os.environ)},
-                "log": str(self._logs.resolve() / "hosts" / f"{host.name}-{name}.log"),
+                "log": str(self._logs.absolute() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
                 "attempt": self._attempt,
                 "proof": str(file),

@@ -90,7 +90,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """The smallest of our control group, those above it, and the machine: (bytes, whose it is)."""
     found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), MACHINE)]
     for folder in control_groups("memory", root):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # v2, v1
+        for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):  # v2, v1
             with suppress(OSError, ValueError):  # "max"
                 found.append((int((folder / name).read_text()), f"the limit of the cgroup {folder}"))
     return min(found)

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         _check(config, place.all_ranks)
         folder = config.run.output_dir.absolute()
         script = folder.with_name(f"{folder.name}.sbatch")
-        text = sbatch(place, folder, [str(path.resolve()), *overrides], options, config.engine_gpus)
+        text = sbatch(place, folder, [str(path.absolute()), *overrides], options, config.engine_gpus)
         script.parent.mkdir(parents=True, exist_ok=True)
         durable.write_file(script, text.encode(), mode=0o600)  # overrides may hold what others must not read
     except UserError as error:

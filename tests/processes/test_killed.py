@@ -63,6 +63,7 @@ def test_the_limit_is_the_smallest_above_us_and_no_limit_is_the_machines_memory(
     ("files", "memory", "cores"),
     [
         ({"unified/a/memory.max": f"{500 * MIB}", "unified/a/b/cpu.max": "50000 100000"}, 500, 1),
+        ({"unified/a/memory.max": f"{500 * MIB}", "unified/a/b/memory.high": f"{400 * MIB}"}, 400, 8),
         ({"memory/job/memory.limit_in_bytes": f"{300 * MIB}", "memory/memory.limit_in_bytes": f"{2**63 - 4096}"},
          300, 8),
         ({"cpu,cpuacct/cpu.cfs_quota_us": "250000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None, 3),  # of a host's

@@ -144,6 +144,17 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     assert len({o["log"] for o in (*trainer, *sampler)}) == 4
 
 
+def test_paths_keep_the_links_by_which_they_were_named(tmp_path: Path) -> None:
+    """A home that is mounted elsewhere on another host; a ConfigMap, whose files are links that move."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "real")
+    meet = Meeting("10.0.0.9", 12345, {})
+    path, config = tmp_path / "home/c.yaml", config_in(tmp_path / "home")
+    commands = HostCommands(path, [], config, (HostLine("10.0.0.1", 1, 1), HostLine("10.0.0.2", 1, 0)), meet)
+    for order in json.loads(Path(commands.trainer().argv[-1]).read_text()):
+        assert str(path) in order["argv"] and str(tmp_path / "real") not in json.dumps(order)
+
+
 def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_host, "visible_gpus", lambda _: (4, 5, 7))
     order = {"host": "a", "argv": [], "log": "x", "scratch": [], "env": {}, "running_s": 1.0, "processes": 3}
