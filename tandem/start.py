@@ -108,8 +108,8 @@ def command() -> NoReturn:
 
 def _environment() -> dict[str, str]:
     own, path = ROOT / ".venv/bin/python", filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    python = str(own) if own.exists() else sys.executable
-    return {**os.environ, "TANDEM_PYTHON": python, "PYTHONPATH": os.pathsep.join(path)}
+    ours = {"PYTHONPATH": os.pathsep.join(path), "MPLBACKEND": "agg"}  # the kernel's may be of a package that it has
+    return {**os.environ, "TANDEM_PYTHON": str(own) if own.exists() else sys.executable, **ours}
 
 
 def _named(function: Callable[..., Any] | str) -> str:

@@ -65,17 +65,17 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_run_from_a_thread_with_a_loop_is_its_folder_and_its_rows(launch: Any) -> None:
-    launch('echo "tandem: trainer on CPU; log my run/logs/trainer.log"; printf "%s\\n" "$@" >words; mkdir "my run"')
+    launch('echo "tandem: trainer on a; log a b/logs/trainer.log"; mkdir "a b"; printf "%s\\n" "$@" $MPLBACKEND >words')
 
     async def train() -> tandem.RunFolder:
-        return tandem.train({"data": {"train": Path("a")}}, "trainer.max_steps=2", rewards=["answer"])
+        return tandem.train({"data": {"train": Path("a")}}, "a.b=2", rewards=["answer"])
 
     run = ThreadPoolExecutor().submit(asyncio.run, train()).result()
     _, settings, *more = Path("words").read_text().splitlines()
     written = json.loads(Path(settings).read_text())
-    assert [written, *more] == [{"data": {"train": "a"}}, "trainer.max_steps=2", 'rewards.reward_funcs=["answer"]']
-    Path("my run/metrics.jsonl").write_text('{"reward": 1}\n{"rew')
-    assert run == tandem.RunFolder(Path("my run").absolute()) and run.rows() == [{"reward": 1}]
+    assert [written, *more] == [{"data": {"train": "a"}}, "a.b=2", 'rewards.reward_funcs=["answer"]', "agg"]
+    Path("a b/metrics.jsonl").write_text('{"reward": 1}\n{"rew')
+    assert run == tandem.RunFolder(Path("a b").absolute()) and run.rows() == [{"reward": 1}]
 
 
 LOG = "tandem: sampler ended with exit code 2 (user error). The last lines of its log:\n    tandem: sampler: a\n    b\n"
