@@ -179,6 +179,12 @@ def test_a_host_that_refuses_is_the_users_to_mend_and_one_that_is_down_is_waited
     assert (f"until this works here: {tmp_path}/ssh 203.0.113.0 true" in out) == (code == 2)
 
 
+def test_words_of_a_login_shell_do_not_hide_a_hosts_answer(tmp_path: Path) -> None:
+    hosts = Connections(tmp_path)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nprintf "Welcome\nlast login: today "; shift; exec "$@"\n')
+    assert ended(hosts.start("print('one')")) == (0, "one\n")
+
+
 @pytest.mark.parametrize("how", ["exit 137", "kill -9 $$"])
 def test_a_host_whose_shell_is_killed_before_it_answers_is_tried_again(tmp_path: Path, how: str) -> None:
     hosts = Connections(tmp_path)
