@@ -229,7 +229,8 @@ class Fork(multiprocessing.context.ForkProcess):
     returncode = property(poll)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid or 0, number)
+        if self.poll() is None:
+            os.kill(self.pid or 0, number)
 
 
 def launcher(arguments: Sequence[str]) -> NoReturn:
