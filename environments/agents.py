@@ -6,6 +6,7 @@ imported, before there was a rollout, are told of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -21,6 +22,7 @@ from common.functions import check_parameters, short_name
 from common.outcomes import finite_number, shorten
 from common.worker import decode
 from environments import Done
+from environments.chat_completions import Said, answer
 from environments.contracts import AgentSetup, BrokenEnvironment, called, wanted
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
@@ -42,8 +44,9 @@ class AgentService(EnvironmentService):
             if shutil.which(agent[0]) is None:
                 raise UserError(f"rollout.agent {agent}: no program {agent[0]!r}")
             return
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # no openai package, or of another version than ours: it takes longer
             _note_clients(self._clients)
+            _warm()
         self._label = label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
 
@@ -72,8 +75,21 @@ class AgentService(EnvironmentService):
         return called(self._label, self._function, **wanted(self._function, row))
 
 
+def _warm() -> None:
+    """What openai's package imports and compiles for its first answer is done before the forks, not in each."""
+    import httpx2
+    import openai
+
+    said = answer({"id": "", "created": 0, "model": ""}, Said({"role": "assistant", "content": ""}, "stop", {}))
+    mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=said)))
+    for http_client in (mock, None):  # the second asks nobody, by way of the network
+        asked = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions
+        with contextlib.suppress(openai.APIConnectionError):
+            asyncio.run(asked.create(model="", messages=[{"role": "user", "content": ""}]))
+
+
 def _note_clients(clients: list[Any]) -> None:
-    """Those that are made from now on. Raises ImportError where there is no such package."""
+    """Those that are made from now on."""
     import openai
 
     for kind in (openai.OpenAI, openai.AsyncOpenAI):

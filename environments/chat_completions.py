@@ -64,11 +64,6 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: Any = None
 
     @property
-    def limits(self) -> list[int]:
-        """Of its tokens."""
-        return [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
-
-    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -83,13 +78,7 @@ class Said:
 
     message: Message  # as `normal` has it, so that it is known again when it comes back as history
     finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def usage(self) -> dict[str, int]:
-        asked, wrote = self.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": asked, "completion_tokens": wrote, "total_tokens": asked + wrote}
+    usage: dict[str, int]
 
 
 def read(raw: bytes, law: Mapping[str, float]) -> Ask:

@@ -9,7 +9,6 @@ comes behind the one with which it has most in common: extensions first, then fo
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Collection
@@ -112,12 +111,11 @@ class Agents(Episodes):
             same = sum(np.array_equal(asked.ids, other.ids) for other in rollout.asked)
             told = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
             seed = sampling_seed(seed + i, int.from_bytes(told.digest(), "little"))
-        hears = functools.partial(self._stream, asking) if ask.stream and not ask.reads_calls else None
-        max_tokens, stop = min([room, *ask.limits]), tuple(ask.stops)
-        return replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=stop, hears=hears)
-
-    def _stream(self, asking: Asking, ids: list[int]) -> None:
-        asking.tell(self._template.begin(asking.ask, ids))
+        max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
+        params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
+        if not ask.stream or ask.reads_calls:
+            return params
+        return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
 
     def _room(self, group: RunningGroup, rollout: AgentRollout, asked: Asked) -> int:
         """For its completion. Raises Refused at a limit, behind which the rollout gets no more turns."""
@@ -156,20 +154,18 @@ class Agents(Episodes):
         """The prompt is what the first requests of all begin with: the same, unless agents make another each time."""
         if not group.ended:
             return group.sampled()
-        [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in group.ended.values()).most_common(1)
-        for i in [i for i, (rollout, _) in group.ended.items() if rollout.first[0] != begin]:
-            del group.ended[i]
-            group.failures[i] = "its first prompt has no token in common with those of its group"
-        firsts = [rollout.first for rollout, _ in group.ended.values()]
-        prompt_ids, limit = firsts[0][: min(shared(firsts[0], first) for first in firsts)], group.params.max_tokens
-        for i, (rollout, done) in sorted(group.ended.items()):
-            group.ended[i] = played(rollout, done, prompt_ids)
-            if (length := len(group.ended[i].token_ids)) > limit:
-                del group.ended[i]
-                group.failures[i] = (
-                    f"its first prompt differs from those of its group, and with it are {length} tokens, more than "
-                    f"sampler.max_completion_length {limit}"
-                )
+        ended, limit = group.ended, group.params.max_tokens
+        [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in ended.values()).most_common(1)
+        firsts = [rollout.first for rollout, _ in ended.values() if rollout.first[0] == begin]
+        prompt_ids = firsts[0][: min(shared(firsts[0], first) for first in firsts)]
+        for i, (rollout, done) in sorted(ended.items()):
+            ended[i] = played(rollout, done, prompt_ids)
+            if rollout.first[0] != begin:
+                group.failures[i] = "its first prompt has no token in common with those of its group"
+            elif (length := len(ended[i].token_ids)) > limit:
+                what = f"its first prompt differs from those of its group, and with it are {length} tokens"
+                group.failures[i] = f"{what}, more than sampler.max_completion_length {limit}"
+        group.ended = {i: whole for i, whole in ended.items() if i not in group.failures}
         group.prompt = replace(group.prompt, token_ids=prompt_ids)
         return group.sampled()
 

@@ -66,11 +66,12 @@ class Chat:
             self._reader.start(ask.tools or [])
         messages, sampled = list(ask.messages), {}
         for i, message in enumerate(ask.messages):
-            if turn := _told(message, ask.messages[:i], turns):
+            told = [turn for turn in turns if turn.message == message]  # of several the one that said it there
+            if turn := max(told, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
                 messages[i] = {"role": "assistant", "content": turn.begun + turn.text}
                 sampled[i] = turn.begun, turn.completion.token_ids
-        told = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
-        template = replace(self.template, render=functools.partial(self.template.render, **told))
+        own = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
+        template = replace(self.template, render=functools.partial(self.template.render, **own))
         return Asked(ask, *template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns]))
 
     @functools.cached_property
@@ -97,15 +98,10 @@ class Chat:
                 for i, call in enumerate(calls)
             ]
         turn = AgentTurn(asked, completion, begun, text, message, list(found))
-        return turn, Said(message, "tool_calls" if calls else completion.finish_reason, len(asked.ids), len(ids))
+        usage = {"prompt_tokens": (p := len(asked.ids)), "completion_tokens": len(ids), "total_tokens": p + len(ids)}
+        return turn, Said(message, "tool_calls" if calls else completion.finish_reason, usage)
 
     def begin(self, ask: Ask, ids: list[int]) -> str:
         """Of what is being sampled the text that will stay, whatever follows: a stop or a character may have begun."""
         [text] = self.decode([ids])
         return text.rstrip("\ufffd")[: max(0, len(text) - max(map(len, ask.stops), default=1) + 1)]
-
-
-def _told(message: Message, before: list[Message], turns: Collection[AgentTurn]) -> AgentTurn | None:
-    """The turn that is told again; of several that said the same, one that said it there."""
-    same = [turn for turn in turns if turn.message == message]
-    return max(same, key=lambda turn: turn.asked.ask.messages == before, default=None)
