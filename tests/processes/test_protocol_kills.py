@@ -52,7 +52,7 @@ def test_so_it_is_when_the_links_are_bad_and_are_killed_too_and_weights_do_not_c
     figure: Callable[[str, str], None],
 ) -> None:
     kills, links = count(8, 40), count(6, 10)
-    result = judged(kills, links, 120 + 2 * kills, "--with", "rounds")
+    result = judged(kills, links, 120 + 2 * kills, "--rounds")
     assert result["by_point"]["links"] == links
     figure(
         "R1, R8",

@@ -2,7 +2,7 @@
 
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
-number of kills has happened. Weights follow from the groups that were trained, as on one layout, and with `rounds` from
+number of kills has happened. Weights follow from the groups that were trained, as on one layout, and with --rounds from
 the life of the trainer, too, as where processors round differently. A group's tokens follow from its id and the weights
 it was sampled with, so the trainer knows a wrong one. Every third group has an image, of a colour that follows from its
 id, and every fifth a rollout of two turns. Every fourth is dead and the next one takes its slot. The trainer's state is
@@ -62,7 +62,7 @@ from tests.support.protocol_weights import number, publish, trained_on
 from tests.support.speed import overdue
 from trainer.data.slots import Slots, fill
 from trainer.link.inbox import Inbox
-from trainer.link.ledger import Ledger, Received
+from trainer.link.ledger import Ledger
 
 PER_STEP, SAVE_STEPS, EVAL_STEPS = 3, 2, 4
 TRAINER_POINTS = (
@@ -79,15 +79,14 @@ SEES = replace(LIMITS, max_turns=2, images=ImageLimits(1, 784, patch_size=14, me
 State = dict[str, Any]  # cursor, finished steps, trained group ids, and the last two versions
 START: State = {"cursor": 0, "step": 0, "trained": [], "weights": [0, 0]}
 ROLES = {"trainer": TRAINER_POINTS, "s0": SAMPLER_POINTS, "s1": SAMPLER_POINTS[3:] + SAMPLER_POINTS[:3]}
-LINKS, ROUNDS, KEEPS_NOTHING = "links", "rounds", "keeps_nothing"  # files that say so
+LINKS, ROUNDS = "links", "rounds"  # files that say so
 
 
 def make_kill_config(folder: Path) -> Config:
     channel.BEAT_S, channel.LOST_AFTER_S, link_module._RESEND_AFTER_S = 0.05, 0.3, 0.1
     return make_config(
         folder,
-        trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000}
-        | ({"save_steps": 0} if (folder / KEEPS_NOTHING).exists() else {}),
+        trainer={"prompts_per_step": PER_STEP, "max_staleness": 1, "max_steps": 100_000},
         algorithm={"dead_groups": "resample"},
         channel={"endpoint": f"ipc://{folder}/inbox", "stall_timeout_s": 300.0},
     )
@@ -105,8 +104,9 @@ def train(folder: Path) -> None:
     weights_dir.mkdir(exist_ok=True)
     incarnation = secrets.token_hex(8)
     rounding = incarnation if (folder / ROUNDS).exists() and random.random() < 0.3 else ""
-    ledger = LoggedLedger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
-    ledger.log = partial(log, folder, "accepted", incarnation)
+    ledger = Ledger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
+    accept, accepted = ledger.accept, partial(log, folder, "accepted", incarnation)
+    ledger.accept = lambda got, by: (accept(got, by), by and accepted(got.group.group_id))[0]  # type: ignore
     with (
         durable.lock(folder / "lock", RuntimeError),
         Inbox(config, "run", incarnation, SEES, ledger, lambda _: None) as inbox,
@@ -126,15 +126,6 @@ def train(folder: Path) -> None:
                 durable.write_file(state_file, json.dumps(state).encode())
                 failpoint("checkpoint.committed")
                 inbox.forget(state["step"])
-
-
-class LoggedLedger(Ledger):
-    log: Any
-
-    def accept(self, received: Received, sampler: str) -> None:
-        super().accept(received, sampler)
-        if sampler:
-            self.log(received.group.group_id)
 
 
 def log(folder: Path, what: str, incarnation: str, group_id: int) -> None:
@@ -346,9 +337,9 @@ if __name__ == "__main__":
     parser.add_argument("--links", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline_s", type=float, default=240.0)
-    parser.add_argument("--with", nargs="*", default=[], dest="files", choices=[ROUNDS, KEEPS_NOTHING])
+    parser.add_argument("--rounds", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-kill-") as name:
-        for file in arguments.files:
-            (Path(name) / file).touch()
+        if arguments.rounds:
+            (Path(name) / ROUNDS).touch()
         print(json.dumps(judge(Path(name), arguments.kills, arguments.seed, arguments.deadline_s, arguments.links)))

@@ -17,7 +17,6 @@ FIRST = (("10a", 20, 21), ("11b", 22), ("12c", 23, 24))  # a version, its weight
 
 
 def begun(kept: Kept, version: str) -> list[int]:
-    """What an earlier start has for it."""
     kept.begin(published(version))
     found = sorted(kept.waiting)
     kept.waiting.clear()
@@ -93,34 +92,29 @@ def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: P
     assert begun(live(config), "10a") == []
 
 
-@pytest.mark.parametrize("cut", [1, 100])
-def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_path: Path, cut: int) -> None:
+def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     live(config, FIRST[0])
     [path] = (config.run.output_dir / FOLDER).iterdir()
-    os.truncate(path, path.stat().st_size - cut)
+    os.truncate(path, path.stat().st_size - 9)
     live(config, ("10a", 25))
     assert begun(live(config), "10a") == [20, 25]
 
 
 def test_what_no_checkpoint_wants_any_more_is_deleted_and_at_the_end_all_is(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config, said = make_config(tmp_path), list[str]()
+    folder = config.run.output_dir / FOLDER
     kept = live(config, *FIRST)
     kept.forget(11)
-    assert [path.name[:8] for path in sorted((config.run.output_dir / FOLDER).iterdir())] == ["00000011", "00000012"]
+    assert [path.name[:8] for path in sorted(folder.iterdir())] == ["00000011", "00000012"]
     kept.clear()
-    assert not (config.run.output_dir / FOLDER).exists()
-
-
-def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
-    config, said = make_config(tmp_path), list[str]()
-    config.run.output_dir.write_text("in the way")
+    assert not folder.exists()
+    folder.write_text("in the way")
     live(config, *FIRST, say=said.append)
-    assert len(said) == 3 and "not kept" in said[0]
+    assert len(said) == 3 and "not kept" in said[0], "a disk that takes nothing stops nobody"
 
 
 def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_path: Path) -> None:
-    """Two groups a step, one step ahead. Group 24 is of the checkpoint's past, 20 too, but it was trained."""
     config = make_config(tmp_path)
     live(config, ("10a", 20, 24), ("11b", 25, 26), ("12c", 27), ("13d", 28))
     inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))

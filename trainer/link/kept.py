@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from common.config import Config
 from common.errors import UserError
@@ -42,12 +42,12 @@ class Kept:
     def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):
         self._folder, self._say = config.run.output_dir / FOLDER, say
         self._is_on = config.trainer.saves_checkpoints  # else nobody comes back for them
-        self._maker = _digest([run_id, *_decides_samples(config.model_dump(mode="json", exclude=_NOT_SAMPLING))])
+        maker = self._maker = _maker(config, run_id)
         self._now: Path | None = None  # the file of the newest version
         self._recorder: Recorder | None = None
         self.waiting: dict[int, Received] = {}  # of versions that came again, until they are admitted
         files = {path: {one.group.group_id for one in _whole(path)} for path in sorted(self._folder.glob("*-*-*"))}
-        self._to_come = {p: ids for p, ids in files.items() if self._is_on and p.name.split("-")[1] == self._maker}
+        self._to_come = {p: ids for p, ids in files.items() if self._is_on and p.name.split("-")[1] == maker}
         self.reserved: set[int] = set().union(*self._to_come.values())
         self._drop({p: ids for p, ids in files.items() if p not in self._to_come}, "settings are others than before")
 
@@ -120,19 +120,9 @@ def _version(path: Path) -> int:
     return int(path.name.split("-")[0])
 
 
-def _decides_samples(settings: Any) -> Iterator[str]:
-    """Every name and value of nested settings, and the contents of the files that they name, such as rewards."""
-    if isinstance(settings, dict | list):
-        yield f"{type(settings).__name__} of {len(settings)}"
-        for value in [*settings.items()] if isinstance(settings, dict) else settings:
-            yield from _decides_samples(list(value) if isinstance(value, tuple) else value)
-        return
-    yield json.dumps(settings)
-    if isinstance(settings, str) and settings:
-        path = Path(settings.split(".py:")[0] + ".py" if ".py:" in settings else settings).expanduser()
-        if path.suffix in (".py", ".jinja", ".md", ".txt") and path.is_file():
-            yield path.read_text(errors="replace")
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _maker(config: Config, run_id: str) -> str:
+    """A digest of the run, of all settings that decide what is sampled, and of the files that they name."""
+    settings = json.dumps(config.model_dump(mode="json", exclude=_NOT_SAMPLING), sort_keys=True)
+    files = [Path(name).expanduser() for name in re.findall(r'"([^":]+\.(?:py|jinja|md|txt))[":]', settings)]
+    contents = [path.read_text(errors="replace") for path in files if path.is_file()]
+    return hashlib.sha256("\0".join([run_id, settings, *contents]).encode()).hexdigest()[:16]
