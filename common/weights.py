@@ -6,7 +6,8 @@ A version is never overwritten, because engines map its files. The manifest list
 with dtype, shape and a checksum of the trainer's own memory (model/checksum.py), which the file must have before an
 engine is touched and the engine's memory afterwards, and a canary: fixed token sequences with the trainer's log-probs
 under these weights, which the engine must reproduce. Its SHA-256 travels in CREDIT, so the folder alone proves nothing.
-Left out: delta and compressed formats.
+With weights.full_every its files may be what changed since another version, its base (delta.py): the checksums are of
+the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from common import durable
+from common import delta, durable
 from common.config import Config
 from common.failpoints import failpoint
 
@@ -55,6 +56,16 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Published:
+    """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
+
+    version: int
+    weights_dir: str
+    manifest_sha256: str
+    tensors_sha256: str = ""  # of what they are, whoever published them; the trainer's alone
+
+
+@dataclass(frozen=True)
 class Manifest:
     run_id: str
     incarnation: str
@@ -62,6 +73,7 @@ class Manifest:
     files: dict[str, int]  # size in bytes
     tensors: dict[str, TensorInfo]
     canary: Canary
+    base: Published | None = None  # the version before, where the files are what changed since
 
 
 _decoder = msgspec.json.Decoder(Manifest)
@@ -83,16 +95,6 @@ class VersionName:
     @property
     def final(self) -> Path:
         return self.weights_dir / f"{self.version:08d}-{self.incarnation}"
-
-
-@dataclass(frozen=True)
-class Published:
-    """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
-
-    version: int
-    weights_dir: str
-    manifest_sha256: str
-    tensors_sha256: str = ""  # of what they are, whoever published them; the trainer's alone
 
 
 def default_dir(config: Config) -> Path:
@@ -150,9 +152,12 @@ def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
 
 
 def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
-    """Deletes versions that no live sampler uses, beside the newest `keep`."""
+    """Deletes versions that no live sampler uses, beside the newest `keep` and what these are made from."""
     versions = _versions(weights_dir)
-    spared = {version for version, _ in versions[-keep:]} | set(in_use)
+    first = max(0, len(versions) - keep)
+    while first > 0 and any(versions[first][1].glob(f"*{delta.SUFFIX}")):
+        first -= 1
+    spared = {version for version, _ in versions[first:]} | set(in_use)
     for version, path in versions:
         if version not in spared:
             durable.remove_dir(path)

@@ -5,22 +5,24 @@ A failure here costs nothing: the engine was not touched and keeps the weights t
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from common import durable, weights
+from common import delta, durable, weights
 from common.config import Config
 from common.failpoints import failpoint
 from common.shared_memory import FOLDER, has_room
 from common.watchdog import report_progress
-from common.weights import Manifest, Published
+from common.weights import BadWeights, Manifest, Published
 from sampler.verify import checked_tensors, copy_files
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What the next version may be a change of: no files unless weights.full_every says so."""
+
+    manifest_sha256: str
+    files: Mapping[str, BinaryIO]
 
 
 @dataclass(frozen=True)
@@ -39,22 +49,62 @@ class Fetched:
     folder: Path
     tensors: dict[str, Tensor]  # the memory that was checked
     seconds: float
+    whole: Whole
 
 
-def fetch(published: Published, config: Config, progressed: Callable[[], None] = lambda: None) -> Fetched:
-    """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder."""
+def fetch(
+    published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
+) -> Fetched:
+    """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder.
+
+    last: the version that was fetched before, from which this one may follow.
+    """
     start = time.monotonic()
     failpoint("sampler.reloading")
     manifest = weights.read_manifest(published)
-    size = sum(manifest.files.values())
-    private = scratch_dir(config, size)
+    whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
+    private = scratch_dir(config, sum(manifest.files.values()) + whole)
     try:
-        copy_files(published, manifest, private, progressed)
+        manifest = _take(published, manifest, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
+        files = _opened(private) if config.weights.full_every > 1 else {}
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
-    return Fetched(published, manifest, private, tensors, time.monotonic() - start)
+    kept = Whole(published.manifest_sha256, files)
+    return Fetched(published, manifest, private, tensors, time.monotonic() - start, kept)
+
+
+def _take(
+    published: Published, manifest: Manifest, private: Path, progressed: Callable[[], None], last: Whole | None
+) -> Manifest:
+    """Fills a new folder with whole files; from the last version that was published whole on, if need be.
+
+    Returns the manifest as if it had been published so.
+    """
+    copy_files(published, manifest, private, progressed)
+    if (base := manifest.base) is None:
+        return manifest
+    files = last.files if last and last.manifest_sha256 == base.manifest_sha256 else {}
+    with contextlib.ExitStack() as stack:
+        if not files:
+            folder = private.with_name(private.name.replace("-reload-", f"-reload-{base.version}-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            _take(base, weights.read_manifest(base), folder, progressed, last)
+            files = _opened(folder)
+        try:
+            for packed in private.glob(f"*{delta.SUFFIX}"):
+                delta.unpack(packed, files[packed.stem], private / packed.stem)
+                packed.unlink()
+                progressed()
+        except (ValueError, LookupError) as error:
+            raise BadWeights(f"version {manifest.version} does not follow from {base.version}: {error!r}") from None
+    return replace(manifest, files={path.name: path.stat().st_size for path in private.iterdir()})
+
+
+def _opened(folder: Path) -> dict[str, BinaryIO]:
+    """They are there until they are closed, whatever becomes of the folder."""
+    return {path.name: open(path, "rb") for path in folder.glob("*.safetensors")}
 
 
 class Fetcher:
@@ -62,6 +112,7 @@ class Fetcher:
 
     def __init__(self, config: Config):
         self._config = config
+        self._last: Whole | None = None
         self._wanted: Published | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Fetched | BaseException | None = None
@@ -82,7 +133,7 @@ class Fetcher:
 
     def _fetch(self, published: Published) -> None:
         try:
-            self._outcome = fetch(published, self._config, self._count)
+            self._outcome = fetch(published, self._config, self._count, self._last)
         except BaseException as error:
             self._outcome = error
 
@@ -93,9 +144,13 @@ class Fetcher:
         """The version, as far as it has come, or from its beginning. Raises BadWeights."""
         if published != self._wanted:
             self._forget()
-            return fetch(published, self._config, lambda: report_progress("verifying weights"))
-        outcome = self._finished()
+            outcome: Fetched | BaseException | None = fetch(
+                published, self._config, lambda: report_progress("verifying weights"), self._last
+            )
+        else:
+            outcome = self._finished()
         if isinstance(outcome, Fetched):
+            self._last = outcome.whole
             return outcome
         assert outcome is not None, "a fetch ends with one or the other"
         raise outcome

@@ -198,3 +198,5 @@ class Channel(Section):
 class Weights(Section):
     dir: Path | None = None
     """Published versions; null = /dev/shm on one host, else output_dir/weights."""
+    full_every: int = Field(1, ge=1)
+    """Of n versions one is published whole, the others as what changed; 1 = all whole."""

@@ -30,7 +30,12 @@ _said = set[str]()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = True) -> dict[str, Any]:
-    """The very bytes of safetensors' save_file, which knows no progress. Returns as pieces.write."""
+    """Returns as pieces.write."""
+    return pieces.write(path, tensor_file(tensors), digests)
+
+
+def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
+    """Writes the very bytes of safetensors' save_file, which knows no progress, into an open file."""
     from safetensors.torch import _TYPES
 
     codes = {dtype: code for code, dtype in _TYPES.items()}
@@ -48,7 +53,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = Tru
         for _, tensor in ordered:
             file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
-    return pieces.write(path, content, digests)
+    return content
 
 
 def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:

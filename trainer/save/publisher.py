@@ -28,7 +28,7 @@ from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
 from trainer.save.disk import may_stay
 from trainer.save.host_copies import HostCopies
-from trainer.save.write_version import snapshot
+from trainer.save.write_version import Changes, snapshot
 
 _CLOSING_S = 10.0
 
@@ -57,6 +57,7 @@ class Publisher:
         self.incarnation = incarnation
         self.published = Published(-1, "", "")
         self._copies = HostCopies()
+        self._changes = Changes(config.weights.full_every)
         self._exchange_behind = exchange_behind
         self._thread = ThreadPoolExecutor(1, "publisher")
         self._behind: Future[None] | None = None  # the version in flight
@@ -89,7 +90,7 @@ class Publisher:
 
         def deliver() -> None:
             begun = time.monotonic()
-            self.published = taken.write(ranks) if taken else self.published
+            self.published = taken.write(ranks, self._changes) if taken else self.published
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
                 with may_stay("an old version of the weights"):

@@ -8,16 +8,18 @@ tensor's checksum is taken where the tensor is: on a GPU before it is copied to 
 from __future__ import annotations
 
 import base64
+import io
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from common import durable, weights
+from common import delta, durable, pieces, weights
 from common.failpoints import failpoint
 from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
 from model import devices, lora
@@ -28,7 +30,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_rank_0, patiently, together
 from trainer.save.host_copies import HostCopies
-from trainer.save.model_files import write_tensors
+from trainer.save.model_files import tensor_file, write_tensors
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
@@ -69,6 +71,36 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     return Canary(length, ids, logprobs, base64.b64encode(image.png).decode(), list(image.grid_thw))
 
 
+class Changes:
+    """What this rank published last, so that the next version is what changed since. Every rank counts the same."""
+
+    def __init__(self, full_every: int):
+        self._full_every, self._count = full_every, 0
+        self._data = self._next = memoryview(b"")
+        self._published: Published | None = None
+
+    @property
+    def base(self) -> Published | None:
+        """Of the next version; None where it is published whole."""
+        return self._published if self._count % self._full_every else None
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """Returns what was written."""
+        if self._full_every == 1:
+            write_tensors(path, tensors, digests=False)
+            return path
+        tensor_file(tensors)(whole := io.BytesIO())
+        self._next = whole.getbuffer()
+        parts: Iterable[Any] = [self._next]
+        if self.base:
+            path, parts = path.with_name(path.name + delta.SUFFIX), delta.pack(self._data, self._next)
+        pieces.write(path, lambda file: [file.write(part) for part in parts], digests=False)
+        return path
+
+    def committed(self, published: Published) -> None:
+        self._data, self._published, self._count = self._next, published, self._count + 1
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A version in memory, on one rank: its slice of the parameters, and what the manifest says besides."""
@@ -80,8 +112,9 @@ class Snapshot:
     canary: Canary
     adapter_settings: bytes | None  # peft's; None for a whole model
 
-    def write(self, ranks: Exchange) -> Published:
+    def write(self, ranks: Exchange, changes: Changes | None = None) -> Published:
         """Writes and commits. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
+        changes = changes or Changes(full_every=1)
         own: dict[str, Any] = {"files": {}, "tensors": {}}
         of_ranks: list[str] = []
         published = Published(self.name.version, str(self.name.final), "")
@@ -93,39 +126,39 @@ class Snapshot:
 
         def commit() -> None:
             nonlocal published
-            published = self._commit([json.loads(text) for text in of_ranks])
+            published = self._commit([json.loads(text) for text in of_ranks], changes.base)
 
         def attempt() -> None:
             nonlocal of_ranks
             on_rank_0(ranks, prepare)
-            together(ranks, lambda: own.update(self._write_own()))
+            together(ranks, lambda: own.update(self._write_own(changes)))
             of_ranks = ranks.gather(json.dumps(own))
             on_rank_0(ranks, commit)
 
         patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
+        changes.committed(published)
         return published
 
-    def _write_own(self) -> dict[str, Any]:
+    def _write_own(self, changes: Changes) -> dict[str, Any]:
         """This rank's file, to the disk. What the manifest says of it."""
         if self.file is None:
             return {}
-        path = self.name.temporary / self.file
-        write_tensors(path, self.tensors, digests=False)
+        path = changes.write(self.name.temporary / self.file, self.tensors)
         failpoint("weights.shard")
         infos = {name: self.on_device.get(name) or describe(tensor) for name, tensor in self.tensors.items()}
         return {
-            "files": {self.file: path.stat().st_size},
+            "files": {path.name: path.stat().st_size},
             "tensors": {name: asdict(info) for name, info in infos.items()},
         }
 
-    def _commit(self, of_ranks: Sequence[dict[str, Any]]) -> Published:
+    def _commit(self, of_ranks: Sequence[dict[str, Any]], base: Published | None) -> Published:
         name = self.name
         files = {file: size for own in of_ranks for file, size in own["files"].items()}
         tensors = {tensor: TensorInfo(**info) for own in of_ranks for tensor, info in own["tensors"].items()}
         if self.adapter_settings is not None:
             durable.write_file(name.temporary / lora.SETTINGS, self.adapter_settings)
             files[lora.SETTINGS] = len(self.adapter_settings)
-        manifest = Manifest(name.run_id, name.incarnation, name.version, files, tensors, self.canary)
+        manifest = Manifest(name.run_id, name.incarnation, name.version, files, tensors, self.canary, base)
         return weights.commit(name, manifest)
 
 
