@@ -44,7 +44,6 @@ class Whole:
 class Fetched:
     """A version of which every byte was checked, as a copy of ours."""
 
-    published: Published
     manifest: Manifest
     folder: Path
     tensors: dict[str, Tensor]  # the memory that was checked
@@ -72,7 +71,7 @@ def fetch(
         shutil.rmtree(private, ignore_errors=True)
         raise
     kept = Whole(published.manifest_sha256, files)
-    return Fetched(published, manifest, private, tensors, time.monotonic() - start, kept)
+    return Fetched(manifest, private, tensors, time.monotonic() - start, kept)
 
 
 def _take(

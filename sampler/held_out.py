@@ -82,10 +82,8 @@ class HeldOut:
         if isinstance(scores, str):
             chunk.failures.append(EvalFailure(key.problem, scores))
         else:
-            texts, source = (
-                self._decode([c.token_ids.tolist() for c in sampled.completions]),
-                sampled.prompt.problem.source,
-            )
+            texts = self._decode([c.token_ids.tolist() for c in sampled.completions])
+            source = sampled.prompt.problem.source
             chunk.samples += [
                 EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason, source)
                 for text, c, (rewards, _) in zip(texts, sampled.completions, scores, strict=True)

@@ -204,15 +204,13 @@ def read(option: str, path: Path) -> str:
         raise UserError(f"{option} {path}: {reason}. Templates that come with Tandem: configs/templates/") from None
 
 
-def with_image_places(
-    messages: Sequence[Message], problem: Problem, num_images: int, begin: int, tokens: str
-) -> list[Message]:
+def with_image_places(messages: Sequence[Message], problem: Problem, begin: int, tokens: str) -> list[Message]:
     """The messages with the model's image tokens for each <image> of the row, or before its first user message.
 
     They are written here and not by the chat template, so that templates for text serve, too. begin: where the row's
     own messages begin, behind worked examples and a given system message.
     """
-    given, row = messages[:begin], list(messages[begin:])
+    given, row, num_images = messages[:begin], list(messages[begin:]), len(problem.images)
     marks = sum(message["content"].count(IMAGE) for message in row)
     if marks == 0 and num_images:
         first = next((i for i, message in enumerate(row) if message["role"] == "user"), 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.config import Config, PromptTemplate
+from common.config import Config
 from common.errors import UserError
 from common.outcomes import is_whole
 from common.types import EncodedImage, Problem, Prompt
@@ -75,7 +75,9 @@ def rendered(
         raise UserError(f"row {problem.index}: data.prompt_key {config.data.prompt_key!r} holds no word")
     reward_prompt = for_rewards(problem, config, messages)
     if vision:
-        messages = _with_places(messages, problem, tokenizer, prompt, vision, len(problem.images))
+        tokens = "".join(tokenizer.convert_ids_to_tokens([vision.start, vision.image, vision.end]))
+        begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0) + 2 * len(prompt.examples)
+        messages = with_image_places(messages, problem, begin, tokens)
     try:
         text = render(tokenizer, messages, prompt=prompt, tools=own_tools or tools, arguments=own_arguments)
     except UserError as error:
@@ -90,14 +92,6 @@ def rendered(
             f"text or the chat template holds the token {mark!r} itself. Write <image> where an image stands"
         )
     return text, reward_prompt, begun_in(text, messages)
-
-
-def _with_places(
-    messages: list[Message], problem: Problem, tokenizer: Any, prompt: PromptTemplate, vision: Vision, num_images: int
-) -> list[Message]:
-    tokens = "".join(tokenizer.convert_ids_to_tokens([vision.start, vision.image, vision.end]))
-    begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0) + 2 * len(prompt.examples)
-    return with_image_places(messages, problem, num_images, begin, tokens)
 
 
 def begun_in(text: str, messages: Sequence[Message] = ()) -> str:
