@@ -58,9 +58,8 @@ def test_completions_of_a_group_compute_its_prompt_once_and_have_the_trainers_lo
     for index, prompt in enumerate(prompts):
         engine.submit(index, prompt, SamplingParams(0.7, 4, 3, 1))
     found = finished(engine)
-    assert worker_of(engine).repeated_rows.spared - before == 2 * (
-        7 + 32 + 20
-    )  # of three completions each the first computes them
+    # of three completions each the first computes them
+    assert worker_of(engine).repeated_rows.spared - before == 2 * (7 + 32 + 20)
     for index, prompt in enumerate(prompts):
         for completion in found[index]:
             expected = policy.logprobs(prompt, completion.token_ids.tolist(), 0.7)

@@ -49,12 +49,7 @@ PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=
     [
         ("scancel", "--nodes=2 --partition=low", ("scancel", "JOB"), "CANCELLED"),
         ("gentle", "--nodes=2 --partition=low", ("scancel", "--signal=TERM", "JOB"), "FAILED"),
-        (
-            "walltime",
-            "--nodes=2 --partition=low",
-            ("scancel", "--batch", "--signal=USR1", "JOB"),
-            "PENDING",
-        ),  # as Slurm sends it then
+        ("walltime", "--nodes=2 --partition=low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),
         ("alone", "--nodes=1 --partition=low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),
         ("requeue", "--nodes=2 --partition=low", ("scontrol", "requeue", "JOB"), "PENDING"),
         ("preempted", "--nodes=2 --partition=low", PREEMPTS, "PENDING"),
