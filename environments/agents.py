@@ -49,7 +49,6 @@ class AgentService(EnvironmentService):
             _warm()
         self._label = label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
-
         offered = ["base_url", *(columns or ())]
 
         def unknown(wanted: str) -> str:
@@ -121,8 +120,6 @@ def _done(given: Any) -> Done:
     if isinstance(given, str):
         return Done(None, [{"role": "assistant", "content": given}])
     if given is not None and finite_number(given) is None:
-        raise BrokenEnvironment(
-            f"the agent gave {shorten(given)}, expected its reward, which is a finite number, its answer, which is "
-            "text, or None"
-        )
+        expected = "its reward, which is a finite number, its answer, which is text, or None"
+        raise BrokenEnvironment(f"the agent gave {shorten(given)}, expected {expected}")
     return Done(None if given is None else finite_number(given))

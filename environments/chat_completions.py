@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -130,24 +128,16 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"].get("arguments") or {}
+    function = call["function"]
+    arguments = function.get("arguments") or {}
     with contextlib.suppress(ValueError, RecursionError):
         said = json.loads(arguments) if isinstance(arguments, str) else arguments
         arguments = said if isinstance(said, dict) else arguments
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": call["function"]["name"], "arguments": arguments},
-    }
-
-
-def head_of(ask: Ask) -> dict[str, Any]:
-    """What all parts of an answer have."""
-    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": ask.model}
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def answer(head: Mapping[str, Any], said: Said) -> dict[str, Any]:
-    """As one object."""
+    """As one object. head: id, created and model."""
     choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": said.usage}
 

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
 from common.worker.owner import Worker
-from environments.chat_completions import Ask, Refused, Said, answer, chunk, end_of_stream, head_of, read
+from environments.chat_completions import Ask, Refused, Said, answer, chunk, end_of_stream, read
 
 _MAX_CONNECTIONS = 256  # of a rollout, each with one request at a time
 
@@ -93,7 +92,9 @@ class Address:
             connection.force_close()
 
     def _connect(self) -> asyncio.Protocol:
-        return self._server() if len(self._server.connections) < _MAX_CONNECTIONS else _Closed()
+        if len(self._server.connections) >= _MAX_CONNECTIONS:
+            raise ConnectionRefusedError  # it is closed
+        return self._server()
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """Errors in the form that OpenAI's clients read."""
@@ -108,7 +109,8 @@ class Address:
             return web.json_response(Refused(what).body, status=error.status)
 
     async def _answer(self, request: web.BaseRequest, ask: Ask) -> web.StreamResponse:
-        asking, head = Asking(ask, asyncio.get_running_loop()), head_of(ask)
+        asking = Asking(ask, asyncio.get_running_loop())
+        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": ask.model}
         self._begin(asking)
         try:
             said = await asking.said.get()
@@ -149,14 +151,8 @@ class Address:
             return
         self._asked.remove(asking)
         asking.is_read = bool(asking.is_read)
-        if asking.is_read:
-            self._deadline = time.monotonic() + self.timeout_s
+        self._deadline = time.monotonic() + self.timeout_s if asking.is_read else self._deadline
         if not self._asked:
             self.asked_s += time.monotonic() - self._paused
             self.worker.deadline = self._deadline
         self.say(asking)
-
-
-class _Closed(asyncio.Protocol):
-    def connection_made(self, transport: Any) -> None:
-        transport.abort()

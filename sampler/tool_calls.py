@@ -29,7 +29,7 @@ FORMS = {
     "qwen3_xml": ("<function=", "<tool_call>", "</tool_call>"),
     "glm45": ("<arg_key>", "<tool_call>", "</tool_call>"),
     "gemma4": (r"<\|tool_call>", "<|tool_call>", "<tool_call|>"),
-    "lfm2": (r"<\|tool_call_start\|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    "lfm2": (r"<\|tool_(?:call|list)_start\|>", "<|tool_call_start|>", "<|tool_call_end|>"),
     "openai": (r"<\|call\|>", "to=functions.", "<|call|>"),
     "mistral": (r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>(?s:.*)```json", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),

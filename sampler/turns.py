@@ -114,9 +114,8 @@ class TurnTemplate:
         """
         history = max(sampled, default=0)
         whole = self.render(messages, history=history)
-        marked = self.render(
-            [_marked(m, f"⟦turn {i}⟧") if i in sampled else m for i, m in enumerate(messages)], history=history
-        )
+        told = [_marked(m, f"⟦turn {i}⟧") if i in sampled else m for i, m in enumerate(messages)]
+        marked = self.render(told, history=history)
         gaps, places = (part := _PLACES.split(marked))[::2], map(int, part[1::2])
         begins = (one for one in known if whole.startswith(one[0]))
         begin, first = max(begins, key=lambda one: len(one[0]), default=("", np.array([], np.int32)))
@@ -134,7 +133,7 @@ class TurnTemplate:
         return whole, np.array([*ids, *self._behind(last, whole[done:])], np.int32)
 
     def _behind(self, last_id: int, text: str) -> list[int]:
-        ids = self.tokenize(text)
+        ids = self.tokenize(text) if text else []
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def opening(self, prompt: Sequence[Message], role: str) -> str:

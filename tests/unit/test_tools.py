@@ -197,13 +197,13 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(text, conten
 @pytest.mark.parametrize(
     ("template", "given", "parser"),
     [
-        ("{% if tools %}<tool_call>{% endif %}", "hermes", "hermes"),
         ("{% if tools %}<tool_call>{% endif %}", "auto", "hermes"),
         ('{{ tools }} {"parameters": …} <tool_call>', "auto", "hermes"),  # Hermes 3 writes schemas out
         ('{{ tools }} {"name": …, "parameters": …}', "auto", "llama3_json"),
         ("{{ tools }} <tool_call><function=", "auto", "qwen3_xml"),
         ("{{ tools }} <tool_call><function=", "qwen3_coder", "qwen3_xml"),
         ("{{ tools }} as you like", "xlam", "xlam"),
+        ("{{ tools }} <|tool_list_start|>", "auto", "lfm2"),
     ],
 )
 def test_the_parser_is_the_one_of_the_chat_template(template, given, parser):
