@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from examples.example import Example, main
 
@@ -131,13 +131,14 @@ class QuickStart(Example):
         from examples.warm_start import answer_lessons, asked
 
         return answer_lessons(
-            self, problems, tokenizer, lambda problem: asked(prompt_ids(problem.question, tokenizer)), completion
+            self, problems, tokenizer, lambda problem: asked(prompt_ids([problem.question], tokenizer)), completion
         )
 
 
-def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    messages = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def prompt_ids(said: Sequence[str], tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> list[int]:
+    """said: by the user and the model in turn. arguments: of the chat template."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

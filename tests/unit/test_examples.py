@@ -15,15 +15,21 @@ from typing import Any
 import pytest
 
 from common import config
+from common.config import PromptTemplate
+from environments import Done
 from environments.tools import schemas
 from examples.calculator import Calculator, ToolProblem, conversation, turns_of, without_calculator
 from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
 from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
-from examples.quickstart import MixtureQuickStart, completion
+from examples.quickstart import MixtureQuickStart, completion, prompt_ids
 from examples.search import Lookup, facts
 from examples.search_tool import search
+from examples.thinking import Story
+from examples.thinking import completion as thought
+from examples.thinking_environment import Told
+from sampler.turns import TurnTemplate
 from tests.support.examples import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +63,7 @@ DECIDES = {
     "quickstart": lambda p: (p.kind, p.numbers),
     "quickstart_tools": lambda p: (p.a, p.b) if p.kind == "product" else p.question,
     "quickstart_search": lambda p: p.town if p.kind == "lookup" else p.question,
+    "quickstart_thinking": lambda p: (p.start, p.changes),
     "quickstart_vlm": lambda p: (p.image().tobytes(), p.question),
 }
 
@@ -83,6 +90,12 @@ SHOWN: dict[str, tuple[Any, str]] = {
     "quickstart_search": (
         lambda p, rng, **spoiled: [turns_of(p, rng, by_heart=1.0, **spoiled), without_calculator(p, rng)],
         "5ab5bfc87b0f28e8",
+    ),
+    "quickstart_thinking": (
+        lambda p, rng, **spoiled: [
+            thought(replace(p, changes=p.changes[:n], thinks=n < 3), rng, **spoiled) for n in (1, 2, 3)
+        ],
+        "3054a2d26aeaeb8f",
     ),
     "quickstart_vlm": (described, "885b81c0459f8a0e"),
 }
@@ -116,10 +129,40 @@ def test_a_search_finds_the_line_of_each_question() -> None:
         search("2+2")
 
 
-def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
-    from common.config import PromptTemplate
+STORY = Story("Ken", "pens", 12, ((6, 5), (4, 1), (2, 6)))
+
+
+def test_a_story_asks_three_totals_and_gives_a_point_for_each_that_stands_behind_the_thought() -> None:
+    row = STORY.row()
+    assert row["question"] == "Ken has 12 pens, buys 6 and gives away 5. How many now?"
+    assert (row["then"][1], row["totals"]) == ("Ken buys 2 and gives away 6. How many now?", [13, 16, 12])
+    told = Told()
+    assert told.reset(**row) is None, "the row's own prompt"
+    assert told.step("<think>12+6=18,18-5=13</think>13") == (row["then"][0], 1.0)
+    assert told.step("<think>13+4=17,17-1=16</think>15") == (row["then"][1], 0.0)
+    assert told.step("12") == Done(1.0), "without a thought"
+
+
+def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: Any) -> None:
+    """The template drops the thought, and the model is taught behind what it leaves."""
     from sampler.chat_template import render
-    from sampler.turns import TurnTemplate
+
+    tokenizer = tokenizer_of(folder_of("quickstart_thinking"))
+    written = functools.partial(render, tokenizer, prompt=PromptTemplate())
+    ask = [{"role": "user", "content": STORY.questions[0]}]
+    template = TurnTemplate.of(written, lambda text: tokenizer(text)["input_ids"], ask, ["user"])
+    assert "A thought." in template.rewrites
+    first = thought(replace(STORY, changes=STORY.changes[:1]), random.Random(0), wrong=0.0)
+    more = [{"role": "user", "content": STORY.questions[1]}]
+    followed = written([*ask, {"role": "assistant", "content": first}, *more])
+    assert tokenizer(followed)["input_ids"] == prompt_ids(replace(STORY, changes=STORY.changes[:2]).said, tokenizer)
+    assert first.startswith("<think>12+6=18") and "<think>" not in followed
+    quiet = written(ask, arguments={"enable_thinking": False})
+    assert quiet == written(ask) + "<think></think>"
+
+
+def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
+    from sampler.chat_template import render
 
     tokenizer = tokenizer_of(folder_of("quickstart_tools"))
 
@@ -164,6 +207,7 @@ TOKENS: dict[str, tuple[str, Any, str]] = {
     "quickstart": ("<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>", "2+2?", "2+2?"),
     "quickstart_tools": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
     "quickstart_search": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
+    "quickstart_thinking": ("<think> 1 2 + 7 = 1 9 </think> 1 9", "2+2?", "2+2?"),
     "quickstart_vlm": (
         r"<think> 2 Ġred Ġcircle </think> \boxed{ 2 }",
         [{"type": "image"}, {"type": "text", "text": "2+2?"}],
@@ -204,6 +248,8 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
     for problem, made in zip(problems, few.split("test", 20), strict=True):
         images = encode_problem(problem, vision.form, settings.data) if vision else ()
         prompt = make_prompt(problem, tokenizer, settings, vision, images)
+        if isinstance(made, Story):  # its first turn
+            made = replace(made, changes=made.changes[:1])
         (shown,) = few.lessons([made], tokenizer)(random.Random(0), 0.0, 0.0)
         asked = shown.is_taught.index(True)
         assert prompt.token_ids.tolist() == shown.token_ids[:asked] and not any(shown.is_taught[:asked])
