@@ -76,15 +76,14 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     from trainer.rehearsal import rehearse
     from trainer.save import checkpoint, resume
 
-    ranks = world_size()
     try_own_estimator(config)
     try_own_objective(config.algorithm)
-    stage = deepspeed_config(config, ranks)["zero_optimization"]["stage"]
+    deepspeed_config(config, world_size())
     tokenizer = _tokenizer_to_save(config)
 
     def progress_of(resumed: str, run_id: str) -> Progress:
         if resumed:
-            return resume.read_progress(Path(resumed), ranks, stage, resume.stream_settings(config))
+            return resume.read_progress(Path(resumed), resume.stream_settings(config))
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
 
     def say(text: str) -> None:

@@ -182,7 +182,7 @@ class Worker:
         before = run_hash(trainer, has_moments=False)
         found = found or resume.newest_valid(self.folder / name / "checkpoints", self.exchange, said.append)
         assert found is not None
-        trainer.progress = resume.read_progress(found, self.exchange.world_size, trainer.engine.stage, {})
+        trainer.progress = resume.read_progress(found, {})
         checkpoint.restore(trainer.engine, found, trainer.critic)
         hashes = [run_hash(trainer)]
         trainer.train_batch()

@@ -32,7 +32,7 @@ def saved(config: Config, **changed: Any) -> Path:
 
 
 def resumed(folder: Path, config: Config) -> Progress:
-    return resume.read_progress(folder, 1, 1, resume.stream_settings(config))
+    return resume.read_progress(folder, resume.stream_settings(config))
 
 
 TEMPLATE = "{{ content }}"

@@ -52,7 +52,7 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     checkpoint.save(SmallEngine(2), ONE_RANK, tokenizer(), tmp_path / "checkpoints", run.progress, KEEP)
     found = resume.newest_valid(tmp_path / "checkpoints", OneRank(), print)
     assert found is not None
-    resumed = resume.read_progress(found, 1, 1, {})
+    resumed = resume.read_progress(found, {})
     assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)
     with pytest.raises(Retryable, match="3 steps in a row"):
         advance(trainer(tmp_path, resumed), False)

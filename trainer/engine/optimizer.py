@@ -15,10 +15,16 @@ from trainer.engine.deepspeed_config import Optimized
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The same before and after ZeRO-3 has dealt the parameters out."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    decayed, others = [p for p in trained if len(shape_of(p)) > 1], [p for p in trained if len(shape_of(p)) <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]  # adapters are all matrices
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """Of the whole, where ZeRO-3 has left a part of it here."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def adamw(optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:

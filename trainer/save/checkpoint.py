@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.failpoints import failpoint
 from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
 from model import lora
+from trainer.engine import other_layout
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -194,22 +195,27 @@ def commit_final(
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
     """Restores weights, Adam's moments and the number of steps; the optimizers keep this run's settings.
 
-    Every rank calls it. Raises UserError if there is no critic.
+    Every rank calls it. The ranks and the ZeRO stage may be others than those that saved it. Raises UserError if there
+    is no critic.
     """
-    _restore_state(engine, folder)
+    record = json.loads((folder / COMMIT).read_text())
+    saved_by = record["zero_stage"], record["world_size"]
+    _restore_state(engine, folder, *saved_by)
     if critic:
         if not (folder / CRITIC).is_dir():
             raise UserError(
                 f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
                 f"policy: model.path={folder} run.resume=false, with another run.output_dir"
             )
-        _restore_state(critic, folder / CRITIC)
+        _restore_state(critic, folder / CRITIC, *saved_by)
 
 
-def _restore_state(engine: DeepSpeedModel, folder: Path) -> None:
+def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
-        if not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
+        if engine.stage != stage or (engine.world_size != ranks and stage > 0):
+            other_layout.restore(engine, folder / "trainer", stage, ranks)
+        elif not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
             raise UserError(f"{folder} holds no DeepSpeed state for this rank")
 
 

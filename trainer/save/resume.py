@@ -5,7 +5,7 @@ of batches. So these are compared, before a model is loaded, with what the check
 
     settings       every field of `data` and `prompt` unless it is in _HARMLESS, and those of _OTHERS
     files          of a template its contents, wherever it lies
-    layout         ranks, ZeRO stage, shape of the adapters: DeepSpeed shards its state by them
+    adapters       their shape
 
 and by fingerprints, before the first step: the rows and the tokenizer of the samplers, as their first one says, and the
 frozen weights under adapters, which a checkpoint does not hold. Left out: what decides no problem, such as sampling,
@@ -197,12 +197,9 @@ def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
     return shares
 
 
-def read_progress(folder: Path, world_size: int, zero_stage: int, stream: dict[str, Any]) -> Progress:
-    """Raises UserError if the checkpoint belongs to another layout or another stream of groups."""
+def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
+    """Raises UserError if the checkpoint belongs to another stream of groups."""
     commit = _read_record(folder)
-    for name, now in (("world_size", world_size), ("zero_stage", zero_stage)):
-        if commit[name] != now:
-            raise UserError(f"{folder} was saved with {name} {commit[name]}, this run has {now}; resume with the same")
     before = commit["stream"]
     changed = [f"{name}={now!r} (was {before.get(name)!r})" for name, now in stream.items() if before.get(name) != now]
     if changed:

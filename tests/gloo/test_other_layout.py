@@ -1,0 +1,72 @@
+"""A run goes on with another number of ranks and another ZeRO stage: the same bits, and then the same training."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import run_folder
+from tests.support.gloo_data import GAE, VOCAB_SIZE, group, settings
+from tests.support.rank import Worker, run_hash
+from tests.support.replay_worker import Seen, stack
+from tests.support.tier import full
+from tests.support.tiny import tiny_model, tiny_reward_model
+
+Layout = tuple[int, int]  # ranks, ZeRO stage
+HALF: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
+
+
+def work(folder: Path) -> None:
+    """One life of a rank: what the checkpoint gives it, and one more step."""
+    from trainer.save import checkpoint, resume
+
+    life, worker = json.loads((folder / "life.json").read_text()), Worker(folder)
+    trainer = worker.trainer(settings(folder, "run", life["stage"], **life["sections"]), group)
+    hashes = []
+    if saved := run_folder.checkpoints(folder / "run"):
+        trainer.progress = resume.read_progress(saved[-1], {})
+        checkpoint.restore(trainer.engine, saved[-1], trainer.critic)
+        hashes.append(run_hash(trainer))
+    trainer.train_batch()
+    trainer.saver.save_if_due(trainer.progress)
+    worker.write_models("after", "weights", trainer)
+    worker.tell_steps("life", trainer, hashes=[*hashes, run_hash(trainer)])
+    worker.tell()
+
+
+def lives(name: str, layouts: list[Layout], sections: dict[str, Any]) -> list[Seen]:
+    folder = stack().folder / name
+    tiny_reward_model(folder / "critic", tiny_model(folder / "model", vocab=VOCAB_SIZE))
+    found = []
+    for ranks, stage in layouts:
+        (folder / "life.json").write_text(json.dumps({"stage": stage, "sections": sections}))
+        found.append(stack().seen(__name__, name, ranks))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layouts", "sections"),
+    [
+        pytest.param([(2, 1), (1, 1), (2, 3)], HALF, id="bfloat16"),
+        pytest.param([(2, 1), (1, 0), (2, 3)], {}, marks=full, id="float32"),
+        pytest.param([(2, 2), (1, 0), (2, 1)], HALF, marks=full, id="bfloat16 without ZeRO"),
+        pytest.param([(3, 3), (2, 1), (3, 2)], {}, marks=full, id="3 divide nothing"),
+        pytest.param([(2, 2), (1, 0), (2, 1)], GAE, marks=full, id="critic"),
+        pytest.param([(2, 3), (1, 0), (2, 2)], {"lora": {"r": 4}}, marks=full, id="adapters"),
+    ],
+)
+def test_weights_and_optimizer_come_back_bit_for_bit_and_go_on_as_on_one_layout(
+    layouts: list[Layout], sections: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = "".join(c for c in request.node.callspec.id if c.isalnum())
+    found = lives(name, layouts, sections)
+    for before, after in itertools.pairwise(found):
+        assert after.ranks[0]["life"]["hashes"][0] == before.ranks[0]["life"]["hashes"][-1]
+    same = lives(f"{name}-same", layouts[:1] * len(layouts), sections)
+    assert found[-1].ranks[0]["life"]["progress"] == same[-1].ranks[0]["life"]["progress"]
+    expected = same[-1].tensors("after/weights")
+    for key, tensor in found[-1].tensors("after/weights").items():
+        torch.testing.assert_close(tensor, expected[key], atol=2e-3 if sections == HALF else 2e-6, rtol=1e-5)
