@@ -18,9 +18,9 @@ Item = TypeVar("Item")
 
 
 def guessed(rewards: Mapping[str, Any]) -> set[str]:
-    """Functions of the user's own, and judges, without full marks of theirs. rewards: the run's section; {} = it
+    """Functions of the user's own, models and judges, without full marks of theirs. rewards: the run's section; {} = it
     was not saved."""
-    own = {short_name(s) for s in rewards.get("reward_funcs", ()) if short_name(s) != s or s == "judge"}
+    own = {short_name(s) for s in rewards.get("reward_funcs", ()) if short_name(s) != s or s in ("classifier", "judge")}
     return own - set(rewards.get("full_marks", ()))
 
 

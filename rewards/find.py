@@ -33,6 +33,7 @@ BUILT_IN = {
     "think_format_reward": "rewards.trl.think_format_reward",
     "get_soft_overlong_punishment": "rewards.trl.get_soft_overlong_punishment",
     "environment": "rewards.trl.environment",
+    "classifier": "rewards.classifier.Classifier",
     "judge": "rewards.judge.Judge",
 }
 

@@ -72,7 +72,7 @@ def check_gold(
         if with_gold:
             _check_function(name, full_mark, with_gold, findings)
     findings.lines += [
-        f"{n}  what an environment or a judge says: not tried here, and no sum without it" for n in untried
+        f"{n}  what an environment, a model or a judge says: not tried here, and no sum without it" for n in untried
     ]
     if with_gold and not untried:
         _check_sum(with_gold, findings)

@@ -27,7 +27,7 @@ class Config(Settings):
             _evaluation,
             _lengths,
         )
-        for check in (_devices, _sequence_parallel, *of_rollouts, _critic, _lora, _router_replay):
+        for check in (_devices, _reward_models, _sequence_parallel, *of_rollouts, _critic, _lora, _router_replay):
             yield from check(self)
 
 
@@ -40,6 +40,16 @@ def _devices(config: Settings) -> Iterator[str]:
             f"{config.trainer.devices}; give each process its own, or one GPU to both: sampler.devices=[{shared[0]}] "
             f"trainer.devices=[{shared[0]}]"
         )
+
+
+def _reward_models(config: Settings) -> Iterator[str]:
+    sampler, trainer = config.sampler.devices, config.trainer.devices
+    for device in [given.get("device") for given in config.rewards.of_built_in("classifier")]:
+        if device is not None and (device in {*sampler, *trainer} or not (sampler and trainer)):
+            yield (
+                f"GPU {device} is of a reward model; name others for sampler.devices and trainer.devices, which are "
+                f"{sampler} and {trainer}, or remove the model's device: it runs on the CPU then"
+            )
 
 
 def _sequence_parallel(config: Settings) -> Iterator[str]:

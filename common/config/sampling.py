@@ -9,13 +9,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from common.config.sections import Section, require_own_function
-from common.functions import short_name
+from common.functions import short_name, unnamed
 
 MAX_ENVIRONMENTS = 256  # alive at once: a process each
 MAX_REWARD_WORKERS = 64
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
 ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
-_ENTRY = "{judge: rubric.md, model: …, base_url: …}"
+_ENTRY = "{model: org/classifier} or {judge: rubric.md, model: …, base_url: …}"
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
@@ -161,7 +161,7 @@ class Eval(Section):
 
 class Rewards(Section):
     reward_funcs: list[str] = ["answer", "format"]
-    """Built-in names, `package.module.function`, `file.py:function`; {judge: rubric.md, model: …}."""
+    """Built-in names, `package.module.function`, `file.py:function`; {model: …} or {judge: rubric.md, model: …}."""
     reward_weights: list[float] | None = None
     """null = 1.0 each."""
     reward_kwargs: dict[str, dict[str, Any]] = {}
@@ -181,25 +181,29 @@ class Rewards(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _judges(cls, given: Any) -> Any:
-        """{judge: rubric.md, name: nice, …} is the built-in `judge as nice`, and the rest of it its reward_kwargs."""
+    def _models_and_judges(cls, given: Any) -> Any:
+        """{model: org/m, name: nice} is the built-in `classifier as nice`, and the rest of it its reward_kwargs."""
         if not (isinstance(given, dict) and isinstance(given.get("reward_funcs"), list)):
             return given
         specs, kwargs = [], dict(given.get("reward_kwargs") or {})
         for entry in given["reward_funcs"]:
             if isinstance(entry, dict):
                 own = dict(entry)
-                name = own.pop("name", spec := "judge")
-                if not {"judge", "model"} <= own.keys() or not re.fullmatch(r"[\w-]+", str(name)):
+                spec = "judge" if "judge" in own else "classifier"
+                name = own.pop("name", spec)
+                if "model" not in own or not re.fullmatch(r"[\w-]+", str(name)):
                     keys = ", ".join(map(str, entry))
-                    raise ValueError(
-                        f"reward_funcs: {{{keys}}} needs a judge and a model, and as its name a word; write {_ENTRY}"
-                    )
-                own = {"rubric": own.pop("judge"), "cache": f".cache/judges/{name}.sqlite", **own}
+                    raise ValueError(f"reward_funcs: {{{keys}}} needs a model, and as its name a word; write {_ENTRY}")
+                if spec == "judge":
+                    own = {"rubric": own.pop("judge"), "cache": f".cache/judges/{name}.sqlite", **own}
                 kwargs[name] = own | dict(kwargs.get(name) or {})
                 entry = spec if name == spec else f"{spec} as {name}"
             specs.append(entry)
         return {**given, "reward_funcs": specs, "reward_kwargs": kwargs}
+
+    def of_built_in(self, name: str) -> list[dict[str, Any]]:
+        """Arguments of each function that this is: of `judge` and of `judge as nice`, say."""
+        return [self.reward_kwargs.get(short_name(spec), {}) for spec in self.reward_funcs if unnamed(spec) == name]
 
     @property
     def weights(self) -> list[float]:

@@ -27,7 +27,7 @@ from tests.support.pupils import files_of
 from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, beside, local, of_page
 from tests.support.speed import limit
 from tests.support.tier import full
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_model, tiny_reward_model
 from trainer.link import recording
 
 pytestmark = pytest.mark.timeout(900)
@@ -212,7 +212,7 @@ def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
 @full
 @pytest.mark.parametrize("heading", PAGE)
 def test_two_steps_of_a_recipe_of_the_page(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model(tmp_path / "model")
+    tiny_reward_model(tmp_path / "reward", tiny_model(tmp_path / "model"))
     recipe = of_page(heading, tmp_path)
     rewards = () if "reward_funcs" in PAGE[heading] else (f"rewards.reward_funcs=[{tmp_path}/reward.py:few_letters]",)
     with Server() as judge:

@@ -26,6 +26,7 @@ def of_page(heading: str, folder: Path) -> str:
     settings = "".join(text for kind, text in blocks if kind == "yaml")
     for name in files:
         settings = settings.replace(name, str(folder / name))
+    settings = settings.replace("org/reward-model", str(folder / "reward"))
     settings = re.sub(r"\b\w+\.jsonl", str(folder / "rows.jsonl"), settings)
     settings = re.sub(r"\bruns/[\w/]*final\b", str(folder / "model"), settings)
     (folder / "recipe.yaml").write_text(settings)

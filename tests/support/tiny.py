@@ -80,7 +80,7 @@ def _made(hidden: int, layers: int, vocab: int | None) -> Path:
 
 
 def tiny_reward_model(folder: Path, model: Path) -> Path:
-    """A random reward model with one label, of tiny_model's shape and with its tokenizer's vocabulary."""
+    """A random reward model with one label, of tiny_model's shape and with its tokenizer."""
     from transformers import AutoConfig, Qwen2ForSequenceClassification
 
     config = AutoConfig.from_pretrained(model, num_labels=1)
@@ -88,6 +88,7 @@ def tiny_reward_model(folder: Path, model: Path) -> Path:
         torch.manual_seed(1)
         reward_model = Qwen2ForSequenceClassification(config)
         randomise_vectors(reward_model)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     reward_model.save_pretrained(folder)
     return folder
 

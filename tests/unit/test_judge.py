@@ -1,4 +1,4 @@
-"""A judge behind an address that fails and hangs: nothing is lost, nothing is paid for twice."""
+"""A judge behind an address that fails and hangs, and reward models: nothing is lost, nothing is paid for twice."""
 
 import json
 from collections.abc import Iterator
@@ -112,20 +112,21 @@ def test_scores_are_the_last_object_with_so_many_numbers(text: str, scores: list
 
 
 def test_entries_are_built_in_functions_with_arguments_and_names() -> None:
-    entries = [{"judge": "a.md", "model": "m", "name": "kind"}, "answer"]
+    entries = [{"model": "org/m", "device": 2}, {"judge": "a.md", "model": "m", "name": "kind"}, "answer"]
     more = {"reward_funcs": entries, "reward_kwargs": {"kind": {"budget": 2}}}  # as on the command line
-    config = config_of(rewards=more)
-    assert config.rewards.reward_funcs == ["judge as kind", "answer"]
-    assert config.rewards.names == ["kind", "answer"]
+    config = config_of(rewards=more, sampler={"devices": [0]}, trainer={"devices": [1]})
+    assert config.rewards.reward_funcs == ["classifier", "judge as kind", "answer"]
+    assert config.rewards.names == ["classifier", "kind", "answer"]
     kind = {"rubric": "a.md", "cache": ".cache/judges/kind.sqlite", "model": "m", "budget": 2}
-    assert config.rewards.reward_kwargs == {"kind": kind}
+    assert config.rewards.reward_kwargs == {"classifier": {"model": "org/m", "device": 2}, "kind": kind}
     assert Config.model_validate(config.model_dump(mode="json")) == config, "as config.json has it"
     for given, words in (
-        ([{"judge": "a.md"}], "needs a judge and a model"),
-        ([{"judge": "a.md", "model": "m"}] * 2, "two functions named 'judge'"),
+        ([{"judge": "a.md"}], "needs a model"),
+        ([{"model": "a"}, {"model": "b"}], "two functions named 'classifier'"),
+        ([{"model": "a", "device": 0}], "GPU 0 is of a reward model"),
     ):
         with pytest.raises(ValueError, match=words):
-            config_of(rewards={"reward_funcs": given})
+            config_of(rewards={"reward_funcs": given}, sampler={"devices": [0]}, trainer={"devices": [1]})
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,13 @@ def test_entries_are_built_in_functions_with_arguments_and_names() -> None:
         ({"judge": "none.md", "model": "m"}, "reward judge: its rubric none.md or cache .* cannot be opened"),
         ({"judge": "README.md", "model": "m", "bugdet": 1}, "takes no 'bugdet'. Did you mean budget"),
         ({"judge": "README.md", "model": "m", "budget": 1}, "a budget needs a cache, .* and price"),
+        ({"model": "nowhere/at_all"}, "nowhere/at_all cannot be loaded"),
     ],
 )
-def test_a_mistake_stops_the_start(entry: Any, words: str, tmp_path: Path) -> None:
-    rewards = Rewards(reward_funcs=[entry | {"cache": f"{tmp_path}/c"}])
-    with pytest.raises(UserError, match=words), RewardPool(rewards):
+def test_a_mistake_stops_the_start(entry: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    entry = entry | ({"cache": str(tmp_path / "c")} if "judge" in entry else {})
+    with pytest.raises(UserError, match=words), RewardPool(Rewards(reward_funcs=[entry])):
         pass
 
 

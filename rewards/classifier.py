@@ -1,0 +1,89 @@
+"""A reward model scores completions: any of transformers' sequence classifiers, loaded once in the rewards' process.
+
+What it reads is the conversation in its own chat template, or without one the prompt and the completion as a pair of
+texts. A model of one label gives its logit; of several, `label` names the one whose probability is the reward.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+
+
+@dataclass
+class Classifier:
+    model: str  # a hub id or a folder
+    device: int | None = None  # number of a GPU, as `nvidia-smi -L` has it; None: the CPU
+    label: str | int | None = None
+    revision: str | None = None
+    batch_size: int = 8
+    is_costly = True  # `launch.sh check` does not try it
+
+    def __post_init__(self) -> None:
+        if self.device is not None:  # of those that the sampler may see this is none
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._where = "cpu" if self.device is None else f"cuda:{self.device}"
+        options = {"dtype": torch.float32 if self.device is None else "auto", "output_loading_info": True}
+        try:
+            sides = {"padding_side": "right", "truncation_side": "left", "revision": self.revision}
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **sides)
+            given = AutoModelForSequenceClassification.from_pretrained(self.model, revision=self.revision, **options)
+            self._model = given[0].to(self._where).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.model} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from None
+        if missing := sorted(given[1]["missing_keys"]):
+            raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
+        self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        longest = getattr(self._model.config, "max_position_embeddings", None)
+        self._longest = min(longest or self._tokenizer.model_max_length, self._tokenizer.model_max_length)
+        self._column = self._column_of_label()
+
+    def _column_of_label(self) -> int:
+        """Of the logits. Raises UserError."""
+        labels = {str(name): i for i, name in self._model.config.id2label.items()}
+        if len(labels) == 1 and self.label is None:
+            return 0
+        found = labels.get(str(self.label), self.label)
+        if isinstance(found, int) and found in labels.values():
+            return found
+        raise UserError(f"label {self.label!r} is none of {self.model}; write label: with one of {', '.join(labels)}")
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], log_metric: Callable[[str, float], None]
+    ) -> list[float]:
+        import torch
+
+        scores = list[float]()
+        for start in range(0, len(prompts), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            rows = self._tokens(prompts[part], completions[part]).to(self._where)
+            with torch.inference_mode():
+                logits = self._model(**rows).logits.float()
+            scores += (logits if logits.shape[1] == 1 else logits.softmax(1))[:, self._column].tolist()
+            log_metric("classifier_cut", float((rows["attention_mask"].sum(1) >= self._longest).float().mean()))
+        return scores
+
+    def _tokens(self, prompts: list[Any], completions: list[Any]) -> Any:
+        options = {"truncation": True, "max_length": self._longest, "padding": True, "return_tensors": "pt"}
+        if self._tokenizer.chat_template is None:
+            return self._tokenizer([*map(_text, prompts)], [*map(_text, completions)], **options)
+        both = [_messages(p, "user") + _messages(c, "assistant") for p, c in zip(prompts, completions, strict=True)]
+        texts = [self._tokenizer.apply_chat_template(said, tokenize=False) for said in both]
+        return self._tokenizer(texts, add_special_tokens=False, **options)
+
+
+def _messages(said: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _text(said: Any) -> str:
+    return said if isinstance(said, str) else "\n".join(str(message["content"]) for message in said)
