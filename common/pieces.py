@@ -24,7 +24,8 @@ class PieceWriter:
     """For writers that want an open file."""
 
     def __init__(self, file: BinaryIO, name: str, hasher: Any):
-        self._file, self._doing, self._hasher, self._unsynced = file, f"writing {name}", hasher, 0
+        self._file, self._name, self._hasher = file, name, hasher
+        self._written = self._unsynced = 0
 
     def write(self, data: Any) -> int:
         whole = memoryview(data).cast("B")
@@ -33,12 +34,13 @@ class PieceWriter:
             self._file.write(piece)
             if self._hasher is not None:
                 self._hasher.update(piece)
+            self._written += len(piece)
             self._unsynced += len(piece)
             if self._unsynced >= PIECE:
                 self._file.flush()
                 os.fdatasync(self._file.fileno())
                 self._unsynced = 0
-            report_progress(self._doing)
+            report_progress(f"writing {self._name}, {self._written >> 20} MiB so far")
         return len(whole)
 
     def flush(self) -> None:
@@ -79,5 +81,5 @@ class PieceReader(io.FileIO):
         whole, done = memoryview(buffer).cast("B"), 0
         while done < len(whole) and (count := super().readinto(whole[done : done + PIECE])):
             done += count
-            report_progress(f"reading {Path(os.fsdecode(self.name)).name}")
+            report_progress(f"reading {Path(os.fsdecode(self.name)).name}, {self.tell() >> 20} MiB so far")
         return done

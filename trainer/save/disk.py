@@ -23,6 +23,7 @@ from common.watchdog import progress_heard_by, report_progress
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
 _WORD_S, _AT_WORK = 5.0, -1.0  # between two words of a rank that it is still at work; in the place of an errno
+_SAID_S = 30.0  # between two words to people
 
 
 class DiskTrouble(Retryable):
@@ -46,18 +47,20 @@ class Ranks(Protocol):
 def together(ranks: Ranks, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier.
 
-    Parts may take as long as they report progress, of which the ranks that are done hear every few seconds. In a part
-    there is no other collective.
+    Parts may take as long as they report progress, of which the ranks that are done hear every few seconds, and people
+    from rank 0 now and then. In a part there is no other collective.
     """
     codes, reason = [0.0] * ranks.world_size, ""
-    is_due = every(min(_WORD_S, ranks.stall_timeout_s / 4))
+    is_due, is_late = every(min(_WORD_S, ranks.stall_timeout_s / 4)), every(_SAID_S)
 
-    def tell(_: str) -> None:
-        if is_due():
+    def tell(doing: str) -> None:
+        if ranks.world_size > 1 and is_due():
             ranks.add([_AT_WORK * (rank == ranks.rank) for rank in range(ranks.world_size)])
+        if ranks.rank == 0 and is_late():
+            say(doing)
 
     try:
-        with progress_heard_by(tell) if ranks.world_size > 1 else contextlib.nullcontext():
+        with progress_heard_by(tell):
             work()
     except Exception as error:
         code = durable.disk_trouble(error)
@@ -67,7 +70,9 @@ def together(ranks: Ranks, work: Callable[[], None]) -> None:
     if ranks.world_size > 1:
         own = codes
         while min(codes := ranks.add(own)) == _AT_WORK:
-            report_progress(f"waiting for the disk of rank {codes.index(_AT_WORK)}")
+            report_progress(waits := f"waiting for the disk of rank {codes.index(_AT_WORK)}")
+            if ranks.rank == 0 and is_late():
+                say(waits)
     if any(codes):
         of_rank = {rank: f"rank {rank}: {os.strerror(int(code))}" for rank, code in enumerate(codes) if code}
         if reason:
