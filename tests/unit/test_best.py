@@ -168,7 +168,7 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
     def publish_nothing(_engine: Any, _exchange: Any, name: Any, *_: Any, **__: Any) -> Any:
         published.append(name.version)
         wanted.append(name.version)
-        return SimpleNamespace(write=lambda _: Published(name.version, "w", ""))
+        return SimpleNamespace(write=lambda *_: Published(name.version, "w", ""))
 
     hello = SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash="")
     source = SimpleNamespace(incarnation="ab", wait_for_sampler=lambda: hello, versions_in_use=list)

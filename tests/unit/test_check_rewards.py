@@ -100,7 +100,7 @@ def test_rewards_that_work_have_no_problem(file):
 @pytest.mark.parametrize("others", [["answer"], []])
 def test_what_an_environment_says_is_not_tried_without_its_rollout(file, others):
     found = gold(file, "environment", *others)
-    assert found.problems == found.warnings == [] and found.lines[-1].startswith("environment  what a rollout's")
+    assert found.problems == found.warnings == [] and found.lines[-1].startswith("environment  what an environment")
 
 
 ALL_SAME = "rows right, wrong and empty completions all score the same: no gradient"
