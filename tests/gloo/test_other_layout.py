@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common import run_folder
+from common.errors import UserError
 from tests.support.gloo_data import GAE, VOCAB_SIZE, group, settings
 from tests.support.rank import Worker, run_hash
 from tests.support.replay_worker import Seen, stack
@@ -70,3 +71,12 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_go_on_as_on_one_layout(
     expected = same[-1].tensors("after/weights")
     for key, tensor in found[-1].tensors("after/weights").items():
         torch.testing.assert_close(tensor, expected[key], atol=2e-3 if sections == HALF else 2e-6, rtol=1e-5)
+
+
+def test_a_state_that_is_not_adams_is_refused_by_what_it_holds() -> None:
+    from trainer.engine.other_layout import holds_moments
+
+    assert holds_moments({"", "step", "exp_avg", "exp_avg_sq"}, "x") and not holds_moments({"", "step"}, "x")
+    for state in ({"", "exp_avg"}, {"", "step", "momentum_buffer"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}):
+        with pytest.raises(UserError, match=r"x; what its optimizer holds \(.*\) goes on as it was saved alone"):
+            holds_moments(state, "x")

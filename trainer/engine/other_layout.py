@@ -13,7 +13,7 @@ mapped, so that ranks of a host share the memory. Left out: optimizers with othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from common.watchdog import report_progress
 from trainer.engine.deepspeed_insides import MOMENTS, STATE_TAG, load_without_code, make_moments, set_state
 from trainer.engine.deepspeed_model import DeepSpeedModel
@@ -40,7 +41,7 @@ class _SavedPart:
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
-    """Every rank calls it before its first step. stage, ranks: those that saved the folder."""
+    """Every rank calls it before its first step. stage, ranks: those that saved the folder. Raises UserError."""
     state, ds = folder / STATE_TAG, engine.ds
     first = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
     model = load_without_code(str(state / f"{first}_model_states.pt"), is_mapped=True)
@@ -49,9 +50,9 @@ def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> Non
     parts: dict[str, list[_SavedPart]] = {names[id(parameter)]: [] for parameter in trained}
     for name, part in _saved(state, model, stage, ranks, list(parts)):
         parts[name].append(part)
-    has_moments = MOMENTS[0] in parts[names[id(trained[0])]][0].flat  # none before the first step
-    if has_moments:
-        make_moments(engine.optimizer, engine.stage, trained, parts[names[id(trained[0])]][0].flat["step"])
+    adam = parts[names[id(trained[0])]][0].flat
+    if has_moments := holds_moments(adam, f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}"):
+        make_moments(engine.optimizer, engine.stage, trained, adam["step"])
     for parameter in trained:
         name = names[id(parameter)]
         report_progress(f"reading {name}")
@@ -62,6 +63,14 @@ def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> Non
     ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
     for count in ("global_steps", "global_samples", "skipped_steps"):
         setattr(ds, count, model[count])
+
+
+def holds_moments(state: Collection[str], saved: str) -> bool:
+    """Whether there are any: none before the first step. Raises UserError where they are not Adam's."""
+    found = {*state} - {"", "step"}
+    if found and found != {*MOMENTS}:
+        raise UserError(f"{saved}; what its optimizer holds ({', '.join(sorted(found))}) goes on as it was saved alone")
+    return bool(found)
 
 
 def _saved(
