@@ -2,9 +2,11 @@
 
 import pytest
 
+from tests.support.gloo_data import VOCAB_SIZE
 from tests.support.replay_worker import Stack
 from tests.support.slow_waits import VARIANTS, WAITS
 from tests.support.tier import full
+from tests.support.tiny import tiny_model, tiny_reward_model
 
 pytestmark = pytest.mark.timeout(600)
 SHORT = ("zero3",)
@@ -12,6 +14,7 @@ SHORT = ("zero3",)
 
 @pytest.mark.parametrize("variant", [name if name in SHORT else pytest.param(name, marks=full) for name in VARIANTS])
 def test_no_wait_of_rank_0_outlasts_the_patience_of_the_others(trainers: Stack, variant: str) -> None:
+    tiny_reward_model(trainers.folder / "critic", tiny_model(trainers.folder / "of_critic", vocab=VOCAB_SIZE))
     seen = trainers.seen("tests.support.slow_waits", f"slow-{variant}", 2)
     assert seen.ranks == [{"waited": sorted(WAITS), "heard": []}, {"waited": [], "heard": list(WAITS)}]
 
