@@ -8,8 +8,9 @@ checksums (weights.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,19 +35,23 @@ def pack(old: memoryview, new: memoryview) -> Iterator[bytes]:
         yield len(packed).to_bytes(4, "little") + packed
 
 
-def unpack(delta: Path, old: BinaryIO, new: Path) -> None:
-    """Writes the next file. Raises ValueError unless `delta` is whole and of a file of that size."""
-    codec, position = _codec(), 0
-    with open(delta, "rb") as file, open(new, "xb") as after:
-        while before := os.pread(old.fileno(), _PIECE, position):
-            position += len(before)
-            packed = file.read(size := int.from_bytes(file.read(4), "little"))
-            try:
-                if len(packed) < size:
-                    raise OSError(f"{len(packed)} bytes of {size}")
-                xor = codec.decompress(packed, len(before))
-            except OSError as error:
-                raise ValueError(f"{delta.name} is damaged or cut off: {error}") from None
-            after.write((np.frombuffer(before, np.uint8) ^ np.frombuffer(xor, np.uint8)).data)
-        if file.read(1):
-            raise ValueError(f"{delta.name} is of a longer file")
+def unpack(deltas: Sequence[Path], old: BinaryIO) -> Iterator[bytes]:
+    """The file behind all of these, in pieces. Raises ValueError unless each is whole and of a file of that size."""
+    codec, position = _codec() if deltas else None, 0
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(path, "rb")) for path in deltas]
+        while piece := os.pread(old.fileno(), _PIECE, position):
+            position += len(piece)
+            for file in files:
+                packed = file.read(size := int.from_bytes(file.read(4), "little"))
+                try:
+                    if len(packed) < size:
+                        raise OSError(f"{len(packed)} bytes of {size}")
+                    xor = codec.decompress(packed, len(piece))
+                except OSError as error:
+                    raise ValueError(f"{file.name} is damaged or cut off: {error}") from None
+                piece = (np.frombuffer(piece, np.uint8) ^ np.frombuffer(xor, np.uint8)).tobytes()
+            yield piece
+        for file in files:
+            if file.read(1):
+                raise ValueError(f"{file.name} is of a longer file")

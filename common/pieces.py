@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import blake3
 
-from common import durable
+from common import delta, durable
 from common.watchdog import report_progress
 
 PIECE = 32 << 20  # bytes
@@ -54,10 +54,12 @@ def write(path: Path, content: Callable[[Any], object], digests: bool = True) ->
     return {"size": path.stat().st_size, "blake3": hasher.hexdigest() if hasher else ""}
 
 
-def copy(source: str | Path, target: str | Path) -> None:
+def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) -> None:
+    """deltas: what has changed since, one behind the other (delta.py)."""
+
     def content(file: Any) -> None:
-        with PieceReader(source) as whole:
-            while piece := whole.read(PIECE):
+        with open(source, "rb") as whole:
+            for piece in delta.unpack(deltas, whole):
                 file.write(piece)
 
     write(Path(target), content, digests=False)

@@ -141,6 +141,14 @@ def read_manifest(published: Published) -> Manifest:
     return manifest
 
 
+def lineage(published: Published, known: str = "") -> list[tuple[Published, Manifest]]:
+    """The version behind those that it is made from: from a whole one on, or the one that follows `known`, a digest."""
+    found = [(published, read_manifest(published))]
+    while (base := found[0][1].base) and base.manifest_sha256 != known:
+        found.insert(0, (base, read_manifest(base)))
+    return found
+
+
 def tensors_of(folder: Path) -> dict[str, TensorInfo]:
     """Of a version that is ours."""
     return _decoder.decode((folder / MANIFEST).read_bytes()).tensors

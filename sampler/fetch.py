@@ -5,14 +5,13 @@ A failure here costs nothing: the engine was not touched and keeps the weights t
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -60,11 +59,12 @@ def fetch(
     """
     start = time.monotonic()
     failpoint("sampler.reloading")
-    manifest = weights.read_manifest(published)
+    lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")
+    manifest = lineage[-1][1]
     whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
-    private = scratch_dir(config, sum(manifest.files.values()) + whole)
+    private = scratch_dir(config, sum(size for _, each in lineage for size in each.files.values()) + whole)
     try:
-        manifest = _take(published, manifest, private, progressed, last)
+        manifest = _take(lineage, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
         files = _opened(private) if config.weights.full_every > 1 else {}
     except BaseException:
@@ -75,29 +75,27 @@ def fetch(
 
 
 def _take(
-    published: Published, manifest: Manifest, private: Path, progressed: Callable[[], None], last: Whole | None
+    lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
 ) -> Manifest:
-    """Fills a new folder with whole files; from the last version that was published whole on, if need be.
-
-    Returns the manifest as if it had been published so.
-    """
-    copy_files(published, manifest, private, progressed)
-    if (base := manifest.base) is None:
+    """Fills a new folder with the whole files of the last of these. Returns its manifest as if published so."""
+    folders = [*(private / f"{published.version}" for published, _ in lineage[:-1]), private]
+    for (published, manifest), folder in reversed([*zip(lineage, folders, strict=True)]):
+        copy_files(published, manifest, folder, progressed)
+    (_, first), (_, manifest) = lineage[0], lineage[-1]
+    if manifest.base is None:
         return manifest
-    files = last.files if last and last.manifest_sha256 == base.manifest_sha256 else {}
-    with contextlib.ExitStack() as stack:
-        if not files:
-            folder = private.with_name(private.name.replace("-reload-", f"-reload-{base.version}-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            _take(base, weights.read_manifest(base), folder, progressed, last)
-            files = _opened(folder)
-        try:
-            for packed in private.glob(f"*{delta.SUFFIX}"):
-                delta.unpack(packed, files[packed.stem], private / packed.stem)
-                packed.unlink()
-                progressed()
-        except (ValueError, LookupError) as error:
-            raise BadWeights(f"version {manifest.version} does not follow from {base.version}: {error!r}") from None
+    files = last.files if first.base and last else _opened(folders.pop(0))
+    try:
+        for packed in private.glob(f"*{delta.SUFFIX}"):
+            with open(private / packed.stem, "xb") as new:
+                for piece in delta.unpack([folder / packed.name for folder in folders], files[packed.stem]):
+                    new.write(piece)
+                    progressed()
+            packed.unlink()
+    except (ValueError, LookupError, FileNotFoundError) as error:
+        raise BadWeights(f"version {manifest.version} does not follow from earlier ones: {error!r}") from None
+    for folder in filter(Path.is_dir, private.iterdir()):
+        shutil.rmtree(folder)
     return replace(manifest, files={path.name: path.stat().st_size for path in private.iterdir()})
 
 

@@ -22,6 +22,7 @@ from trainer.record.rank_zero import RankZero
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far
 from trainer.save.checkpoint import Progress
+from trainer.save.write_version import Changes
 from trainer.start import assemble
 
 
@@ -76,11 +77,12 @@ def alone(config: Config, records: list[dict[str, Any]]) -> Best:
     return best
 
 
-def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full_every", [1, 3], ids=["whole", "as what changed"])
+def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path: Path, full_every: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, sequence = tiny_model(tmp_path / "model"), ([5, 9, 17], [4, 8, 2])
-    policy, tokenizer = PlainPolicy(model), AutoTokenizer.from_pretrained(model)
+    policy, tokenizer = PlainPolicy(model, changes=Changes(full_every)), AutoTokenizer.from_pretrained(model)
     best = alone(config_for(tmp_path, load_best_model_at_end=True), [])
 
     def evaluate(version: int, right: int) -> Any:

@@ -16,6 +16,7 @@ from tests.support.configs import config_in
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
+from trainer.save.write_version import Changes
 
 PROMPT, COMPLETION = [5, 6, 7], [8, 9, 10, 11]
 
@@ -24,7 +25,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         model, self.folder = {"path": str(tiny_model(folder / "model")), "dtype": "float32"}, folder
         self.config = config_in(folder, model=model, algorithm={"beta": 0.1}, reference={"sync_steps": 2})
-        self.policy: Any = PlainPolicy(folder / "model")
+        self.policy: Any = PlainPolicy(folder / "model", changes=Changes(full_every=2))
         self.restart()
 
     def restart(self) -> None:

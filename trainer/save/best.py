@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import durable, pieces
+from common import delta, durable, pieces, weights
 from common.config import Config, Eval
 from common.run_folder import BEST, COMMIT, FINAL
 from common.weights import Published
@@ -139,10 +139,11 @@ class Best:
 
 
 def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:
-    """The very files that the sampler loaded, as a Hugging Face folder, or a peft folder."""
-    shards = sorted(Path(published.weights_dir).glob("*.safetensors"))
+    """What the sampler loaded, bit by bit, as a Hugging Face folder, or a peft folder."""
+    whole, *changed = (Path(version.weights_dir) for version, _ in weights.lineage(published))
+    shards = [folder / path.name for path in sorted(whole.glob("*.safetensors"))]
     for shard in shards:
-        pieces.copy(shard, folder / shard.name)
+        pieces.copy(whole / shard.name, shard, [later / f"{shard.name}{delta.SUFFIX}" for later in changed])
     if engine.published_settings is not None:
         shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
     else:
