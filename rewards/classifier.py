@@ -1,7 +1,8 @@
 """A reward model scores completions: any of transformers' sequence classifiers, loaded once in the rewards' process.
 
 What it reads is the conversation in its own chat template, or without one the prompt and the completion as a pair of
-texts. A model of one label gives its logit; of several, `label` names the one whose probability is the reward.
+texts. A model of one label gives its logit; of several, `label` names the one whose probability, or of a regression
+logit, is the reward.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ class Classifier:
             raise UserError(f"{self.model} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from None
         if missing := sorted(given[1]["missing_keys"]):
             raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
-        self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
-        self._model.config.pad_token_id = self._tokenizer.pad_token_id
-        longest = getattr(self._model.config, "max_position_embeddings", None)
-        self._longest = min(longest or self._tokenizer.model_max_length, self._tokenizer.model_max_length)
+        tokenizer, config = self._tokenizer, self._model.config.get_text_config()
+        own = config.pad_token_id
+        # a causal model scores the last token that is no padding: what a text ends with may not pass for it
+        known = tokenizer.convert_ids_to_tokens(own) if own in range(len(tokenizer)) else tokenizer.bos_token
+        tokenizer.pad_token = known or tokenizer.pad_token or tokenizer.eos_token
+        config.pad_token_id = tokenizer.pad_token_id
+        tables = [m for name, m in self._model.named_modules() if name.endswith("position_embeddings")]
+        unused = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+        limits = (getattr(config, "max_position_embeddings", None) or 0) - unused, tokenizer.model_max_length, 1 << 20
+        self._longest = min(limit for limit in limits if limit > 0)
         self._column = self._column_of_label()
 
     def _column_of_label(self) -> int:
@@ -53,9 +60,9 @@ class Classifier:
         if len(labels) == 1 and self.label is None:
             return 0
         found = labels.get(str(self.label), self.label)
-        if isinstance(found, int) and found in labels.values():
+        if type(found) is int and found in labels.values():  # to YAML yes and no without quotes are neither
             return found
-        raise UserError(f"label {self.label!r} is none of {self.model}; write label: with one of {', '.join(labels)}")
+        raise UserError(f"label {self.label!r} is none of {self.model}; write label: with one of {[*labels]}")
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], log_metric: Callable[[str, float], None]
@@ -68,7 +75,10 @@ class Classifier:
             rows = self._tokens(prompts[part], completions[part]).to(self._where)
             with torch.inference_mode():
                 logits = self._model(**rows).logits.float()
-            scores += (logits if logits.shape[1] == 1 else logits.softmax(1))[:, self._column].tolist()
+            kind = "regression" if logits.shape[1] == 1 else self._model.config.problem_type
+            if kind != "regression":
+                logits = logits.sigmoid() if kind == "multi_label_classification" else logits.softmax(1)
+            scores += logits[:, self._column].tolist()
             log_metric("classifier_cut", float((rows["attention_mask"].sum(1) >= self._longest).float().mean()))
         return scores
 

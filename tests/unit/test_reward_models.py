@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BloomConfig, RobertaConfig
 
 from common.config import Rewards
 from common.errors import UserError
+from rewards.classifier import Classifier
 from rewards.pool import RewardFailure, RewardPool
 from tests.support.speed import limit
 from tests.support.tiny import tiny_model, tiny_reward_model
 
 pytestmark = pytest.mark.timeout(300)
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +52,28 @@ def test_a_reward_model_reads_the_conversation_in_its_template_and_padding_chang
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+def test_what_a_conversation_ends_with_is_scored_where_the_model_knows_no_padding(model: Path) -> None:
+    folder = tiny_reward_model(model.parent / "no_padding", model)
+    tokenizer, plain = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    tokenizer.pad_token, tokenizer.bos_token, plain.config.pad_token_id = None, tokenizer.pad_token, None
+    tokenizer.save_pretrained(folder)
+    plain.save_pretrained(folder)
+    texts, expected = ["4", "It is 4."], []
+    for text in texts:
+        rows = tokenizer(f"2+2?{tokenizer.eos_token}{text}{tokenizer.eos_token}", return_tensors="pt")
+        assert rows["input_ids"][0, -1] == tokenizer.eos_token_id
+        with torch.no_grad():
+            expected.append(plain(**rows).logits.item())  # one row alone, as its card does: the last token's
+    assert Classifier(str(folder))(["2+2?"] * 2, texts, print) == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_classifier_of_several_labels_reads_a_pair_and_gives_the_probability_of_one(model: Path) -> None:
     """Without a chat template, and with fewer positions than a long completion has tokens."""
     folder, tokenizer = model.parent / "labels", AutoTokenizer.from_pretrained(model)
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
-    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape)
+    config = BertConfig(pad_token_id=tokenizer.pad_token_id, max_position_embeddings=16, **SHAPE)
     config.id2label, config.label2id = {0: "bad", 1: "good"}, {"bad": 0, "good": 1}
-    plain = BertForSequenceClassification(config).eval()
-    plain.save_pretrained(folder)
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
+    plain = tiny_classifier(folder, tokenizer, config)
     with torch.no_grad():
         [[_, good]] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits.softmax(1).tolist()
     metrics: dict[str, float] = {}
@@ -68,9 +81,48 @@ def test_a_classifier_of_several_labels_reads_a_pair_and_gives_the_probability_o
     for label in ("good", 1):
         assert scored("2+2?", texts, metrics, model=str(folder), label=label)[0] == pytest.approx(good, abs=1e-6)
     assert metrics["classifier_cut"] == 0.5
-    for label, words in ((None, "write label: with one of bad, good"), ("fine", "label 'fine' is none of")):
+    one_of = r"write label: with one of \['bad', 'good'\]"
+    for label, words in ((None, one_of), ("fine", "label 'fine' is none of"), (True, "label True is none of")):
         with pytest.raises(UserError, match=words):
             scored("2+2?", ["4"], model=str(folder), label=label)
+
+
+@pytest.mark.parametrize(("kind", "function"), [("multi_label_classification", torch.sigmoid), ("regression", None)])
+def test_labels_that_exclude_no_other_are_not_normalised_over_them(model: Path, kind: str, function: Any) -> None:
+    """As transformers' own pipeline reads problem_type."""
+    folder, tokenizer = model.parent / kind, AutoTokenizer.from_pretrained(model)
+    plain = tiny_classifier(folder, tokenizer, BertConfig(num_labels=3, problem_type=kind, **SHAPE))
+    with torch.no_grad():
+        [logits] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits
+    expected = (function or torch.nn.Identity())(logits).tolist()
+    found = [Classifier(str(folder), label=label)(["2+2?"], ["4"], print)[0] for label in range(3)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "cut"),
+    [
+        (RobertaConfig(num_labels=1, max_position_embeddings=18, pad_token_id=1, **SHAPE), 1.0),  # of 18 it counts 16
+        (BloomConfig(num_labels=1, n_head=2, n_layer=1, hidden_size=32), 0.0),  # has no positions
+    ],
+    ids=["positions behind the padding's", "no limit anywhere"],
+)
+def test_long_texts_are_cut_to_the_positions_that_there_are(model: Path, config: Any, cut: float) -> None:
+    folder, said = model.parent / config.model_type, list[Any]()
+    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+    tiny_classifier(folder, tokenizer, config)
+    text = "I have thought about it and it is certainly 4"
+    assert len(Classifier(str(folder))(["2+2?"], [text], lambda *metric: said.append(metric))) == 1
+    assert said == [("classifier_cut", cut)]
+
+
+def tiny_classifier(folder: Path, tokenizer: Any, config: Any) -> Any:
+    config.vocab_size, tokenizer.chat_template = len(tokenizer), None
+    torch.manual_seed(3)
+    plain = AutoModelForSequenceClassification.from_config(config).eval()
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return plain
 
 
 def test_a_model_without_a_head_is_refused(model: Path) -> None:
