@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _WAIT_S = 30.0  # for another process that writes
@@ -25,6 +26,7 @@ class PaidCalls:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._last, self._spent = 0, Spent(0, 0, 0, 0.0)  # of all rows up to this one, which stay: there are millions
 
     def begin(self) -> None:
         """The file is there, and can be written. Raises OSError or sqlite3.Error."""
@@ -45,9 +47,10 @@ class PaidCalls:
 
     def spent(self) -> Spent:
         with self._open() as file:
-            sums = "select count(*), total(tokens_in), total(tokens_out), total(usd) from calls"
-            calls, tokens_in, tokens_out, usd = file.execute(sums).fetchone()
-        return Spent(calls, int(tokens_in), int(tokens_out), usd)
+            sums = "count(*), ifnull(sum(tokens_in), 0), ifnull(sum(tokens_out), 0), total(usd), ifnull(max(rowid), ?1)"
+            *new, self._last = file.execute(f"select {sums} from calls where rowid > ?1", (self._last,)).fetchone()
+        self._spent = Spent(*map(operator.add, astuple(self._spent), new))
+        return self._spent
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

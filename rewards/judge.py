@@ -45,7 +45,7 @@ class Judge:
     is_costly = True  # `launch.sh check` does not try it
 
     def __post_init__(self) -> None:
-        if self.budget is not None and not (self.cache and any(self.price)):
+        if len(self.price) != 2 or (self.budget is not None and not (self.cache and any(self.price))):
             raise UserError("a budget needs a cache, where costs are kept, and price: [USD for 1M tokens in, out]")
         self._client: Any = None
         self._paid = PaidCalls(Path(self.cache).expanduser()) if self.cache else None
@@ -72,7 +72,7 @@ class Judge:
             more = f"allow more: rewards.timeout_s={2 * self.timeout_s:g}"
             raise TimeoutError(f"no judgement within {_SHARE_OF_ALL * self.timeout_s:g} s; {more}") from None
         if self._paid:
-            log_metric("judge_usd", self._paid.spent().usd)
+            log_metric(f"{Path(str(self.cache)).stem}_usd", self._paid.spent().usd)  # not the mean of two files
         scores = dict[str, list[float]]()
         for text, one in zip(once, found, strict=True):
             if isinstance(one, BaseException):
@@ -85,7 +85,7 @@ class Judge:
         """Of the completions in a text. Raises what the client raises, and ValueError for answers without scores."""
         text = text.encode(errors="replace").decode()  # half a surrogate of a row
         messages = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
-        request = {"model": self.model, "messages": messages, "temperature": 0, **self.options}
+        request = {"model": self.model, "messages": messages, **self.options}
         key = hashlib.sha256(json.dumps([self.base_url, request], sort_keys=True).encode()).hexdigest()
         if self._paid and (known := self._paid.answer(key)) is not None:
             return read_scores(known, count) or []
@@ -102,7 +102,8 @@ class Judge:
         if self._paid and self.budget is not None and (usd := self._paid.spent().usd) >= self.budget:
             raise ValueError(f"{usd:.2f} USD are spent ({self.cache}) of a budget of {self.budget:g}; make it larger")
         response = await self._connected().chat.completions.create(**request)
-        said, usage = response.choices[0].message.content or "", response.usage
+        message, usage = response.choices[0].message if response.choices else None, response.usage
+        said = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # of an error
         sent, got = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         if self._paid:
             usd = (self.price[0] * sent + self.price[1] * got) / 1e6
@@ -124,9 +125,9 @@ class Judge:
 
 def read_scores(text: str, count: int) -> list[float] | None:
     """The last object with so many numbers as `scores`, whatever stands around it; None: there is none."""
-    for found in reversed(re.findall(r"\{[^{}]*\}", text)):
+    for found in reversed([*re.finditer("{", text)]):
         try:
-            scores = [finite_number(score) for score in json.loads(found)["scores"]]
+            scores = [finite_number(score) for score in json.JSONDecoder().raw_decode(text, found.start())[0]["scores"]]
         except (ValueError, LookupError, TypeError):
             continue
         if len(scores) == count and None not in scores:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Serves within its `with`. trouble(n): what becomes of request n, "", "fail", "hang" or an answer."""
+    """Serves within its `with`. trouble(n): what becomes of request n, "", "fail", "hang", an answer, or its parts."""
 
     daemon_threads = True
 
@@ -47,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
         reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]
         reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        reply |= trouble if isinstance(trouble, dict) else {}
         body = json.dumps({} if trouble == "fail" else reply).encode()
         self.send_response(500 if trouble == "fail" else 200)
         self.send_header("Content-Type", "application/json")

@@ -1,6 +1,9 @@
 """A judge behind an address that fails and hangs, and reward models: nothing is lost, nothing is paid for twice."""
 
+import contextlib
 import json
+import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 
 from common.config import Config, Rewards
 from common.errors import UserError
-from common.paid_calls import PaidCalls
+from common.paid_calls import PaidCalls, Spent
 from report.main import final_summary
 from rewards.judge import read_scores
 from rewards.pool import RewardFailure, RewardPool
@@ -54,7 +57,7 @@ def test_a_thousand_calls_of_which_some_fail_and_hang_lose_nothing_and_cost_what
     rewards = judged_by(server, tmp_path, one_by_one=True, timeout_s=8)
     with RewardPool(rewards) as pool:
         assert scores_by(pool, groups) == expected
-        assert pool.logged["judge_usd"] > 0
+        assert pool.logged["paid_usd"] > 0
     assert len(server.requests) > 1.05 * calls and len(server.answered) == calls
     spent = PaidCalls(tmp_path / "paid.sqlite").spent()
     assert (spent.calls, spent.tokens_in, spent.tokens_out) == (calls, 100 * calls, 10 * calls)
@@ -81,9 +84,50 @@ def test_a_judge_sees_rubric_group_and_columns_and_answers_again_what_is_no_scor
     first, second = server.requests
     assert first["messages"][0]["content"].startswith("Longer is better.\n\nAnswer with JSON")
     assert json.loads(first["messages"][1]["content"])["gold"] == "4?"
-    assert (first["max_tokens"], first["temperature"]) == (9, 0)
+    assert {*first} == {"model", "messages", "max_tokens"} and first["max_tokens"] == 9, "some take no temperature"
     assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
     assert PaidCalls(tmp_path / "paid.sqlite").spent().calls == 2, "an answer of no use is paid for, too"
+
+
+def test_what_a_judge_says_in_the_place_of_scores_is_told_and_asked_again(server: Server, tmp_path: Path) -> None:
+    overloaded: Any = {"choices": None, "usage": None, "error": {"message": "overloaded"}}
+    message = {"role": "assistant", "content": None, "refusal": "I will not judge this."}
+    refused: Any = {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    server.trouble = lambda n: {1: overloaded, 2: refused, 3: ""}.get(n, overloaded if n < 7 else refused)
+    with RewardPool(judged_by(server, tmp_path)) as pool:
+        assert scores_by(pool, {0: ["four"]}) == {0: [0.4]}, "the third time"
+        assert "overloaded" in scores_by(pool, {0: ["three"]})[0]
+        assert "I will not judge this." in scores_by(pool, {0: ["two"]})[0]
+    assert PaidCalls(tmp_path / "paid.sqlite").spent().tokens_in == 500, "a refusal is paid for"
+
+
+def test_two_judges_with_a_file_each_have_a_cost_each(server: Server, tmp_path: Path) -> None:
+    one, other = (judged_by(server, tmp_path, cache=f"{tmp_path}/{name}.sqlite", name=name) for name in ("a", "b"))
+    other.reward_kwargs["b"]["price"] = [5, 50]
+    both = one.model_copy(
+        update={"reward_funcs": ["judge as a", "judge as b"], "reward_kwargs": one.reward_kwargs | other.reward_kwargs}
+    )
+    with RewardPool(both) as pool:
+        scores_by(pool, {0: ["four"]})
+        assert pool.logged == {"a_usd": pytest.approx(1e-4), "b_usd": pytest.approx(1e-3)}
+
+
+def test_what_is_spent_costs_no_more_to_ask_when_a_million_calls_are_paid_for(tmp_path: Path) -> None:
+    one, other = (PaidCalls(tmp_path / "paid.sqlite") for _ in range(2))
+    one.begin()
+    with contextlib.closing(sqlite3.connect(tmp_path / "paid.sqlite")) as file, file:
+        file.executemany("insert into calls values (?, 'x', 3, 2, 0.25)", ((str(i),) for i in range(100_000)))
+    began = time.perf_counter()
+    assert one.spent() == Spent(100_000, 300_000, 200_000, 25_000.0)
+    first_s, began = time.perf_counter() - began, time.perf_counter()
+    for i in range(3):  # two processes with one file
+        (one, other)[i % 2].add(f"new {i}", None, 1, 1, 0.5)
+        assert one.spent() == Spent(100_001 + i, 300_001 + i, 200_001 + i, 25_000.5 + i / 2)
+    began = time.perf_counter()
+    for _ in range(10):
+        one.spent()
+    assert time.perf_counter() - began < 2 * first_s
+    assert other.spent() == one.spent()
 
 
 def test_a_judge_that_always_hangs_says_so_before_its_process_is_killed(server: Server, tmp_path: Path) -> None:
@@ -101,6 +145,7 @@ def test_a_judge_that_always_hangs_says_so_before_its_process_is_killed(server: 
         ('{"scores": [1, 0.5]}', [1, 0.5]),
         ('```json\n{"scores": [0, 1]}\n```', [0, 1]),
         ('{"scores": [9, 9]} No, rather {"scores": [1, 2]}', [1, 2]),
+        (r'{"scores": [1, 0], "why": "\\boxed{4} is right", "sure": {"of": "all"}} {a}', [1, 0]),
         ('{"scores": [1]}', None),
         ('{"scores": [1, NaN]}', None),
         ('{"scores": [1, "2"]}', None),
@@ -135,6 +180,7 @@ def test_entries_are_built_in_functions_with_arguments_and_names() -> None:
         ({"judge": "none.md", "model": "m"}, "reward judge: its rubric none.md or cache .* cannot be opened"),
         ({"judge": "README.md", "model": "m", "bugdet": 1}, "takes no 'bugdet'. Did you mean budget"),
         ({"judge": "README.md", "model": "m", "budget": 1}, "a budget needs a cache, .* and price"),
+        ({"judge": "README.md", "model": "m", "price": [1]}, r"price: \[USD for 1M tokens in, out"),
         ({"model": "nowhere/at_all"}, "nowhere/at_all cannot be loaded"),
     ],
 )
