@@ -76,11 +76,11 @@ def test_the_first_version_that_is_another_ends_it_for_good(
 
 
 def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(completions): return [1.0] * len(completions)")
-    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine.py:f"]})
+    (tmp_path / "mine_ü.py").write_text("def f(completions): return [1.0] * len(completions)")
+    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]})
 
     def back(config: Config, run: str = "run") -> list[int]:
-        live(make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine.py:f"]}), *FIRST)
+        live(make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]}), *FIRST)
         return begun(live(config, run=run), "10a")
 
     assert back(changed(config, trainer={"max_steps": 60, "learning_rate": 1e-3})) == [20, 21]
@@ -88,7 +88,7 @@ def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: P
     assert back(config, run="another") == []
     assert back(changed(config, trainer={"save_steps": 0})) == []
     assert back(config) == [20, 21]
-    (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
+    (tmp_path / "mine_ü.py").write_text("def f(completions): return [0.0] * len(completions)")
     assert begun(live(config), "10a") == []
 
 
