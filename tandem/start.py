@@ -72,8 +72,10 @@ def train(
     of rewards.reward_funcs. Raises RunError, and KeyboardInterrupt when its step is saved.
     """
     is_path, names = isinstance(config, str | Path), [_named(reward) for reward in rewards]
-    file = str(config) if is_path else _kept("settings", ".yaml", json.dumps(config, indent=1, default=str))
-    words = [file, *overrides, *([f"rewards.reward_funcs={json.dumps(names)}"] if names else [])]
+    settings = json.dumps(config, indent=1, default=str)  # as YAML, to which the two halves of an emoji are no whole
+    settings = re.sub(r"\\ud[89ab]..\\ud[c-f]..", lambda pair: str(json.loads(f'"{pair[0]}"')), settings)
+    file = str(config) if is_path else _kept("settings", ".yaml", settings)
+    words = [file, *overrides, *([f"rewards.reward_funcs={json.dumps(names, ensure_ascii=False)}"] if names else [])]
     process = subprocess.Popen(
         [*_LAUNCH, "run", *words], env=_environment() | {"TANDEM_OF_PYTHON": "1"}, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import tandem
+from common.config.loading import parse
 from launcher.machine import ROOT
 from tandem import start
 
@@ -37,6 +38,7 @@ EXPECTED = [[1, 2], [9, 9], [1, 3], [1, 3], [2, 6], [3, 9], [9, 9], [5, 5], [7, 
 SCORE = f"""import asyncio, json, sys; sys.path.insert(0, {str(ROOT)!r}); from rewards.find import resolve
 found = [resolve(name)(completions=["a", "aba"]) for name in json.loads(sys.argv[1])]
 print([asyncio.run(one) if asyncio.iscoroutine(one) else one for one in found])"""
+SETTINGS: Any = {"data": {"train": "a"}, "prompt": {"system": "é 😀 \\ud83d\\ude00 \x7f \u2028 😀😀"}}
 
 
 @pytest.mark.parametrize("words", [["script.py"], ["-c", SCRIPT]], ids=["script", "python -c"])
@@ -68,12 +70,12 @@ def test_a_run_from_a_thread_with_a_loop_is_its_folder_and_its_rows(launch: Any)
     launch('echo "tandem: trainer on a; log a b/logs/trainer.log"; mkdir "a b"; printf "%s\\n" "$@" $MPLBACKEND >words')
 
     async def train() -> tandem.RunFolder:
-        return tandem.train({"data": {"train": Path("a")}}, "a.b=2", rewards=["answer"])
+        return tandem.train(SETTINGS | {"data": {"train": Path("a")}}, "a.b=2", rewards=["answer"])
 
     run = ThreadPoolExecutor().submit(asyncio.run, train()).result()
     _, settings, *more = Path("words").read_text().splitlines()
-    written = json.loads(Path(settings).read_text())
-    assert [written, *more] == [{"data": {"train": "a"}}, "a.b=2", 'rewards.reward_funcs=["answer"]', "agg"]
+    written = parse(Path(settings).read_text())
+    assert [written, *more] == [SETTINGS, "a.b=2", 'rewards.reward_funcs=["answer"]', "agg"]
     Path("a b/metrics.jsonl").write_text('{"reward": 1}\n{"rew')
     assert run == tandem.RunFolder(Path("a b").absolute()) and run.rows() == [{"reward": 1}]
 
