@@ -54,9 +54,7 @@ def write(path: Path, content: Callable[[Any], object], digests: bool = True) ->
     return {"size": path.stat().st_size, "blake3": hasher.hexdigest() if hasher else ""}
 
 
-def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) -> None:
-    """deltas: what has changed since, one behind the other (delta.py)."""
-
+def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) -> None:  # delta.py
     def content(file: Any) -> None:
         with open(source, "rb") as whole:
             for piece in delta.unpack(deltas, whole):

@@ -19,7 +19,7 @@ MAX_LORA_RANK = 512  # of vLLM
 
 
 class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: reference_page.py reads them
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod

@@ -81,7 +81,7 @@ class TrainerSettings(Section):
     """Then save and exit with code 75."""
 
     def _contradictions(self) -> Iterator[str]:
-        if self.epochs is not None and self.changes("max_steps"):
+        if self.epochs is not None and "max_steps" in self.model_fields_set:
             yield "epochs and max_steps are both given; remove one, as in trainer.epochs=null"
 
     @property

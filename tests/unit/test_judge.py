@@ -112,7 +112,7 @@ def test_two_judges_with_a_file_each_have_a_cost_each(server: Server, tmp_path: 
         assert pool.logged == {"a_usd": pytest.approx(1e-4), "b_usd": pytest.approx(1e-3)}
 
 
-def test_what_is_spent_costs_no_more_to_ask_when_a_million_calls_are_paid_for(tmp_path: Path) -> None:
+def test_what_is_spent_is_as_quick_to_ask_with_a_million_calls_and_two_processes_agree(tmp_path: Path) -> None:
     one, other = (PaidCalls(tmp_path / "paid.sqlite") for _ in range(2))
     one.begin()
     with contextlib.closing(sqlite3.connect(tmp_path / "paid.sqlite")) as file, file:
@@ -120,14 +120,9 @@ def test_what_is_spent_costs_no_more_to_ask_when_a_million_calls_are_paid_for(tm
     began = time.perf_counter()
     assert one.spent() == Spent(100_000, 300_000, 200_000, 25_000.0)
     first_s, began = time.perf_counter() - began, time.perf_counter()
-    for i in range(3):  # two processes with one file
-        (one, other)[i % 2].add(f"new {i}", None, 1, 1, 0.5)
-        assert one.spent() == Spent(100_001 + i, 300_001 + i, 200_001 + i, 25_000.5 + i / 2)
-    began = time.perf_counter()
-    for _ in range(10):
-        one.spent()
-    assert time.perf_counter() - began < 2 * first_s
-    assert other.spent() == one.spent()
+    other.add("new", None, 1, 1, 0.5)
+    assert {one.spent() for _ in range(20)} == {other.spent()} == {Spent(100_001, 300_001, 200_001, 25_000.5)}
+    assert time.perf_counter() - began < 10 * first_s
 
 
 def test_a_judge_that_always_hangs_says_so_before_its_process_is_killed(server: Server, tmp_path: Path) -> None:
