@@ -92,7 +92,7 @@ def _take(
                     new.write(piece)
                     progressed()
             packed.unlink()
-    except (ValueError, LookupError, FileNotFoundError) as error:
+    except (ValueError, LookupError, OSError) as error:
         raise BadWeights(f"version {manifest.version} does not follow from earlier ones: {error!r}") from None
     for folder in filter(Path.is_dir, private.iterdir()):
         shutil.rmtree(folder)

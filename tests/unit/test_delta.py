@@ -1,10 +1,12 @@
 """Versions that are published as what changed: every bit arrives, whoever fetches which, and nothing else is loaded."""
 
 import contextlib
+import errno
 import shutil
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,10 +89,13 @@ def test_a_sampler_that_starts_hundreds_of_changes_behind_a_whole_version_takes_
 
 
 def test_a_delta_that_is_torn_damaged_missing_or_of_another_version_is_never_loaded(
-    tmp_path: Path, config: Config
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions, fetcher = published(tmp_path / "weights", 3), Fetcher(config)
     require(fetcher, versions[0])
+    with monkeypatch.context() as full, pytest.raises(BadWeights, match="No space left"):
+        full.setattr(delta, "unpack", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        fetcher.finish(versions[1])
     path = Path(versions[1].weights_dir) / names(versions[1])[-1]
     good = path.read_bytes()
     other = Path(versions[2].weights_dir, names(versions[2])[-1]).read_bytes()
