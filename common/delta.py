@@ -52,6 +52,5 @@ def unpack(deltas: Sequence[Path], old: BinaryIO) -> Iterator[bytes]:
                     raise ValueError(f"{file.name} is damaged or cut off: {error}") from None
                 piece = (np.frombuffer(piece, np.uint8) ^ np.frombuffer(xor, np.uint8)).tobytes()
             yield piece
-        for file in files:
-            if file.read(1):
-                raise ValueError(f"{file.name} is of a longer file")
+        if longer := [file.name for file in files if file.read(1)]:
+            raise ValueError(f"{longer[0]} is of a longer file")
