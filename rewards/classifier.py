@@ -43,10 +43,9 @@ class Classifier:
         if missing := sorted(given[1]["missing_keys"]):
             raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
         tokenizer, config = self._tokenizer, self._model.config.get_text_config()
-        own = config.pad_token_id
         # a causal model scores the last token that is no padding: what a text ends with may not pass for it
-        known = tokenizer.convert_ids_to_tokens(own) if own in range(len(tokenizer)) else tokenizer.bos_token
-        tokenizer.pad_token = known or tokenizer.pad_token or tokenizer.eos_token
+        own = tokenizer.convert_ids_to_tokens(pad) if (pad := config.pad_token_id) in range(len(tokenizer)) else None
+        tokenizer.pad_token = own or tokenizer.bos_token or tokenizer.pad_token or tokenizer.eos_token
         config.pad_token_id = tokenizer.pad_token_id
         tables = [m for name, m in self._model.named_modules() if name.endswith("position_embeddings")]
         unused = max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
@@ -75,8 +74,7 @@ class Classifier:
             rows = self._tokens(prompts[part], completions[part]).to(self._where)
             with torch.inference_mode():
                 logits = self._model(**rows).logits.float()
-            kind = "regression" if logits.shape[1] == 1 else self._model.config.problem_type
-            if kind != "regression":
+            if logits.shape[1] > 1 and (kind := self._model.config.problem_type) != "regression":
                 logits = logits.sigmoid() if kind == "multi_label_classification" else logits.softmax(1)
             scores += logits[:, self._column].tolist()
             log_metric("classifier_cut", float((rows["attention_mask"].sum(1) >= self._longest).float().mean()))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -68,6 +69,7 @@ class RewardPool:
         given = config.reward_funcs, config.weights, names, config.reward_kwargs
         setup = RewardSetup(*given, max_steps, has_rollouts, config.timeout_s)
         memory = int(config.max_memory_gib * 2**30)
+        self._more_memory = f"; allow more: rewards.max_memory_gib={2 * config.max_memory_gib:g}"
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self.patience_s = config.timeout_s + config.import_timeout_s  # the longest job: its process may be a new one
@@ -206,7 +208,7 @@ class RewardPool:
             raise StartError(f"the reward process {error}. It was importing the reward functions{limit}") from error
         if reply.wanted is None:
             worker.close()
-            raise StartError(reply.reason)
+            raise StartError(self._said(reply.reason))
         self.wanted = reply.wanted
         return worker
 
@@ -224,7 +226,10 @@ class RewardPool:
             return RewardFailure("error", reason), {}
         with self._lock:
             self._load.note(reply.seconds, reply.cpu_s)
-        return (RewardFailure("error", reply.reason), {}) if reply.reason else (reply.scores, reply.logged)
+        return (RewardFailure("error", self._said(reply.reason)), {}) if reply.reason else (reply.scores, reply.logged)
+
+    def _said(self, reason: str) -> str:
+        return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
 
     def _asked(self, worker: Worker, job: Job) -> JobReply:
         """As Worker.ask, and those that wait may have another process while this one hangs."""
