@@ -37,7 +37,7 @@ def pack(old: memoryview, new: memoryview) -> Iterator[bytes]:
 
 def unpack(deltas: Sequence[Path], old: BinaryIO) -> Iterator[bytes]:
     """The file behind all of these, in pieces. Raises ValueError unless each is whole and of a file of that size."""
-    codec, position = _codec() if deltas else None, 0
+    position = 0
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in deltas]
         while piece := os.pread(old.fileno(), _PIECE, position):
@@ -47,7 +47,7 @@ def unpack(deltas: Sequence[Path], old: BinaryIO) -> Iterator[bytes]:
                 try:
                     if len(packed) < size:
                         raise OSError(f"{len(packed)} bytes of {size}")
-                    xor = codec.decompress(packed, len(piece))
+                    xor = _codec().decompress(packed, len(piece))
                 except OSError as error:
                     raise ValueError(f"{file.name} is damaged or cut off: {error}") from None
                 piece = (np.frombuffer(piece, np.uint8) ^ np.frombuffer(xor, np.uint8)).tobytes()
