@@ -49,7 +49,8 @@ def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1))
-    assert max(m["sync/canary_max_diff"] for m in metrics) <= 1e-4
+    # a trainer that finds all groups of a step kept does not hear of a sampler in it
+    assert max(m["sync/canary_max_diff"] for m in metrics if not m.get("link/kept")) <= 1e-4
     assert abs(metrics[0]["ratio/mean"] - 1) <= 1e-3, "only what the model wrote is trained, as it was sampled"
     assert unexplained({name for m in metrics for name in m}) == [], "docs/metrics.md"
     assert (folder / "run" / "final" / "model.safetensors").exists()
