@@ -33,6 +33,7 @@ class Asked:
     ask: Ask
     text: str
     ids: NDArray[np.int32]  # [P]
+    begun: str  # what of the model's turn the text holds
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ class Chat:
             told = [turn for turn in turns if turn.message == message]  # of several the one that said it there
             if turn := max(told, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
                 messages[i] = {"role": "assistant", "content": turn.begun + turn.text}
-                sampled[i] = turn.begun, turn.completion.token_ids
+                ids = turn.completion.token_ids
+                goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without what ended it
+                sampled[i] = turn.begun, ids[:-1] if goes_on else ids
         own = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
         template = replace(self.template, render=functools.partial(self.template.render, **own))
-        return Asked(ask, *template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns]))
+        text, ids = template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns])
+        return Asked(ask, text, ids, begun_in(text, messages))
 
     @functools.cached_property
     def _reader(self) -> CallReader:
@@ -83,9 +87,9 @@ class Chat:
     def said(self, asked: Asked, completion: Completion) -> tuple[AgentTurn, Said]:
         ask, ids = asked.ask, completion.token_ids.tolist()
         [text] = self.decode([ids])
-        begun, content = begun_in(asked.text, ask.messages), text
-        for stop in ask.stops:
-            content = content.removesuffix(stop)
+        begun, stays = asked.begun, len(self.begin(ask, ids[:-1]))
+        stops = [at for stop in ask.stops if (at := text.find(stop, stays)) >= 0]  # its token may hold more
+        content = text[: min(stops, default=len(text))]
         message: Message = {"role": "assistant", "content": content}
         around, found = self._reader(begun + content, begun, ids, ask.tools or []) if ask.reads_calls else NO_CALLS
         calls = [call for call in found if not call.problem][: 1 if ask.parallel_tool_calls is False else None]
@@ -103,5 +107,5 @@ class Chat:
 
     def begin(self, ask: Ask, ids: list[int]) -> str:
         """Of what is being sampled the text that will stay, whatever follows: a stop or a character may have begun."""
-        [text] = self.decode([ids])
-        return text.rstrip("\ufffd")[: max(0, len(text) - max(map(len, ask.stops), default=1) + 1)]
+        text = self.decode([ids])[0].rstrip("\ufffd")
+        return text[: max(0, len(text) - max(map(len, ask.stops), default=1) + 1)]

@@ -1,5 +1,6 @@
 """Agents: real processes, the real openai client, a chat template, and an engine that is a function."""
 
+import asyncio
 import collections
 import functools
 import json
@@ -7,15 +8,20 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from common.config import Config
 from common.errors import UserError
 from common.group_frames import read_group, write_group
 from common.types import Group, Problem, sequences
+from environments.chat_completions import Ask, Refused, Said, end_of_stream
+from environments.endpoint import Asking, Endpoint
+from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
 from sampler.completions import Completion
 from sampler.engine_arguments import looks_for_texts
@@ -25,7 +31,7 @@ from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
 from tests.support.configs import config_in
-from tests.support.speed import limit
+from tests.support.speed import limit, until
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
@@ -79,9 +85,9 @@ class Model:
 
     def _completion(self, rollout: int, asked: list[int], params: Any) -> Completion:
         text = self._writes(rollout, tokenizer().decode(asked))
-        for stop in params.stop:
-            text = text[: text.index(stop) + len(stop)] if stop in text else text
         ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+        stops = [n for n in range(len(ids)) if any(stop in tokenizer().decode(ids[:n]) for stop in params.stop)]
+        ids = ids[: min(stops, default=len(ids))]  # whole tokens, as vLLM's
         reason: Any = "stop" if len(ids) <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
         self.turns.append((rollout, tuple(asked), tuple(ids)))
@@ -233,11 +239,12 @@ def test_a_stream_comes_as_it_is_sampled_without_a_stop_that_has_begun(tmp_path:
     code = """
 async def solve(question, base_url, **row):
     asked = dict(model="m", messages=[{"role": "user", "content": [{"type": "text", "text": question}]}])
-    told = [c async for c in await client.chat.completions.create(
-        **asked, stream=True, stop=["three"], stream_options={"include_usage": True})]
-    texts = [c.choices[0].delta.content for c in told if c.choices and c.choices[0].delta.content]
-    assert "".join(texts) == "one 😀 " and len(texts) > 1, texts
-    assert told[-1].usage.completion_tokens > 0 and told[-2].choices[0].finish_reason == "stop"
+    for stop, stays in ("three", "one 😀 "), ("e 😀", "on"):
+        told = [c async for c in await client.chat.completions.create(
+            **asked, stream=True, stop=[stop], stream_options={"include_usage": True})]
+        texts = [c.choices[0].delta.content for c in told if c.choices and c.choices[0].delta.content]
+        assert "".join(texts) == stays and len(texts) > 1, texts
+        assert told[-1].usage.completion_tokens > 0 and told[-2].choices[0].finish_reason == "stop"
     sync = OpenAI(base_url=base_url).chat.completions.create(**asked, max_completion_tokens=2, temperature=1, n=1)
     assert sync.choices[0].finish_reason == "length" and sync.usage.completion_tokens == 2
     return 1.0
@@ -246,14 +253,33 @@ async def solve(question, base_url, **row):
     class Slow(Model):
         def step(self) -> list[tuple[Any, list[Completion]]]:
             for _, params in self._running.values():
-                for end in range(1, 12) if params.hears else ():
-                    params.hears(tokenizer()("one 😀 three", add_special_tokens=False)["input_ids"][:end])
+                ids = tokenizer()("one 😀 three", add_special_tokens=False)["input_ids"]
+                for end in range(1, 12 if params.stop == ("three",) else 8) if params.hears else ():
+                    params.hears(ids[:end])
             return super().step()
 
     sampled = played(config(tmp_path, code), model := Slow(lambda i, prompt: "one 😀 three four"))
     assert sampled.failures == ()
     assert {c.finish_reason for c in sampled.completions} == {"stop"}, "its own limit is no limit of the rollout"
     require_all_is_trained_once(sampled, model)
+
+
+def test_what_an_agent_is_told_ends_before_its_stop_though_the_last_token_holds_more(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    return await said(question, stop=["two", "tool_c"])
+"""
+    model = Model(lambda i, prompt: "one tool_call two")
+    sampled = played(config(tmp_path, code), model)
+    assert [c.messages[-1]["content"] for c in sampled.completions] == ["one "] * 2  # type: ignore[attr-defined]
+    assert tokenizer().decode(model.turns[0][2]) == "one tool_call", "one token"
+    require_all_is_trained_once(sampled, model)
+
+
+def test_a_stream_of_which_the_end_was_cut_off_tells_nothing_twice() -> None:
+    said = Said({"role": "assistant", "content": "a b"}, "length", {})
+    rest = end_of_stream({}, said, "a b c", {}).decode()
+    assert '"delta": {"content": ""}' in rest and "a b" not in rest
 
 
 REFUSED = {
