@@ -97,7 +97,7 @@ def read(raw: bytes, law: Mapping[str, float]) -> Ask:
     if "" in ask.stops:
         raise Refused("stop holds an empty text, which is everywhere", "stop")
     functions = [tool.get("function") for tool in ask.tools or ()]
-    if not all(isinstance(function, dict) and function.get("name") for function in functions):
+    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) and f["name"] for f in functions):
         raise Refused('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
     names: dict[str, str] = {}  # of functions, by the id of a call
     return msgspec.structs.replace(ask, messages=[normal(message, names) for message in ask.messages])
@@ -119,11 +119,11 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
         if "tool_calls" in made:
             made["tool_calls"] = [_call(call) for call in made["tool_calls"]]
             names.update({call["id"]: call["function"]["name"] for call in made["tool_calls"]})
+        if made["role"] == "tool" and made.get("tool_call_id") in names:
+            made.setdefault("name", names[made["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
         raise Refused(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
-    if made["role"] == "tool" and made.get("tool_call_id") in names:
-        made.setdefault("name", names[made["tool_call_id"]])
     return made
 
 

@@ -174,7 +174,7 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
         )
     for message in messages:
         right = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not right or not isinstance(message.get("content"), str | list):
+        if not right or not isinstance(message.get("content"), str):
             raise BrokenEnvironment(
                 f'{what} returned {shorten(message)} as a message, expected {{"role": "user", "content": "…"}}'
             )

@@ -148,7 +148,8 @@ def test_async_environments_and_rewards_at_the_end(file):
         ("global answer; answer = [{'role': 'user'}]", "error", "as a message, expected"),
         ("global answer; answer = Done(float('nan'))", "error", "gave the reward nan"),
         ("global answer; answer = 'x' * 2_000_000", "error", "bytes, more than"),
-        ("global answer; answer = [{'role': 'user', 'content': [object()]}]", "error", "cannot be sent"),
+        ("global answer; answer = [{'role': 'user', 'content': [{'text': ''}]}]", "error", "as a message, expected"),
+        ("global answer; answer = [{'role': 'user', 'content': '', 'more': object()}]", "error", "cannot be sent"),
     ],
 )
 def test_a_step_that_goes_wrong_fails_its_rollout_in_time_and_no_other(pool, completion, kind, words):

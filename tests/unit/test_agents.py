@@ -334,6 +334,8 @@ GARBAGE = [
     b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"function": ' * 300 + b'3' + b'}' * 300 + b']}',
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 3}}',
     b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+    b'{"messages": [{"role": "tool", "tool_call_id": [1], "content": "x"}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": 3}}]}',
 ]
 
 async def solve(question, base_url, **row):
