@@ -139,6 +139,8 @@ class Address:
 
     def _begin(self, asking: Asking) -> None:
         """The rollout's own time does not run meanwhile, unless it is over: by requests that it did not wait for."""
+        if not self._listener.is_serving():
+            raise Refused("the rollout is over")
         if not self._asked:
             self._paused, self._deadline = time.monotonic(), self.worker.deadline
         self._asked.add(asking)

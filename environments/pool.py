@@ -198,6 +198,8 @@ class EnvironmentPool:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
                 begun = time.monotonic()
+            if rollout.is_closed:  # meanwhile: nobody would answer what it asks
+                rollout.worker.cancel()
             answer = self._ask(rollout, rollout.worker, request)
             if (reply := answer.turn or answer.done or answer.failed) is None:
                 raise LostError("broke the protocol (an answer without a reply)")

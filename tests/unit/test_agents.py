@@ -440,6 +440,46 @@ async def solve(question, **row):
     require_all_is_trained_once(sampled, model)
 
 
+def test_a_history_that_ends_in_a_turn_of_the_model_is_gone_on_with_behind_its_words(tmp_path: Path) -> None:
+    code = (
+        LOOP.partition("async def")[0]
+        + """
+async def solve(question, **row):
+    messages = [{"role": "user", "content": question}]
+    for _ in range(2):
+        response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        messages.append(response.choices[0].message)
+    return 1.0
+"""
+    )
+    model = Model(lambda i, prompt: f"a {CALL} b")
+    sampled = played(config(tmp_path, code), model)
+    assert sampled.failures == () and [c.turns for c in sampled.completions] == [2, 2]
+    assert tokenizer().decode(model.turns[-1][1]).endswith("</tool_call> b"), "and not behind the token that ended it"
+    require_all_is_trained_once(sampled, model)
+
+
+def test_what_an_agent_asks_when_it_has_just_ended_is_refused() -> None:
+    endpoint, heard = Endpoint({}), list[Asking]()
+    with endpoint.address(SimpleNamespace(deadline=0.0), 9.0, heard.append) as address:  # type: ignore[arg-type]
+        pass
+    late: Any = address._answer(None, Ask([{}]))  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="the rollout is over"):
+        asyncio.run_coroutine_threadsafe(late, endpoint._loop).result(9)
+    endpoint.close()
+    assert heard == [], "what it asked would run in the engine, and nobody knows it there"
+
+
+def test_agents_that_are_not_wanted_before_their_process_is_there_end_with_it(tmp_path: Path) -> None:
+    given = config(tmp_path, "\nasync def solve(question, **row):\n    await said(question)\n").rollout
+    with EnvironmentPool(given, columns=PROBLEM.columns) as pool:
+        for key in range(20):
+            pool.start(key, PROBLEM.columns)
+        pool.close_all()
+        server = psutil.Process(pool._workers.server_pid)
+        until(lambda: not server.children(), limit(20))
+
+
 def test_a_flood_of_connections_is_held_to_its_own_address(tmp_path: Path) -> None:
     code = """
 async def solve(question, base_url, **row):
