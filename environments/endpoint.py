@@ -119,17 +119,19 @@ class Address:
                 await response.prepare(request)
                 await response.write(chunk(head, {"role": "assistant", "content": ""}))
             while isinstance(said, str):
-                await response.write(chunk(head, {"content": said}))
+                async with asyncio.timeout(self.timeout_s):  # to read is the agent's own time
+                    await response.write(chunk(head, {"content": said}))
                 said = await asking.said.get()
             if isinstance(said, Refused):
                 raise said
             await asyncio.sleep(0)  # a client that is gone is noticed
             asking.is_read = True
-            if ask.stream:
-                await response.write_eof(end_of_stream(head, said, asking.told, ask.stream_options or {}))
-            else:
-                await (response := web.json_response(answer(head, said))).prepare(request)
-                await response.write_eof()
+            async with asyncio.timeout(self.timeout_s):
+                if ask.stream:
+                    await response.write_eof(end_of_stream(head, said, asking.told, ask.stream_options or {}))
+                else:
+                    await (response := web.json_response(answer(head, said))).prepare(request)
+                    await response.write_eof()
             return response
         except BaseException:
             asking.is_read = False

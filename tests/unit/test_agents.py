@@ -108,11 +108,15 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
     )
 
 
-def played(given: Config, model: Any, problem: Problem = PROBLEM) -> Sampled:
+def decoded(ids: list[list[int]]) -> list[str]:
+    return list(tokenizer().batch_decode(ids, skip_special_tokens=True))
+
+
+def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = decoded) -> Sampled:
     with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
         prompt = make_prompt(problem, tokenizer(), given)
-        agents = multi_turn.episodes(model, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
+        agents = multi_turn.episodes(model, decode)
         agents.start("key", prompt, held_out_params(given, 0))
         while not (over := agents.step()):
             pass
@@ -574,6 +578,13 @@ def test_a_command_gets_the_row_and_its_last_line_is_the_reward(tmp_path: Path) 
 def test_the_engine_looks_for_texts_where_one_of_several_sources_has_an_agent(tmp_path: Path) -> None:
     sources = [{"path": "a.jsonl", "rollout": {"agent": ["node", "agent.js"]}}, {"path": "b.jsonl"}]
     assert [looks_for_texts(config_in(tmp_path, data={"train": s})) for s in (sources, sources[1:])] == [True, False]
+
+
+def test_a_command_has_ended_though_something_that_it_left_holds_its_output(tmp_path: Path) -> None:
+    agent = ["sh", "-c", f"sleep 99 & exec python3 {ROOT}/tests/support/agents/program.py"]
+    model = Model(lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
+    sampled = played(config(tmp_path, rollout={"agent": agent}), model)
+    assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
 
 
 @pytest.mark.parametrize(
