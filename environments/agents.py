@@ -103,16 +103,28 @@ def _made(client: Any, make: Callable[..., None], clients: list[Any], *arguments
 def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
     """What the last line that it prints says, in JSON. Raises BrokenEnvironment."""
     told = json.dumps(row, default=str).encode()
-    ended = subprocess.run(command, input=told, stdout=subprocess.PIPE, check=False)
-    last = next((line for line in reversed(ended.stdout.splitlines()) if line.strip()), b"null")
-    if ended.returncode:
-        raise BrokenEnvironment(f"{command[0]} ended with exit code {ended.returncode}; its last line: {shorten(last)}")
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    last = next((line for line in reversed(_printed(program, told).splitlines()) if line.strip()), b"null")
+    if status := program.returncode:
+        raise BrokenEnvironment(f"{command[0]} ended with exit code {status}; its last line: {shorten(last)}")
     try:
         return json.loads(last)
     except ValueError:
         raise BrokenEnvironment(
             f"{command[0]} printed {shorten(last)} as its last line, expected a reward, or an answer as a JSON string"
         ) from None
+
+
+def _printed(program: subprocess.Popen[bytes], told: bytes | None) -> bytes:
+    """Until it ends, for what it leaves behind may hold its output open."""
+    while True:
+        has_ended = program.poll() is not None
+        try:
+            return program.communicate(told, timeout=1)[0]
+        except subprocess.TimeoutExpired as late:
+            if has_ended:
+                return late.output or b""
+            told = None
 
 
 def _done(given: Any) -> Done:

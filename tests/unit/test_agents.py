@@ -275,7 +275,7 @@ async def solve(question, **row):
 """
     model = Model(lambda i, prompt: "one tool_call two")
     sampled = played(config(tmp_path, code), model)
-    assert [c.messages[-1]["content"] for c in sampled.completions] == ["one "] * 2  # type: ignore[attr-defined]
+    assert [c.messages[-1]["content"] for c in sampled.completions] == ["one "] * 2
     assert tokenizer().decode(model.turns[0][2]) == "one tool_call", "one token"
     require_all_is_trained_once(sampled, model)
 
@@ -465,9 +465,9 @@ async def solve(question, **row):
 
 def test_what_an_agent_asks_when_it_has_just_ended_is_refused() -> None:
     endpoint, heard = Endpoint({}), list[Asking]()
-    with endpoint.address(SimpleNamespace(deadline=0.0), 9.0, heard.append) as address:  # type: ignore[arg-type]
+    with endpoint.address(SimpleNamespace(deadline=0.0), 9.0, heard.append) as address:
         pass
-    late: Any = address._answer(None, Ask([{}]))  # type: ignore[arg-type]
+    late: Any = address._answer(None, Ask([{}]))
     with pytest.raises(Refused, match="the rollout is over"):
         asyncio.run_coroutine_threadsafe(late, endpoint._loop).result(9)
     endpoint.close()
@@ -560,6 +560,29 @@ def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path
     assert [c.environment_reward for c in sampled.completions] == [len(ENDS)]
     for reason, named in zip(sampled.failures, ENDS.values(), strict=True):
         assert named in reason
+
+
+def test_an_agent_that_does_not_read_its_stream_has_no_more_time_than_its_own(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    asked = dict(model="m", messages=[{"role": "user", "content": question}])
+    await client.chat.completions.create(**asked, stream=True)
+    time.sleep(99)
+"""
+
+    class Long(Model):
+        def step(self) -> list[tuple[Any, list[Completion]]]:
+            for _, params in self._running.values():
+                for end in range(1, 100):
+                    params.hears([5] * end)
+            return super().step()
+
+    def decode(ids: list[list[int]]) -> list[str]:
+        return ["x" * 90_000 * len(one) for one in ids]  # more than the kernel holds for it
+
+    given = config(tmp_path, code, rollout={"timeout_s": 2})
+    sampled = played(given, Long(lambda i, prompt: "fine"), decode=decode)
+    assert set(sampled.failures) == {"no answer from its own time within 2 s, killed."}
 
 
 def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:
