@@ -176,6 +176,7 @@ def _read(given: Any, name: str | None = None) -> Call:
         found = json.loads(given) if isinstance(given, str) else given
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate can be sent to no process
     except (ValueError, RecursionError) as error:
         return Call(name or "", problem=f"the call is not valid JSON: {error}")
     if name is not None:

@@ -138,6 +138,7 @@ def test_calls_are_read_in_the_form_of_the_models(parser, text, content, calls):
         ('{"name": "f", "arguments": {"a": 1}', "the call is not valid JSON"),
         ("", "the call is not valid JSON"),
         ("[1]", "the call is not valid JSON: not a JSON object"),
+        ('{"name": "f", "arguments": {"a": "\\ud83d"}}', "the call is not valid JSON: 'utf-8' codec"),
         ('{"arguments": {}}', 'the call has no "name"'),
         ('{"name": 7}', 'the call has no "name"'),
         ('{"name": "f", "arguments": [1]}', "the call is not valid JSON: not a JSON object"),
