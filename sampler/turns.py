@@ -85,7 +85,9 @@ class TurnTemplate:
         The difference begins with the template's end of turn. It is left off where the model sampled it, and stays
         where the model ended with another token, such as <|endoftext|>.
         """
-        return np.array(self._behind(last_id, self.difference(observation)), np.int32)
+        if not (ids := self._behind(last_id, self.difference(observation))):
+            raise ValueError(f"between two turns it writes nothing of {observation}")  # they would be one
+        return np.array(ids, np.int32)
 
     def conversation(
         self, prompt: Prompt, turns: Sequence[tuple[str, Sequence[Message], NDArray[np.int32]]]

@@ -233,6 +233,15 @@ def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_
     assert row.rewrites and "A thought" not in row.render([*ASK, {"role": "assistant", "content": THOUGHT}, USER])
 
 
+def test_two_turns_with_nothing_between_them_are_refused_as_the_wire_would(tmp_path: Path) -> None:
+    (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=tmp_path / "bare.jinja"))
+    template = TurnTemplate.of(rendering, tokens, ASK, ["user"])
+    assert template.continuation(0, [{"role": "user", "content": "4"}]).tolist() == tokens("4")
+    with pytest.raises(ValueError, match="between two turns it writes nothing of"):
+        template.continuation(0, [{"role": "user", "content": ""}])
+
+
 NO_TOOLS = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
 NO_WORDS = "{{ m.content if m.role != 'assistant' }}"
 
