@@ -126,7 +126,7 @@ def _sources(config: Config) -> Iterator[str]:
     """The files of the user's functions, read and not imported: their own process does that."""
     specs: Iterable[str] = [BUILT_IN.get(name, name) for name in map(functions.unnamed, config.rewards.reward_funcs)]
     given = [one.rollout for one in config.of_sources.values()]
-    of_rollouts = [spec for rollout in given for spec in [*rollout.tools, rollout.environment] if spec]
+    of_rollouts = [s for r in given for s in [*r.tools, r.environment, r.agent] if isinstance(s, str)]
     for spec in [*specs, *of_rollouts]:
         place, _ = functions.parse(spec, spec)
         try:

@@ -226,6 +226,8 @@ def test_tags_that_are_special_tokens_stay_and_ends_and_others_go(qwen, tmp_path
         'def right(completions):\n    return [float("<|pic|>" in c) for c in completions]\n'
     )
     assert read(special, text, reward_funcs=[f"{tmp_path}/mine.py:right"]) == text
+    asks = config_of(model={"path": str(ROOT / "tests")}, rollout={"agent": f"{tmp_path}/mine.py:right"})
+    assert reader(asks, special)([special(text, add_special_tokens=False)["input_ids"]]) == [text]
     (tmp_path / "tools.py").write_text("")
     assert read(qwen, text + "<|im_end|>") == text, "tags that are no special tokens are text"
 
