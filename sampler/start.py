@@ -91,6 +91,7 @@ def _run(config: Config, sampler_id: str) -> None:
         problems = load_data("data.train", config.data.train, config.data)
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
         parts_of(config, problems)
+        parts_of(config, held_out, "eval")
         columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))

@@ -68,12 +68,12 @@ class Task:
                 prompts.begin([place])
 
 
-def parts_of(config: Config, problems: Iterable[Problem]) -> list[tuple[Fraction | int, int]]:
+def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> list[tuple[Fraction | int, int]]:
     """Of Task. Raises UserError for a source of which no problem is left."""
     sizes = Counter(problem.source for problem in problems)
-    given = {entry.label: entry for entry in entries(config.data.train)}
+    given = {entry.label: entry for entry in entries(getattr(config.data, of))}
     if empty := [label for label in given if not sizes[label]]:
-        raise UserError(f"data.train: no row of source {empty[0]!r} is left, for what is said above; take it out")
+        raise UserError(f"data.{of}: no row of source {empty[0]!r} is left, for what is said above; take it out")
     return [(Fraction(str(e.weight)) if e.weight else sizes[label], sizes[label]) for label, e in given.items()]
 
 

@@ -74,6 +74,8 @@ def test_without_weights_rows_count() -> None:
     assert parts_of(config(["a.jsonl", "b.jsonl"]), [Problem(i, {}) for i in range(8)]) == [(8, 8)]
     with pytest.raises(UserError, match="no row of source 'b' is left"):
         parts_of(config(weighted), problems[:6])
+    with pytest.raises(UserError, match=r"data\.eval: no row of source 'b' is left"):
+        parts_of(config_of(data={"train": "a.jsonl", "eval": {"b": "b.jsonl"}}), [], "eval")
 
 
 # ---- what holds for its rows
