@@ -108,11 +108,8 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
     )
 
 
-def decoded(ids: list[list[int]]) -> list[str]:
-    return list(tokenizer().batch_decode(ids, skip_special_tokens=True))
-
-
-def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = decoded) -> Sampled:
+def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Sampled:
+    decode = decode or functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
     with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
         prompt = make_prompt(problem, tokenizer(), given)
