@@ -125,9 +125,13 @@ class Agents(Episodes):
             raise Refused(f"the rollout has had its {turns} turns (rollout.max_turns)")
         if not rollout.asked and len(asked.ids) > longest:
             raise Refused(f"a first prompt of {len(asked.ids)} tokens, more than data.max_prompt_length {longest}")
-        known = [*(turn.ids for turn in rollout.turns.values()), *(other.ids for other in rollout.running.values())]
-        # a turn stands behind at least one token of its own (Episode.asked)
-        observed = len(asked.ids) - max(shared(asked.ids[:-1], one) for one in known) if known else 0
+        known = [(len(turn.asked.ids), turn.ids) for turn in rollout.turns.values()]
+        known += [(len(other.ids), other.ids) for other in rollout.running.values()]
+        both = [(shared(asked.ids[:-1], ids), prompt, len(ids)) for prompt, ids in known]
+        most = max((n for n, *_ in both), default=len(asked.ids))
+        # a turn stands behind at least one token of its own, and `played` may put it before one that it forks from
+        kept = [n if prompt < n == whole else min(n, prompt - 1) for n, prompt, whole in both if n == most]
+        observed = len(asked.ids) - min(kept, default=most)
         if (room := tokens - rollout.spent - observed) < 1:
             raise Refused(f"the rollout has no room left in {tokens} tokens (sampler.max_completion_length)")
         if not rollout.turns and len(asked.ids) <= longest:

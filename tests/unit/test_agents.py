@@ -512,6 +512,23 @@ async def solve(question, **row):
     require_all_is_trained_once(sampled, model)
 
 
+@pytest.mark.parametrize("rewritten", ["a", "z a"])
+def test_a_history_that_is_rewritten_up_to_the_limit_is_truncated_wherever_it_is_sorted(
+    tmp_path: Path, rewritten: str
+) -> None:
+    code = f"""
+async def solve(question, **row):
+    await said(question)
+    while True:
+        await said(question, {rewritten!r}, "More.")
+"""
+    given = config(tmp_path, code, rollout={"max_turns": 50}, sampler={"max_completion_length": 100})
+    sampled = played(given, model := Model(lambda i, prompt: "z z z z"))
+    assert sampled.failures == () and [c.finish_reason for c in sampled.completions] == ["length"] * 2
+    assert all(98 < len(c.token_ids) <= 100 for c in sampled.completions)
+    require_all_is_trained_once(sampled, model)
+
+
 def test_side_by_side_requests_share_the_tokens_that_are_left(tmp_path: Path) -> None:
     code = """
 async def solve(question, **row):
