@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-from common.exits import die_with_parent, kill_group
+from common.exits import die_with_parent, kill_group, say
 from common.redact import redacted_words
 from common.shared_memory import remove_orphans
 from common.transcript import Transcript
@@ -58,11 +58,15 @@ class Running:
     def __init__(self, child: Child, mark: str, attempt: int):
         self.child = child
         self._mark = f"{mark}-{child.name}/"  # none begins as another does: sampler.1, sampler.10
-        child.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
+        try:
+            child.log.parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
+        except OSError as error:
+            say(f"{child.name} goes without a log: {error}")
+            self._log = open(os.devnull, "w")  # noqa: SIM115
         command = shlex.join(redacted_words(child.argv))
         header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
-        print(header, file=self._log, flush=True)
+        self._note(header)
         (out, child_out), (err, child_err) = os.pipe(), os.pipe()
         self.streams = {out: (Transcript(), child.echo), err: (Transcript(), False)}
         try:
@@ -85,11 +89,10 @@ class Running:
         transcript, echo = self.streams[descriptor]
         data = os.read(descriptor, 65536)
         lines = transcript.feed(data) if data else transcript.end()
+        self._note(*lines)
         for line in lines:
-            print(line, file=self._log)
             if not echo and line.encode().startswith(PREFIX):
                 show(line.encode() + b"\n")
-        self._log.flush()
         if echo and data:
             show(data)
         if not data:
@@ -110,7 +113,14 @@ class Running:
         for descriptor in self.streams:  # somebody holds the other end
             os.close(descriptor)
         self.streams.clear()
-        self._log.close()
+        with suppress(OSError):
+            self._log.close()
+
+    def _note(self, *lines: str) -> None:
+        """To the log. A disk that is full or gone costs lines of it, never the run."""
+        with suppress(OSError):
+            self._log.writelines(f"{line}\n" for line in lines)
+            self._log.flush()
 
 
 class Guard:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from common.durable import fsync_path, write_file
 from common.errors import UserError
+from common.exits import say
 from common.run_folder import earlier_run
 from report.full_marks import share
 from report.sinks import Sinks
@@ -116,7 +116,7 @@ class MetricsLog:
             self._flush()
         except OSError as error:
             if first_to_wait:
-                print(f"tandem: {path}: {error.strerror}; lines wait in memory", file=sys.stderr, flush=True)
+                say(f"{path}: {error.strerror}; lines wait in memory")
 
     def _flush(self) -> None:
         while self._waiting:

@@ -86,16 +86,13 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
             return resume.read_progress(Path(resumed), resume.stream_settings(config))
         return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
 
-    def say(text: str) -> None:
-        print(f"tandem: {text}", flush=True)
-
     resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
     if rank == 0:
-        resume_from = resume.find_checkpoint(config, say)
+        resume_from = resume.find_checkpoint(config, exits.say)
         progress_of(resume_from, run_id)
     init_distributed(config)
     exchange = connect(config)
-    resume_from, run_id = resume.verified(config, resume_from, exchange, say), exchange.text(run_id)
+    resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.text(run_id)
     if rank == 0:
         begun = progress_of(resume_from, run_id)
         resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)

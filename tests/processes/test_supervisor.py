@@ -16,13 +16,15 @@ from tests.support.endings import alive
 from tests.support.speed import limit, until
 
 DRIVER = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
 from pathlib import Path
 from launcher.processes import Child
 from launcher.supervisor import Rules, Supervisor
 spec = json.loads(sys.argv[1])
 if not spec.get("under_nohup"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be
+if not spec.get("has_room", True):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 folder = Path(spec["folder"])
 def child(name, **more):
     return Child(name, (sys.executable, "-u", "-c", spec[name]), dict(os.environ), folder / f"{name}.log", **more)
@@ -243,3 +245,9 @@ def test_the_terminal_shows_the_trainer_and_only_marked_lines_of_the_sampler(tmp
     run = Run(tmp_path, sampler, trainer, grace_s=0.2)
     assert sorted(run.end()[1].splitlines()) == ["\x1b[1mbold\x1b[0m", "tandem: loaded"]
     assert "bold" in run.log("trainer")
+
+
+def test_a_log_that_cannot_be_written_costs_lines_of_it_and_never_the_run(tmp_path: Path) -> None:
+    (tmp_path / "trainer.log").mkdir()  # in the way
+    code, out, err = Run(tmp_path, WAITS, "print('a step')", grace_s=0.2, has_room=False).end()
+    assert (code, out) == (0, "a step\n") and "trainer goes without a log: [Errno 21]" in err

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,6 +118,13 @@ def test_read_jsonl_ignores_a_torn_last_line_and_names_a_bad_line_before_it(tmp_
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*sed -i 2d"):
         read_jsonl(path)
+
+
+def test_a_full_disk_that_our_words_go_to_as_well_stops_nothing(tmp_path, monkeypatch):
+    log, refuse = MetricsLog(tmp_path), lambda *_: os.rmdir("/")  # any OSError
+    monkeypatch.setattr(os, "write", refuse)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse, flush=refuse))
+    log.log(1, {"reward": 1.0})
 
 
 def test_lines_wait_for_a_full_disk_and_are_written_whole_and_in_order_afterwards(tmp_path, monkeypatch, capsys):
