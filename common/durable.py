@@ -169,7 +169,8 @@ def remove_leftovers(parent: Path) -> None:
     """Deletes what crashes left uncommitted in a folder that we alone write, if it is there."""
     for path in (p for p in list(parent.glob(".*")) if p.name.startswith((TEMPORARY, TRASH))):
         file_operation("delete", path)
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # NFS keeps what somebody reads; the next start tries again
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -188,15 +189,15 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise on_taken(file.read().strip()) from None
+            raise on_taken(file.read(200).strip()) from None
         except OSError as error:
             raise UserError(
                 f"cannot lock {path}: {error.strerror}; mount its file system with locks (Lustre: -o flock), or choose "
                 "a place on another one"
             ) from None
-        file.truncate(0)
-        file.write(f"pid {os.getpid()}")
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk, too, it is held
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"pid {os.getpid()}".encode())
         yield
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from common import durable, exits, failpoints, weights
-from common.errors import Interrupted
+from common.errors import Interrupted, UserError
 from sampler.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def files_end_at_1_kb() -> Iterator[None]:
+def files_end_at(size: int = 1024) -> Iterator[None]:
     """A real limit of the kernel, which torch and the model's writer meet in their ways."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ TROUBLES = {
     "Disk quota exceeded": lambda: failing("edquot"),
     "Read-only file system": lambda: failing("erofs"),
     "Input/output error": lambda: failing("eio"),
-    "File too large": files_end_at_1_kb,
+    "File too large": files_end_at,
 }
 
 
@@ -130,6 +130,11 @@ def test_what_a_killed_process_left_of_a_folder_gets_into_no_other(tmp_path: Pat
 
 
 def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
+def test_a_full_disk_is_locked_all_the_same(tmp_path: Path) -> None:
+    with files_end_at(0), durable.lock(tmp_path / "lock", UserError):
+        pass
+
+
     monkeypatch.setattr(disk, "interrupted", lambda: True)
     ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
 

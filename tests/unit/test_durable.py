@@ -186,3 +186,12 @@ def test_a_failpoint_fails_on_the_given_hit_only(monkeypatch: pytest.MonkeyPatch
     failpoint("inbox.received")
     failpoint("inbox.received")
     assert signals == [sent]
+
+
+def test_what_cannot_be_deleted_yet_does_not_stop_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".trash-a").mkdir()
+    (tmp_path / ".trash-a" / ".nfs0001").touch()
+    (tmp_path / ".tmp-b").mkdir()
+    monkeypatch.setattr(os, "unlink", lambda *_, **more: os.rmdir("/"))  # "busy"
+    durable.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".trash-a"]
