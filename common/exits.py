@@ -133,7 +133,8 @@ def ask_to_end() -> None:
     """As a first interrupt does."""
     global _interrupted_at
     if _interrupted_at is None and _note:
-        os.write(2, f"tandem: {_note}\n".encode())  # print is not safe inside a signal handler
+        with contextlib.suppress(OSError):  # a terminal that is lost is why we end
+            os.write(2, f"tandem: {_note}\n".encode())  # print is not safe inside a signal handler
     _interrupted_at = _interrupted_at or time.monotonic()
 
 

@@ -99,11 +99,13 @@ class Watchdog:
 
     def _expire(self, still_s: float, doing: str) -> None:
         """The stacks go out first: writing the rest could itself be what is stuck."""
-        faulthandler.dump_traceback(file=sys.stderr.fileno(), all_threads=True)
-        text = (
-            f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "
-            "above. Raise channel.stall_timeout_s (at the start: channel.connect_timeout_s) if this is normal here."
-            f"{last_lines(self._peer_log)}\n"
-        )
-        os.write(sys.stderr.fileno(), text.encode())
-        os._exit(RETRYABLE)
+        try:  # perhaps nobody reads it any more
+            faulthandler.dump_traceback(file=sys.stderr.fileno(), all_threads=True)
+            text = (
+                f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "
+                "above. Raise channel.stall_timeout_s (at the start: channel.connect_timeout_s) if this is normal here."
+                f"{last_lines(self._peer_log)}\n"
+            )
+            os.write(sys.stderr.fileno(), text.encode())
+        finally:
+            os._exit(RETRYABLE)

@@ -46,6 +46,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
         (f"{DECIDES}; {INT}; {LATER}; {INT}; time.sleep(9)", 130, f"tandem: after this step\n{INTERRUPTED}"),
         (f"{DECIDES}; {INT}; raise errors.Interrupted", 130, f"tandem: after this step\n{INTERRUPTED}"),
         (f"{DECIDES}; {HUP}; assert exits.interrupted()", 0, "tandem: after this step\n"),  # a terminal that is lost
+        (f"os.dup2(os.open('/dev/full', 1), 2); {DECIDES}; {HUP}; assert exits.interrupted()", 0, ""),
         (f"{FOLLOWS}; {TERM}; assert exits.interrupted()", 0, ""),  # rank 0 hears of it and speaks
         (f"{FOLLOWS}; {TERM}; {LATER}; {INT}; time.sleep(9)", 130, INTERRUPTED),
         (f"{FOLLOWS}; {INT}; {LATER}; {TERM}; time.sleep(9)", 130, INTERRUPTED),

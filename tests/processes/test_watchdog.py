@@ -72,6 +72,10 @@ def test_a_stuck_process_ends_with_75_its_stacks_what_it_did_and_the_peers_last_
     assert not overdue(seconds, 5)
 
 
+def test_a_stuck_process_ends_where_nobody_can_read_why(tmp_path: Path) -> None:
+    assert run(tmp_path / "none", "import os\nos.dup2(os.open('/dev/full', 1), 2)\ntime.sleep(20)")[0] == 75
+
+
 JUMPS = "real = time.time\ntime.time = lambda: real() + 3600 * (1 if time.monotonic() % 0.2 < 0.1 else -1)\n"
 GROUPS = """
 with make_inbox(make_config(Path(tempfile.mkdtemp()), channel={"stall_timeout_s": 2 * limit_s})) as inbox:
