@@ -11,6 +11,7 @@ from pathlib import Path
 from common.errors import UserError
 
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "final"
+TRAINER_LOCK = "lock.trainer"  # held by rank 0, whoever started it
 COMMIT = "commit.json"  # of a checkpoint and of best/: written last, with the digest of every file
 _STEP_NAME = re.compile(r"step_([0-9]+)")
 

@@ -13,7 +13,7 @@ from common.config import Config
 from common.durable import lock
 from common.errors import UserError
 from common.exits import say
-from common.run_folder import FINAL, checkpoints, earlier_run, no_checkpoint
+from common.run_folder import FINAL, TRAINER_LOCK, checkpoints, earlier_run, no_checkpoint
 from report.run_log import read_jsonl
 
 LOCK = "lock.supervisor"
@@ -34,11 +34,15 @@ def make_room(config: Config) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    with lock(folder / LOCK, in_use(folder)):
+    with lock(folder / LOCK, in_use(folder)), lock(folder / TRAINER_LOCK, in_use(folder)):  # of a run by hand
         number = 1
         while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
             number += 1
-        folder.rename(aside)
+        try:
+            folder.rename(aside)
+        except OSError as error:  # the place where a volume is mounted
+            why = f"holds an earlier run and cannot be renamed to {aside.name}: {error.strerror}"
+            raise UserError(f"{folder} {why}; set run.output_dir={folder}/2") from None
     say(f"the earlier {folder} is now {aside}")
 
 

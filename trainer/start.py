@@ -13,7 +13,7 @@ from common import address, durable, exits, out_of_memory
 from common.certain_errors import said_once
 from common.config import Config, world_size
 from common.errors import UserError
-from common.run_folder import sampler_log
+from common.run_folder import TRAINER_LOCK, sampler_log
 from common.watchdog import Watchdog
 from model.folder import require_models, vocabulary
 from model.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
-            stack.enter_context(durable.lock(config.run.output_dir / "lock.trainer", _taken(config)))
+            stack.enter_context(durable.lock(config.run.output_dir / TRAINER_LOCK, _taken(config)))
             if config.run.replay is None:
                 address.require_free(config)
         _run(config)

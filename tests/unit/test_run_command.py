@@ -12,7 +12,7 @@ import pytest
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
-from common.run_folder import checkpoints
+from common.run_folder import TRAINER_LOCK, checkpoints
 from launcher import machine
 from launcher import run as launcher_run
 from launcher.commands import Commands
@@ -128,6 +128,19 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
     monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: 130))
     settings = config(tmp_path)
     command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
+def test_a_run_by_hand_is_not_moved_away_from_under_its_trainer(tmp_path: Path) -> None:
+    folder = left(tmp_path / "run", STEPS)
+    with lock(folder / TRAINER_LOCK, UserError), pytest.raises(UserError, match=r"a run that is going on \(pid \d+\)"):
+        make_room(config(folder))
+
+
+def test_a_folder_that_cannot_be_renamed_says_where_the_next_run_may_go(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "rename", lambda *_: os.rmdir("/"))  # "busy", as where a volume is mounted
+    folder = left(tmp_path / "run", STEPS)
+    with pytest.raises(UserError, match=rf"renamed to run-1: Device or .* busy; set run\.output_dir={folder}/2"):
+        make_room(config(folder))
+
+
     assert launcher_run._run(command, "bash launch.sh run c.yaml") == 130
     assert drawn == [[str(tmp_path)]]
 
