@@ -78,13 +78,14 @@ def ends() -> list[int]:
     return [*ENDS, *[signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)]
 
 
-def code_of(error: BaseException) -> int:
+def code_of(error: BaseException, of_a_bug: int = RETRYABLE) -> int:
     """The code to end with when a peer of ours, or our rank 0, ended by this exception."""
     if isinstance(error, OutOfTime) or (isinstance(error, Interrupted) and out_of_time()):
         return RETRYABLE
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return INTERRUPTED
-    return USER_ERROR if isinstance(error, UserError) else RETRYABLE
+    is_temporary = isinstance(error, Retryable) or disk_trouble(error) is not None
+    return USER_ERROR if isinstance(error, UserError) else RETRYABLE if is_temporary else of_a_bug
 
 
 def meaning(code: int) -> str:

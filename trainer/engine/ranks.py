@@ -92,7 +92,7 @@ class Exchange:
             with progress_heard_by(say):
                 return work()
         except BaseException as error:
-            self._announce(_STOP_TOGETHER if isinstance(error, Interrupted) else exits.code_of(error))
+            self._announce(_STOP_TOGETHER if isinstance(error, Interrupted) else exits.code_of(error, of_a_bug=1))
             raise
 
     def _announce(self, code: int) -> None:
