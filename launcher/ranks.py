@@ -6,6 +6,7 @@ orphans if that came early, and kills what then takes longer than 30 s. SIGINT a
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ END_S = 30.0
 def main(words: Sequence[str]) -> int:
     first, count, world, address, port, *program = words
     asked: list[int] = []
+    faulthandler.register(signal.SIGUSR1, 2)
     for number in exits.ENDS:
         signal.signal(number, lambda number, _: asked.append(number))
     meeting = {"WORLD_SIZE": world, "MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_SIZE": count}

@@ -8,6 +8,7 @@ hostfile the processes are on its hosts, and started from here (hosts.py).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shlex
@@ -45,6 +46,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
+    faulthandler.register(signal.SIGUSR1, 2)
     for number in ENDS:  # until the supervisor listens; also where a shell gave us Ctrl-C ignored
         signal.signal(number, signal.default_int_handler)
     path, overrides, hostfile = parse(arguments)

@@ -39,6 +39,7 @@ def test_a_signal_at_any_moment_ends_all(tmp_path: Path, number: int, after_s: f
     process, mark = start(tmp_path, WAITS)
     if after_s is None:
         until(lambda: len(list(tmp_path.glob("up*"))) == 2, 20)
+        process.send_signal(signal.SIGUSR1)  # which shows stacks
     time.sleep(after_s or 0.0)
     process.send_signal(number)
     begun = time.monotonic()
@@ -78,6 +79,8 @@ def test_a_signal_while_a_model_is_built_ends_what_builds_it(number: int) -> Non
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         [child] = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)  # one that comes meanwhile is heard when the system call returns
         process.send_signal(number)
         assert process.wait(timeout=30) == INTERRUPTED
     until(lambda: is_gone(child.pid))
