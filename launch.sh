@@ -19,7 +19,8 @@
 set -euo pipefail
 
 called_from=$PWD
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")") # one name, by whatever link it is called
+unset PYTHONSAFEPATH # by which Python would not find what is here
 venv=$root/.venv
 if [[ -n ${TANDEM_PYTHON:-} ]]; then venv=${TANDEM_PYTHON%/bin/*}; else cd "$root"; fi # it is of tandem/start.py
 stamp=.venv/.tandem-stamp

@@ -340,3 +340,12 @@ def test_ctrl_c_reaches_what_a_shell_starts_behind_an_ampersand() -> None:
     words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["{}/launch.sh", "/proc/self/cwd/{}/launch.sh", "LINK"])
+def test_our_folder_is_found_by_every_name_and_whatever_is_set_for_the_shell_or_python(tmp_path, name: str) -> None:
+    (tmp_path / "start").symlink_to(ROOT / "launch.sh")
+    env = os.environ | {"CDPATH": ".:/tmp", "PYTHONSAFEPATH": "1"}
+    command = ["bash", name.format(ROOT.name).replace("LINK", f"{tmp_path}/start"), "nothing"]
+    done = subprocess.run(command, cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown command nothing" in done.stderr
