@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Commands:
         self._arguments = ("--config", str(path.absolute()), *overrides)
         self._logs = config.run.output_dir / "logs"
         self._tag = run_tag(config.run.output_dir)
+        self._temporary = glob.escape(tempfile.gettempdir())  # of a PBS array /var/tmp/pbs.12[3].server
 
     def samplers(self) -> list[Child]:
         """One, or sampler.num_samplers of them, each with the name of its log as its id."""
@@ -47,7 +49,7 @@ class Commands:
             env=_environment(place.env),
             log=self._logs / f"{name}.log",
             cores=place.cores,
-            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{tempfile.gettempdir()}/{self._tag}-reload-{PID}"),
+            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{self._temporary}/{self._tag}-reload-{PID}"),
         )
 
     def trainer(self, *extra: str) -> Child:
@@ -63,7 +65,7 @@ class Commands:
             scratch=(
                 f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*",  # 66 MiB of memory per rank
                 f"/dev/shm/{self._tag}",  # published weights
-                f"{tempfile.gettempdir()}/{self._tag}",  # the socket's folder
+                f"{self._temporary}/{self._tag}",  # the socket's folder
             ),
         )
 

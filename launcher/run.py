@@ -159,7 +159,7 @@ def _report(folder: Path) -> None:
 
     try:
         report([str(folder)])
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
     try:
         sys.stdout.flush()

@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from common import address
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
@@ -19,6 +22,7 @@ from launcher.commands import Commands
 from launcher.machine import MACHINE, ROOT
 from launcher.output_dir import LOCK, make_room
 from launcher.placement import placement
+from launcher.processes import remove
 from launcher.run import main, parse, to_resume
 from tests.support.configs import config_of
 
@@ -41,7 +45,7 @@ def test_a_run_goes_on_with_what_was_typed_and_not_with_what_was_chosen_for_it()
     assert to_resume(Path("a.yaml"), ["run.resume=true"], None) == "bash launch.sh run a.yaml run.resume=true"
 
 
-def test_a_report_to_a_terminal_that_is_gone_or_that_fails_does_not_change_how_the_run_ended(tmp_path, capsys):
+def test_a_report_that_nobody_sees_that_fails_or_is_stopped_does_not_change_the_end(tmp_path, capsys, monkeypatch):
     code = (
         "import sys, report.main as report; from pathlib import Path; from launcher import run\n"
         "report.main = lambda _: print('held-out answer')\n"
@@ -56,6 +60,9 @@ def test_a_report_to_a_terminal_that_is_gone_or_that_fails_does_not_change_how_t
     (tmp_path / "curves.png").mkdir()  # in the way
     launcher_run._report(tmp_path)
     assert "no report: IsADirectoryError" in capsys.readouterr().err
+    monkeypatch.setattr("report.main.main", lambda _: signal.raise_signal(signal.SIGINT))
+    launcher_run._report(tmp_path)
+    assert "no report: KeyboardInterrupt" in capsys.readouterr().err
 
 
 def test_the_time_to_stop_is_that_of_the_last_batches_and_their_checkpoints(tmp_path):
@@ -121,13 +128,6 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
     assert f"belongs to a run that is going on (pid {os.getpid()})" in capsys.readouterr().err
 
 
-def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch):
-    drawn: list[list[str]] = []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    monkeypatch.setattr("report.main.main", drawn.append)
-    monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: 130))
-    settings = config(tmp_path)
-    command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
 def test_a_run_by_hand_is_not_moved_away_from_under_its_trainer(tmp_path: Path) -> None:
     folder = left(tmp_path / "run", STEPS)
     with lock(folder / TRAINER_LOCK, UserError), pytest.raises(UserError, match=r"a run that is going on \(pid \d+\)"):
@@ -141,6 +141,13 @@ def test_a_folder_that_cannot_be_renamed_says_where_the_next_run_may_go(tmp_path
         make_room(config(folder))
 
 
+def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeypatch):
+    drawn: list[list[str]] = []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setattr("report.main.main", drawn.append)
+    monkeypatch.setattr(launcher_run, "Supervisor", lambda *_: SimpleNamespace(run=lambda: 130))
+    settings = config(tmp_path)
+    command = Commands(tmp_path / "c.yaml", (), settings, placement(settings, (), (0, 1)))
     assert launcher_run._run(command, "bash launch.sh run c.yaml") == 130
     assert drawn == [[str(tmp_path)]]
 
@@ -174,3 +181,12 @@ def test_a_container_that_is_too_small_ends_the_start_before_anything_is_loaded(
         else:
             with pytest.raises(UserError, match=r"the limit of the cgroup /job is 1.0 GiB: .*rank needs about"):
                 launcher_run._require_memory(given, place)
+
+
+def test_what_is_left_in_a_temporary_folder_is_found_whatever_its_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "pbs.12[3].server"))
+    given = config(tmp_path / "run")
+    command = Commands(tmp_path / "c.yaml", (), given, placement(given, (), (0, 1)))
+    (scratch := address.private_dir(given.run.output_dir)).joinpath("inbox").touch()
+    remove(command.trainer().scratch)
+    assert not scratch.exists()
