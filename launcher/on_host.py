@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
 def _require_shared(order: Mapping[str, Any]) -> None:
     """Raises UserError if the first host's file does not appear in time, KeyboardInterrupt at a word on stdin."""
     proof, deadline = Path(order["proof"]), time.monotonic() + order["within_s"]
-    while not (proof.parent.is_dir() and proof.name in os.listdir(proof.parent)):  # NFS looks anew, for a folder
+    while proof.name not in glob("*", root_dir=proof.parent):  # NFS looks anew, for a folder; it may forbid root to
         if select.select([0], [], [], 0.2)[0]:
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
@@ -137,6 +138,7 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
             "or samplers= there"
         )
     else:
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # in which these numbers count
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
     argv, scratch = tuple(order["argv"]), tuple(order["scratch"])
     return Child(order["name"], argv, env, Path(order["log"]), echo=True, scratch=scratch)

@@ -37,7 +37,8 @@ from launcher.on_host import ANSWER
 
 PORT = "@port of the first host@"  # in an order
 FOLLOW_S = 15.0  # a peer that has ended is noticed, and its code passed on
-_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+_SSH = "ssh -T -o RemoteCommand=none -o ClearAllForwardings=yes"  # whatever is configured for people
+_SSH += " -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 _NO_CONNECTION = 255  # exit code of ssh
 _ITS_END = re.compile(r"tandem: (trainer|sampler)[^:]*: ")  # as common/exits.py says it
 _DOWN = re.compile("refused|timed out|timeout|o route|unreachable|reset by|closed|is down|roken pipe")
@@ -85,10 +86,10 @@ def answers(names: Sequence[str]) -> list[dict[str, Any]]:
     try:
         hosts += [Host(name) for name in names]
         _until_answered(hosts)
-        first = hosts[0].answer
+        first, name = hosts[0].answer, names[0].rpartition("@")[2]
         for asked in (hosts[1:], hosts[:1]):  # the first as the last: then it was there while the others tried
             for host in asked:
-                host.tell({"reach": {"name": names[0], "addresses": list(first["cards"]), "port": first["port"]}})
+                host.tell({"reach": {"name": name, "addresses": list(first["cards"]), "port": first["port"]}})
             _until_answered(hosts)
         return [first, *(host.answer for host in hosts[1:])]
     finally:
@@ -241,11 +242,12 @@ def reach(host: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether the name is this host's, which on Debian stands for 127.0.1.1, or stands for one of its addresses."""
+    """Whether it is this host's name, perhaps with a domain for Debian's 127.0.1.1, or stands for an address of it."""
     found = []
     with suppress(OSError):  # a name may be ssh's alone
-        found = [of[4][0] for of in socket.getaddrinfo(host, None)]
-    is_own_name = host.partition(".")[0] == socket.gethostname().partition(".")[0]
+        found = [str(of[4][0]) for of in socket.getaddrinfo(host, None)]
+    own, is_loopback = socket.gethostname(), all(address.startswith(("127.", "::1")) for address in found)
+    is_own_name = host == own or (host.partition(".")[0] == own.partition(".")[0] and is_loopback)
     return is_own_name or any(a.address in found for of in psutil.net_if_addrs().values() for a in of)
 
 

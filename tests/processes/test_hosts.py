@@ -201,6 +201,11 @@ def test_a_first_host_that_is_lost_while_the_others_try_to_reach_it_is_not_calle
         answers(["203.0.113.0", "203.0.113.1"])
 
 
+def test_an_address_is_known_by_a_name_with_a_user_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SSH", Connections(tmp_path).env["TANDEM_SSH"])
+    assert answers(["me@127.0.0.1", "203.0.113.1"])[1]["known"] == ["127.0.0.1"]
+
+
 @pytest.mark.parametrize("trouble", ["key", "host key", "user", "name", "down"])
 def test_so_says_a_real_ssh(tmp_path: Path, trouble: str) -> None:
     folder, hosts = tmp_path / "sshd", Connections(tmp_path)

@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +166,7 @@ def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monke
         for name, gpus in (("trainer", (0, 2)), ("sampler", (2, 1)))
     ]
     assert seen == ["4,5", "7"]
+    assert on_host._child(order | {"name": "trainer", "gpus": (0, 2)}, {}).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     with pytest.raises(UserError, match="a has 3 GPUs and the hostfile gives its processes 4"):
         on_host._child(order | {"name": "trainer", "gpus": (0, 4)}, {})
 
@@ -177,4 +181,27 @@ def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert is_here("::1") and is_here(socket.gethostname()) and not is_here("127.0.1.1")
     assert reach("127.0.0.1", {}) == ["sh"]
     assert reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
-    assert reach("203.0.113.7", {})[:3] == ["ssh", "-o", "BatchMode=yes"]
+    assert reach("203.0.113.7", {})[0] == "ssh" and "BatchMode=yes" in reach("203.0.113.7", {})
+
+
+def test_a_host_of_our_name_in_another_domain_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stands_for = {"node1": "192.0.2.9", "node1.a.org": "127.0.1.1", "node1.b.org": "192.0.2.9", "node2": "127.0.1.1"}
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, _: [(0, 0, 0, "", (stands_for[host], 0))])
+    assert list(filter(is_here, stands_for)) == ["node1", "node1.a.org"]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="apt-get install openssh-client")
+def test_what_ssh_is_told_for_people_does_not_come_between_our_processes(tmp_path: Path) -> None:
+    told = "RequestTTY force\nRemoteCommand tmux\nLocalForward 6006 localhost:6006\nExitOnForwardFailure yes\n"
+    (tmp_path / "config").write_text(told)
+    command = [*reach("203.0.113.7", {})[:-2], "-F", str(tmp_path / "config"), "-G", "203.0.113.7"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "requesttty false" in found and "clearallforwardings yes" in found and "tmux" not in found
+
+
+def test_a_run_folder_that_a_host_may_not_list_is_one_it_does_not_see(tmp_path: Path, monkeypatch: Any) -> None:
+    proof = tmp_path / ("x" * 300) / "x.json"  # an error of another kind than that nothing is there
+    monkeypatch.setattr(on_host, "select", SimpleNamespace(select=lambda *_: ([], [], [])))
+    with pytest.raises(UserError, match=f"a does not see {tmp_path}"):
+        on_host._require_shared({"host": "a", "proof": str(proof), "within_s": -1.0})
