@@ -129,6 +129,8 @@ def test_after_a_resume_the_best_becomes_final_if_an_evaluation_of_this_history_
     records = [record(0, 2), record(20, 5), record(40, 4)]
     assert not alone(config_for(tmp_path), records).commit_as_final(), "unless it is asked for"
     assert alone(config_for(tmp_path, load_best_model_at_end=True), records).commit_as_final() == becomes_final
+    (tmp_path / "best" / "commit.json").unlink()  # half deleted
+    assert not alone(config_for(tmp_path, load_best_model_at_end=True), records).commit_as_final()
 
 
 def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Path) -> None:

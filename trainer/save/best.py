@@ -86,7 +86,7 @@ class Best:
     def _is_of_this_history(self) -> bool:
         """These evaluations name best/: it is not of steps that a resumed run made again, or by another metric."""
         now = best_so_far(self.records, self.config.eval)
-        return self.folder.is_dir() and self._kept() == self._scored(now)
+        return (self.folder / COMMIT).is_file() and self._kept() == self._scored(now)
 
     def _scored(self, now: BestSoFar) -> dict[str, Any]:
         return {"policy_version": now.version, "metric": self._metric, "value": now.value}
