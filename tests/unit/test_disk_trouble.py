@@ -91,6 +91,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
     with ExitStack() as trouble:
         trouble.enter_context(TROUBLES[reason]())
         monkeypatch.setattr(disk, "report_progress", lambda _: trouble.close())  # room after the first attempt
+        monkeypatch.setattr(disk, "together", lambda *of: clock.append(clock.pop() + 1800) or together(*of))  # slow
         save(tmp_path / "checkpoints", 2)
     assert resumed_step(tmp_path) == 2
     waits = [line for line in capsys.readouterr().err.splitlines() if "step_000002 waits for the disk" in line]
@@ -129,12 +130,12 @@ def test_what_a_killed_process_left_of_a_folder_gets_into_no_other(tmp_path: Pat
     assert leftovers(tmp_path) == []
 
 
-def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
 def test_a_full_disk_is_locked_all_the_same(tmp_path: Path) -> None:
     with files_end_at(0), durable.lock(tmp_path / "lock", UserError):
         pass
 
 
+def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
     monkeypatch.setattr(disk, "interrupted", lambda: True)
     ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
 

@@ -9,6 +9,7 @@ waiting does not cure, such as a missing permission; they are raised as they are
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path
 
     Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
     """
-    started, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    since, pause_s = math.inf, _FIRST_PAUSE_S
     while True:
         try:
             return attempt()
@@ -97,7 +98,8 @@ def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path
             if ranks.rank == 0 and temporary is not None:
                 with may_stay("a part of it"):
                     durable.remove_dir(temporary)
-            if ranks.agree(time.monotonic() - started + pause_s > ranks.stall_timeout_s):
+            since = min(since, time.monotonic())  # a slow disk may have taken longer than that before it was full
+            if ranks.agree(time.monotonic() - since + pause_s > ranks.stall_timeout_s):
                 raise
             if ranks.rank == 0:
                 say(f"{what} waits for the disk: {error}; trying again in {pause_s} s")
