@@ -40,7 +40,8 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(tmp_path: Path) -> N
     assert set(re.findall(r"requirements\.txt|tools/locks/\w+\.lock", setup)) <= {
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")
     }
-    for words in (["-m", "launcher", "--known", "setup"], ["-m", "launcher.doctor", "--help"]):
+    ours = ["-c", "\n".join(re.findall("from (?:common|trainer).* import .*", (ROOT / "launch.sh").read_text()))]
+    for words in (["-m", "launcher", "--known", "setup"], ["-m", "launcher.doctor", "--help"], ours):
         done = subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
