@@ -70,6 +70,7 @@ class Agents(Episodes):
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
         elif not reply.is_read:
+            group.unread += reply in rollout.turns or reply in rollout.running
             rollout.turns.pop(reply, None)
             if rollout.running.pop(reply, None):
                 self._engine.abort({(key, (i, reply))})

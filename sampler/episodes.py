@@ -41,6 +41,7 @@ class Sampled:
     prompt: Prompt
     completions: Sequence[Completion]
     failures: tuple[str, ...] = ()  # why the environments of the other rollouts failed
+    unread: int = 0  # answers that agents did not wait for
 
 
 class SingleTurns:
@@ -91,6 +92,7 @@ class RunningGroup:
     running: dict[int, Any] = field(default_factory=dict)  # an Episode; of an agent its AgentRollout
     ended: dict[int, Any] = field(default_factory=dict)  # Played; of an agent its AgentRollout and Done
     failures: dict[int, str] = field(default_factory=dict)
+    unread: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +100,7 @@ class RunningGroup:
 
     def sampled(self) -> Sampled:
         completions = [self.ended[i] for i in sorted(self.ended)]
-        return Sampled(self.prompt, completions, tuple(self.failures[i] for i in sorted(self.failures)))
+        return Sampled(self.prompt, completions, tuple(self.failures[i] for i in sorted(self.failures)), self.unread)
 
 
 class Episodes:

@@ -215,6 +215,8 @@ class Sampler:
             if self.config.sampler.truncates:
                 self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in sampled.completions)
             self.stats["total/completion_tokens"] += sum(c.num_sampled for c in sampled.completions)
+            if sampled.unread:
+                self.stats["total/unread"] += sampled.unread
             failpoint("sampler.generated")
             if (reason := too_few(key, sampled, self.config)) is None:
                 submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)

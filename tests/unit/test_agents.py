@@ -400,6 +400,7 @@ def test_an_answer_that_its_agent_did_not_wait_for_does_not_train(tmp_path: Path
     model = Slow(lambda i, prompt: str(i))
     sampled = played(config(tmp_path, code, eval={"num_generations": len(GONE)}), model)
     assert [c.turns for c in sampled.completions] == list(GONE.values()) and sampled.failures == ()
+    assert sampled.unread == 6  # one each but of the last, and two of the one that tries again
     require_all_is_trained_once(sampled, model)
 
 

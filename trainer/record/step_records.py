@@ -19,6 +19,7 @@ SAMPLER_TOTALS = {
     "total/idle_s": "wait/sampler_s",
     "total/incomplete_support": "mismatch/support/incomplete_tokens",
     "total/in_flight_updates": "in_flight/updates",
+    "total/unread": "rollout/unread",
 }
 
 _SHOWN_GROUPS = 2  # of a step, in samples.jsonl
