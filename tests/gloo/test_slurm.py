@@ -40,7 +40,7 @@ def expected(trainers: Stack) -> dict[str, str]:
     return sha256_of_run(trainers.folder / "straight")
 
 
-PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
 
 
 # Some time before the walltime Slurm sends USR1, to the batch script alone.
@@ -78,6 +78,7 @@ def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_ne
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"{path}" in (p.info["cmdline"] or [])]
     assert subprocess.run(["flock", "-n", folder / "lock.trainer", "true"], check=False).returncode == 0
 
+    cluster("scancel", "--partition=high")  # what preempted it
     until(lambda: cluster("sinfo", "-h", "-p", "low", "-o", "%D %t") == "3 idle", 60)
     if state == "PENDING":
         time.sleep(2)  # of a start in the second of the end slurmd says "Job credential revoked"; Slurm waits minutes
