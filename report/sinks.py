@@ -1,30 +1,34 @@
 """Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, or a function of the user's.
 
 metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
-does not start, is the user's to fix, before any model is loaded. One that fails later is dropped with a line: a lost
-copy must not end a run. A resumed run goes on in the same place: sinks.json in the run folder keeps its name there.
-Samples are sent to somebody else's server only where run.log_completions says so. Left out: files.
+does not start, is the user's to fix, before any model is loaded. One that fails later or hangs is dropped with a
+line: a lost copy must not end a run. A resumed run goes on in the same place: sinks.json in the run folder keeps its
+name there. Samples are sent to somebody else's server only where run.log_completions says so. Left out: files.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.durable import write_file
 from common.errors import UserError
 from common.exits import say
 from common.functions import Contract
+from common.time_limits import WALL_TIME, within
+from common.watchdog import report_progress
 
 PROJECT = "tandem"
 _COLUMNS = ("step", "problem_index", "which", "prompt", "completion", "finish_reason", "reward")
 Write = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
+T = TypeVar("T")
 OWN = Contract("run.report_to", ("folder", "config"), (), "def sink(folder, config)")
 
 
@@ -53,15 +57,12 @@ class Sinks:
         names = tuple(report_to)
         require_packages(names)
         self._open: dict[str, tuple[Write, Close]] = {}
-        self._sends_samples = _config(folder).get("run", {}).get("log_completions", False)
+        config = _config(folder)
+        self._sends_samples = config.get("run", {}).get("log_completions", False)
+        self._patience_s = config.get("channel", {}).get("stall_timeout_s", 1800.0) / 6
         for name in names:
             try:
-                if name == "tensorboard":
-                    self._open[name] = _tensorboard(folder, last_step)
-                elif name == "wandb":
-                    self._open[name] = _wandb(folder, is_resumed)
-                else:
-                    self._open[name] = _own(name, folder)
+                self._open[name] = self._soon(functools.partial(_opened, name, folder, last_step, is_resumed))
             except UserError:
                 raise
             except Exception as error:
@@ -90,14 +91,29 @@ class Sinks:
         self._open.clear()
 
     def _guard(self, name: str, act: Close) -> None:
+        report_progress(f"writing to {name}")
         try:
-            act()
+            self._soon(act)
         except Exception as error:
             del self._open[name]
             say(
                 f"{name} failed ({type(error).__name__}: {error}) and gets nothing more from this process; "
                 "metrics.jsonl has everything"
             )
+
+    def _soon(self, act: Callable[[], T]) -> T:
+        """What `act` returns. Raises TimeoutError where that takes too long: no run waits for a copy."""
+        late = TimeoutError(f"no answer for {self._patience_s:g} s")
+        done = within(self._patience_s, act, late, WALL_TIME)
+        if isinstance(done, TimeoutError):
+            raise done
+        return done
+
+
+def _opened(name: str, folder: Path, last_step: int, is_resumed: bool) -> tuple[Write, Close]:
+    if name == "tensorboard":
+        return _tensorboard(folder, last_step)
+    return _wandb(folder, is_resumed) if name == "wandb" else _own(name, folder)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""math-verify under a time limit: what a text means as mathematics, and whether two texts mean the same.
+"""math-verify: what a text means as mathematics, and whether two texts mean the same.
 
-Completions are treated as hostile. A timer interrupts what takes too long, in the main thread, where reward functions
-run; elsewhere there is none, and rewards.timeout_s stands behind both. It counts this process' work and not the time:
-no verdict depends on what else the machine does.
+Completions are treated as hostile: who calls limits the time (common/time_limits.py), in the main thread, where reward
+functions run; rewards.timeout_s stands behind that.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ import importlib
 import logging
 import re
 import signal
-import threading
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-L = TypeVar("L")
-_TIMER, _RINGS = signal.ITIMER_PROF, signal.SIGPROF
-_AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
+from common.time_limits import AGAIN_S, CPU_TIME
+
 IN_LATEX = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le "}
     | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt ", "θ": r"\theta ", "∅": r"\emptyset "}
@@ -33,36 +28,10 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline ?\{(\d+)\}")
 _ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
 
 
-class _TooLong(BaseException):
-    """Not an Exception, which sympy catches."""
-
-
-def within(seconds: float, function: Callable[[], T], late: L) -> T | L:
-    """What the function returns, or `late` where that takes more than so much of the processor's time."""
-    if threading.current_thread() is not threading.main_thread():
-        return function()
-    waiting = True
-
-    def ring(*_: object) -> None:
-        if waiting:
-            raise _TooLong
-
-    before = signal.signal(_RINGS, ring)
-    try:
-        signal.setitimer(_TIMER, seconds, _AGAIN_S)
-        return function()
-    except _TooLong:
-        return late
-    finally:
-        waiting = False
-        signal.setitimer(_TIMER, 0)
-        signal.signal(_RINGS, before)
-
-
 @functools.cache
 def load(name: str) -> Any:
     """A module that not every run needs: half a second for sympy, in which no timer rings."""
-    left, _ = signal.setitimer(_TIMER, 0)
+    left, _ = signal.setitimer(CPU_TIME[0], 0)
     try:
         module = importlib.import_module(name)
         if name == "math_verify":
@@ -71,7 +40,7 @@ def load(name: str) -> Any:
         return module
     finally:
         if left:
-            signal.setitimer(_TIMER, left, _AGAIN_S)
+            signal.setitimer(CPU_TIME[0], left, AGAIN_S)
 
 
 @functools.lru_cache(1024)

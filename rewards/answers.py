@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from common.time_limits import within
 from rewards import text_of
-from rewards.algebra import mentions, within
+from rewards.algebra import mentions
 from rewards.gold import MAX_CHARS, golds, has_unit, is_expression, kind_of, same
 from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed

@@ -15,7 +15,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from rewards.algebra import IN_LATEX, expression, rational, same_mathematics, within
+from common.time_limits import within
+from rewards.algebra import IN_LATEX, expression, rational, same_mathematics
 from rewards.numbers import last_number, plain_number
 from rewards.reading import last_boxed
 from rewards.times import TIME, same_time

@@ -13,14 +13,13 @@ import importlib.util
 import json
 import logging
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.time_limits import within
 from environments.tools import Call, Calls
 
 # By name: what chat templates of this form contain, and what stands before and behind calls. Without an end the turn is
@@ -47,7 +46,7 @@ _THOUGHT = (
     r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z))"
 )
-_CPU_S = 2.0  # of one turn
+_CPU_S = 2.0  # of one turn: what a model repeats for ever takes some parsers the square of its length
 _OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # behind the mark of a call without an end; words follow a mere mention
 
 
@@ -89,11 +88,8 @@ class CallReader:
         """
         ids = ids[:-1] if ids and ids[-1] in self._special else ids
         whole = begun + self._tokenizer.decode(ids, skip_special_tokens=False)
-        try:
-            with _at_most(_CPU_S):
-                content, calls = self.read(whole, tools)
-        except _Late:
-            return text, [Call(problem="the calls cannot be read: the turn is too long")]
+        late = text, [Call(problem="the calls cannot be read: the turn is too long")]
+        content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
         for token in self._special.values():
             content = content if token in text else content.replace(token, "")
         names = [tool.get("function", tool)["name"] for tool in tools]
@@ -130,29 +126,6 @@ class CallReader:
         """Raises what vLLM's parser raises for a tokenizer without its tokens."""
         if self._parser not in (*_SHARED, "openai"):
             _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
-
-
-class _Late(BaseException):
-    """Not an Exception, which parsers catch."""
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Of CPU time, in the main thread: what a model repeats for ever takes some parsers the square of its length."""
-
-    def stop(*_: object) -> None:
-        raise _Late
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.lru_cache(maxsize=64)

@@ -143,6 +143,32 @@ def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path
     assert (first, step, values["reward"], last) == (("run", SETTINGS), 1, 0.5, "closed")
 
 
+# as a server that accepts and is silent, and a client that tries again whatever comes
+HANGS = {"silent": "time.sleep(60)", "stubborn": "[one() for _ in range(60)]"}
+
+
+@pytest.mark.parametrize("at", ["open", "write", "close"])
+@pytest.mark.parametrize("how", HANGS.values(), ids=HANGS)
+def test_a_sink_that_hangs_does_not_hold_up_the_run(how: str, at: str, tmp_path: Path, capsys) -> None:
+    lines = ["import time", "def one():", "    try: time.sleep(1)", "    except Exception: pass", f"def hang(): {how}"]
+    opened = "    hang()" if at == "open" else ""
+    write, close = ("hang()" if at == name else "None" for name in ("write", "close"))
+    lines += ["def sink(folder, config):", opened, f"    return lambda step, values: {write}, lambda: {close}"]
+    spec = own_sink(tmp_path, *lines)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"channel": {"stall_timeout_s": 3.0}}))
+    if at == "open":
+        with pytest.raises(UserError, match=r"does not start: TimeoutError: no answer for 0\.5 s"):
+            MetricsLog(tmp_path / "run", [spec])
+        return
+    log = MetricsLog(tmp_path / "run", [spec])
+    for step in (1, 2):
+        log.log(step, {"reward": 1.0})
+    log.close()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capsys.readouterr().err.count("failed (TimeoutError: no answer for 0.5 s)") == 1
+
+
 def test_a_sink_of_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run.report_to '.*mine.py:sink' wants 'key'; it gets folder, config"):
         MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(key): ...")])
