@@ -149,13 +149,18 @@ def end_in_time(launcher: str = "") -> None:
     import psutil  # here, for launch.sh comes by this file before anything is installed
 
     parent = psutil.Process().parent() if launcher else None
-    if launcher and (parent is None or launcher not in parent.cmdline()):
+    if launcher and (parent is None or launcher not in parent.cmdline() or _is_orphan(parent.pid, parent.ppid())):
         raise KeyboardInterrupt
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     above = parent.ppid if parent else os.getpid
     threading.Thread(target=_look_after_signals, args=(reader, above, above()), name="signals", daemon=True).start()
+
+
+def _is_orphan(pid: int, parent: int) -> bool:
+    """Whether who started it is gone, as far as that shows: one that leads no session has that of who started it."""
+    return os.getsid(pid) not in (pid, os.getsid(parent))
 
 
 def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) -> None:

@@ -102,8 +102,9 @@ def test_a_signal_ends_work_that_cannot_hear_it(before: str) -> None:
     assert run(f"import ctypes, subprocess; {start}; {deaf}; {before}{late}; lock(mutex)").returncode == 130
 
 
-def test_when_the_launcher_above_a_launcher_is_gone_its_ranks_end_in_order(tmp_path: Path) -> None:
-    """DeepSpeed's dies of a SIGTERM, and what it has started lives on."""
+@pytest.mark.parametrize("early", [False, True])
+def test_when_the_launcher_above_a_launcher_is_gone_its_ranks_end_in_order(tmp_path: Path, early: bool) -> None:
+    """DeepSpeed's dies of a SIGTERM, and what it has started lives on. early: before its ranks look after it."""
     rank = HEAD + (  # as a rank of the trainer
         "def main():\n    exits.end_in_time('launch.py'); exits.defer_interrupts('after this step')\n"
         "    print('up', flush=True)\n"
@@ -112,16 +113,18 @@ def test_when_the_launcher_above_a_launcher_is_gone_its_ranks_end_in_order(tmp_p
     )
     (tmp_path / "rank.py").write_text(rank)
     (tmp_path / "launch.py").write_text(
-        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'rank.py']))"
+        f"import os, subprocess, sys, time; parent = os.getppid(); {early} and os.kill(parent, 9)\n"
+        f"while {early} and os.getppid() == parent: time.sleep(0.01)\n"
+        "sys.exit(subprocess.call([sys.executable, 'rank.py']))"
     )
     above = "import subprocess, sys; subprocess.call([sys.executable, 'launch.py'])"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", above], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "up\n"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", above], cwd=tmp_path, env=env, **pipes) as process:
+        assert process.stdout.readline() == ("" if early else "up\n")
         process.kill()
-        assert process.stderr.read() == "tandem: after this step\ntandem: trainer: interrupted\n"  # until both are gone
+        said = "tandem: trainer: interrupted\n"
+        assert process.stderr.read() == (said if early else f"tandem: after this step\n{said}")  # until both are gone
 
 
 def test_sigusr1_shows_the_stacks_and_the_process_goes_on() -> None:
