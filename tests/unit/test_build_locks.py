@@ -71,6 +71,18 @@ def test_torchs_own_lock_that_somebody_left_holds_nobody_up(tmp_path: Path) -> N
     assert [one.wait(limit(60)) for one in both] == [0, 0]
 
 
+@pytest.mark.skipif(not BUILT.is_dir(), reason="DeepSpeed's op for CPUs is not built here")
+def test_an_environment_that_is_reached_by_another_path_compiles_nothing_anew(tmp_path: Path) -> None:
+    shutil.copytree(BUILT, tmp_path / BUILT.name)
+    (tmp_path / "linked").symlink_to(sys.prefix)
+    builds = []
+    for python in (sys.executable, tmp_path / "linked/bin/python"):
+        environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+        subprocess.run([python, "-c", LOAD], cwd=ROOT, env=environment, check=True, timeout=limit(60))
+        builds.append((tmp_path / BUILT.name / ".ninja_log").read_text())
+    assert builds[0] == builds[1]
+
+
 def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

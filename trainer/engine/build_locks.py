@@ -46,11 +46,15 @@ class KernelLock:
 
 def guard_ops() -> None:
     """Before the first op is loaded."""
+    from deepspeed.ops.op_builder import builder
     from torch.utils import cpp_extension
 
     cpp_extension.FileBaton = KernelLock  # type: ignore[assignment, misc]
+    # One path for an environment that links lead to, too: another one in its commands, and torch compiles all anew.
+    builder.__file__ = os.path.realpath(builder.__file__)
+    cpp_extension._TORCH_PATH = os.path.realpath(cpp_extension._TORCH_PATH)
     if os.path.isdir(cpp_extension.TORCH_LIB_PATH):  # not quoted yet: torch quotes all paths of a command but this one
-        cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+        cpp_extension.TORCH_LIB_PATH = shlex.quote(os.path.realpath(cpp_extension.TORCH_LIB_PATH))
 
 
 def require_folder() -> None:
