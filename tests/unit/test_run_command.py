@@ -184,9 +184,10 @@ def test_a_container_that_is_too_small_ends_the_start_before_anything_is_loaded(
 
 
 def test_what_is_left_in_a_temporary_folder_is_found_whatever_its_name(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "pbs.12[3].server"))
     given = config(tmp_path / "run")
-    command = Commands(tmp_path / "c.yaml", (), given, placement(given, (), (0, 1)))
-    (scratch := address.private_dir(given.run.output_dir)).joinpath("inbox").touch()
-    remove(command.trainer().scratch)
-    assert not scratch.exists()
+    with tempfile.TemporaryDirectory(suffix="[3].server") as folder:  # as of an array of PBS
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        command = Commands(tmp_path / "c.yaml", (), given, placement(given, (), (0, 1)))
+        (scratch := address.private_dir(given.run.output_dir)).joinpath("inbox").touch()
+        remove(command.trainer().scratch)
+        assert not scratch.exists()
