@@ -1,6 +1,7 @@
 """The engine as the sampler starts it, for one model of each kind: what it samples has transformers' log-probs."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+@pytest.fixture
+def unchanged() -> Iterator[Any]:
+    """What vLLM's Transformers back end does to a class of transformers is undone, for this process goes on."""
+    before: list[tuple[type, str, Any]] = []
+    yield lambda cls: before.extend((cls, name, getattr(cls, name)) for name in ("__bases__", "__init__", "__call__"))
+    for one in before:
+        setattr(*one)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_an_engine_samples_has_the_log_probs_of_transformers(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchanged: Any, figure: Any
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -44,8 +54,7 @@ def test_what_an_engine_samples_has_the_log_probs_of_transformers(
     folder = save_kind(family, tmp_path / family)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    for name in ("__bases__", "__init__", "__call__"):  # vLLM's Transformers back end changes the class itself
-        monkeypatch.setattr(type(model.base_model), name, getattr(type(model.base_model), name))
+    unchanged(type(model.base_model))
     sampler = {"num_generations": 4, "max_completion_length": 64, "ignore_eos": True}
     config = config_of({"path": str(folder), "dtype": "float32"}, {"max_prompt_length": 96}, sampler=sampler)
     engine = kept(Engine(config, num_gpus=0))
