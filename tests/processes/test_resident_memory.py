@@ -96,7 +96,8 @@ def sample(folder: str) -> None:
             engine.step()
 
     # the first ones fill oneDNN's cache of 256 kernels (SAMPLERS_MEMORY), of which each number of tokens takes some
-    growth(wave, range(256, 769, 8), off_grid(256, 768, 8, 80))
+    others = off_grid(256, 768, 8, 240)
+    growth(wave, [*range(256, 769, 8), *others[:160]], others[160:])
 
 
 def replace_heads() -> None:
