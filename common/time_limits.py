@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 L = TypeVar("L")
 CPU_TIME = signal.ITIMER_PROF, signal.SIGPROF  # of this process: no verdict depends on what else the machine does
 WALL_TIME = signal.ITIMER_REAL, signal.SIGALRM
-AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
+_AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
 
 
 class _TooLong(BaseException):
@@ -34,7 +35,7 @@ def within(seconds: float, function: Callable[[], T], late: L, clock: tuple[int,
 
     before, left = signal.signal(rings, ring), signal.getitimer(timer)
     try:
-        signal.setitimer(timer, seconds, AGAIN_S)
+        signal.setitimer(timer, seconds, _AGAIN_S)
         return function()
     except _TooLong:
         return late
@@ -43,3 +44,14 @@ def within(seconds: float, function: Callable[[], T], late: L, clock: tuple[int,
         signal.setitimer(timer, 0)
         signal.signal(rings, before)
         signal.setitimer(timer, *left)
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Inside, a limit of CPU_TIME that is running stands still."""
+    left, _ = signal.setitimer(CPU_TIME[0], 0)
+    try:
+        yield
+    finally:
+        if left:
+            signal.setitimer(CPU_TIME[0], left, _AGAIN_S)

@@ -10,11 +10,10 @@ import functools
 import importlib
 import logging
 import re
-import signal
 from fractions import Fraction
 from typing import Any
 
-from common.time_limits import AGAIN_S, CPU_TIME
+from common.time_limits import unlimited
 
 IN_LATEX = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le "}
@@ -31,16 +30,12 @@ _ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
 @functools.cache
 def load(name: str) -> Any:
     """A module that not every run needs: half a second for sympy, in which no timer rings."""
-    left, _ = signal.setitimer(CPU_TIME[0], 0)
-    try:
+    with unlimited():
         module = importlib.import_module(name)
         if name == "math_verify":
             logging.getLogger(name).setLevel(logging.ERROR)  # it warns of being without a timer of its own
             module.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the first one builds tables
         return module
-    finally:
-        if left:
-            signal.setitimer(CPU_TIME[0], left, AGAIN_S)
 
 
 @functools.lru_cache(1024)

@@ -70,10 +70,9 @@ class Agents(Episodes):
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
         elif not reply.is_read:
-            group.unread += reply in rollout.turns or reply in rollout.running
-            rollout.turns.pop(reply, None)
-            if rollout.running.pop(reply, None):
+            if was_running := rollout.running.pop(reply, None) is not None:
                 self._engine.abort({(key, (i, reply))})
+            group.unread += was_running or rollout.turns.pop(reply, None) is not None
 
     def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
         """All that it asked has been read, or not."""
