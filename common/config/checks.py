@@ -131,7 +131,7 @@ def _sources(config: Settings) -> Iterator[str]:
 
 
 def _rollouts(config: Settings) -> Iterator[str]:
-    given, count = config.rollout, config.sampler.num_generations
+    given = config.rollout
     rewarded = "environment" in config.rewards.reward_funcs
     if not given.is_multi_turn:
         if changed := [name for name in Rollouts.model_fields if given.changes(name)]:
@@ -146,8 +146,9 @@ def _rollouts(config: Settings) -> Iterator[str]:
         yield f"rollout.agent asks with text alone; remove data.image_key {config.data.image_key!r}"
     if given.tools and rewarded:
         yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
-    if count > MAX_ENVIRONMENTS:  # the rollouts of a group begin together
-        yield f"at most {MAX_ENVIRONMENTS} environments run at once; set sampler.num_generations={MAX_ENVIRONMENTS}"
+    for section in ("sampler", "eval"):  # the rollouts of a prompt begin together: one without a place waits for ever
+        if given.agent is None and getattr(config, section).num_generations > MAX_ENVIRONMENTS:  # agents begin alone
+            yield f"at most {(n := MAX_ENVIRONMENTS)} environments run at once; set {section}.num_generations={n}"
 
 
 def _batches(config: Settings) -> Iterator[str]:

@@ -243,6 +243,7 @@ REFUSED = {
         "rewards.reward_funcs=[environment]": "reward 'environment' needs one",
         "rollout.tools=[a.py:f] rewards.reward_funcs=[environment]": "rollout.tools give no reward",
         "rollout.tools=[a.py:f] sampler.num_generations=257": "set sampler.num_generations=256",
+        "rollout.tools=[a.py:f] eval.num_generations=257 eval.temperature=1": "set eval.num_generations=256",
         "rewards.reward_weights=[1.0]": "1 numbers for 2 reward_funcs; write [1.0, 1.0]",
         "rewards.reward_funcs=[]": "no reward counts, and there is no teacher",
         "rewards.reward_funcs=[answer,mine.py:answer]": "two functions named 'answer'",
