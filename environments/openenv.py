@@ -49,4 +49,5 @@ class OpenEnv:
 
     def _text(self, result: dict[str, Any]) -> str:
         seen = result["observation"]
-        return str(seen[self._observation]) if self._observation else json.dumps(seen, ensure_ascii=False)
+        seen = seen[self._observation] if self._observation else seen
+        return "" if seen is None else seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)

@@ -55,3 +55,12 @@ def test_each_rollout_is_a_session_and_its_rewards_are_the_turns(address: Any) -
     assert again.step("1") == ('{"text": "Higher.", "left": 2}', -0.1)
     with pytest.raises(RuntimeError, match="no number"):
         again.step("?")
+
+
+def test_where_the_environment_says_nothing_the_prompt_is_the_row_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{"text": None}, {"text": None}, {"text": ["a", {"b": None}]}])
+    one = OpenEnv("ws://nowhere", "number", "text")
+    monkeypatch.setattr("environments.openenv.connect", lambda url: None)
+    monkeypatch.setattr(one, "_asked", lambda *_: {"observation": next(seen), "reward": 0.5, "done": False})
+    assert one.reset() is None and one.step("1") == ("", 0.5)
+    assert one.step("2") == ('["a", {"b": null}]', 0.5)
