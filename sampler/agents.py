@@ -158,10 +158,10 @@ class Agents(Episodes):
         """The prompt is what the first requests of all begin with: the same, unless agents make another each time."""
         if not group.ended:
             return group.sampled()
-        ended, limit = group.ended, group.params.max_tokens
+        ended, limit, longest = group.ended, group.params.max_tokens, self._config.data.max_prompt_length
         [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in ended.values()).most_common(1)
         firsts = [rollout.first for rollout, _ in ended.values() if rollout.first[0] == begin]
-        prompt_ids = firsts[0][: min(shared(firsts[0], first) for first in firsts)]
+        prompt_ids = firsts[0][: min(longest, *(shared(firsts[0], first) for first in firsts))]
         for i, (rollout, done) in sorted(ended.items()):
             ended[i] = played(rollout, done, prompt_ids)
             if rollout.first[0] != begin:

@@ -251,7 +251,7 @@ async def solve(question, base_url, **row):
     return 1.0
 """
 
-    class Slow(Model):
+    class Slow(Model):  # it has no end of an answer to what is slow
         def step(self) -> list[tuple[Any, list[Completion]]]:
             for _, params in self._running.values():
                 ids = tokenizer()("one 😀 tool_call", add_special_tokens=False)["input_ids"]
@@ -381,26 +381,41 @@ GONE = {  # what the agent does with its second request, and how many turns of i
 }
 
 
+class Slow(Model):
+    def step(self) -> list[tuple[Any, list[Completion]]]:
+        slow = {k: v for k, v in self._running.items() if "slow" in tokenizer().decode(v[0])}
+        for key, (_, params) in slow.items():
+            del self._running[key]
+            (params.hears or len)(tokenizer()("Hm").input_ids)
+        out = super().step()
+        self._running |= slow
+        return out
+
+
 def test_an_answer_that_its_agent_did_not_wait_for_does_not_train(tmp_path: Path) -> None:
     code = "\nSLOW = [{'role': 'user', 'content': 'slow'}]\nasync def solve(question, **row):\n"
     code += "    i, text = 0, await said(question)\n    try:\n"
     code += "".join(f"        if text == '{i}': {how}\n" for i, how in enumerate(GONE))
     code += "    except Exception: pass\n    return 1.0"
 
-    class Slow(Model):
-        def step(self) -> list[tuple[Any, list[Completion]]]:
-            slow = {k: v for k, v in self._running.items() if "slow" in tokenizer().decode(v[0])}
-            for key, (_, params) in slow.items():
-                del self._running[key]
-                (params.hears or len)(tokenizer()("Hm").input_ids)
-            out = super().step()
-            self._running |= slow
-            return out
-
     model = Slow(lambda i, prompt: str(i))
     sampled = played(config(tmp_path, code, eval={"num_generations": len(GONE)}), model)
     assert [c.turns for c in sampled.completions] == list(GONE.values()) and sampled.failures == ()
     assert sampled.unread == 6  # one each but of the last, and two of the one that tries again
+    require_all_is_trained_once(sampled, model)
+
+
+def test_a_prompt_is_no_longer_than_prompts_may_be_though_the_first_request_was_left_unread(tmp_path: Path) -> None:
+    code = """
+async def solve(question, **row):
+    first = asyncio.ensure_future(said("slow"))
+    await asyncio.sleep(0.2)
+    await said("7" * 800)
+    return 1.0
+"""
+    sampled = played(given := config(tmp_path, code), model := Slow(lambda i, prompt: "fine"))
+    assert sampled.failures == () and len(model.turns[0][1]) > given.data.max_prompt_length
+    assert len(sampled.prompt.token_ids) == given.data.max_prompt_length, "the trainer refuses a longer one"
     require_all_is_trained_once(sampled, model)
 
 
