@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -92,22 +93,28 @@ def _run(config: Config, sampler_id: str) -> None:
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
         parts_of(config, problems)
         parts_of(config, held_out, "eval")
-        columns = [name for name in problems[0].columns if not held_out or name in held_out[0].columns]
+        rows = {of: [[p for p in some if p.source == of] for some in (problems, held_out)] for of in config.of_sources}
+        columns = {  # a source need not be held out
+            of: [name for name in (own or theirs)[0].columns if not theirs or name in theirs[0].columns]
+            for of, (own, theirs) in rows.items()
+        }
+        wanted = [columns[of] for of, one in config.of_sources.items() if one.rewards.names == config.rewards.names]
+        offered = [name for name in dict.fromkeys(chain(*columns.values())) if all(name in own for own in wanted)]
         steps, image_key = config.trainer.max_steps, config.data.image_key
-        pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
+        pool = stack.enter_context(RewardPool(config.rewards, offered, steps, image_key))
         each = {}
         for label, settings in config.of_sources.items():
-            own, theirs = ([p for p in rows if p.source == label] for rows in (problems, held_out))
+            own, theirs = rows[label]
             each[label] = judged("data.train", own, settings), judged("data.eval", theirs, settings)
-            for rows in filter(None, each[label]):
-                try_rewards(pool, rows, settings)
+            for some in filter(None, each[label]):
+                try_rewards(pool, some, settings)
         with said_once(f"the tokenizer of {config.model.path} does not load"):
             tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
         multi_turns, train, others = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
         for label, (own, theirs) in each.items():
             settings, [first, *_] = config.of_source(label), [*own, *theirs]
-            multi_turns[label] = multi_turn = stack.enter_context(opened(settings, tokenizer, first, columns))
+            multi_turns[label] = multi_turn = stack.enter_context(opened(settings, tokenizer, first, columns[label]))
             tools = multi_turn.pool.tools if multi_turn else None
             train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
             others[label] = prompts_of("data.eval", theirs, tokenizer, settings, tools)

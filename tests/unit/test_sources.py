@@ -1,5 +1,6 @@
 """Several data sets in one run: who asks which problem, by which settings, scored by what."""
 
+import contextlib
 import json
 from collections import Counter
 from fractions import Fraction
@@ -20,13 +21,14 @@ from common.types import Group, Problem, Prompt, Rollout, Tombstone
 from common.wire import Envelope, decode, encode
 from report.main import by_source as lines_by_source
 from rewards.pool import RewardPool
+from sampler import start
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import by_source, load_data, mixed_index, permutation, problem_index
 from sampler.mixed_turns import MixedTurns, turns_of
 from sampler.task import parts_of
 from tests.support.configs import config_of
 from tests.unit.test_episodes import Engine
-from trainer.record.stats import source_metrics
+from trainer.record.stats import rollout_metrics, source_metrics, turn_metrics
 
 TWO = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "name": "games", "weight": 1}]
 
@@ -168,6 +170,31 @@ def test_functions_that_do_not_score_a_source_are_not_called(tmp_path: Path) -> 
     [(by_name, total)] = scores  # type: ignore[misc]
     assert list(by_name) == ["answer", "fails"] and (by_name["answer"], total) == (1.0, 1.0)
     assert np.isnan(by_name["fails"])
+
+
+def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("def near(completions, level, **rest):\n    return [1.0 for _ in completions]\n")
+    math = write(tmp_path / "math.jsonl", [{"question": "2+2?", "answer": "4"}])
+    games = write(tmp_path / "games.jsonl", [{"question": "Guess.", "answer": "7", "level": 2}])
+    train: list[dict[str, Any]] = [{"path": math, "rewards": ["answer"]}, {"path": games, "rewards": ["near"]}]
+    rewards = {"reward_funcs": ["answer", f"{tmp_path}/own.py:near"]}
+    seen: dict[str, list[str]] = {}
+
+    def opened(config: Config, tokenizer: Any, problem: Problem, columns: list[str]) -> Any:
+        seen[problem.source] = columns
+        if len(seen) == 2:
+            raise LookupError("enough")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(start, "opened", opened)
+    for name in ("load_tokenizer", "require_downloaded", "prompts_of"):
+        monkeypatch.setattr(start, name, lambda *_: None)
+    with pytest.raises(LookupError, match="enough"):
+        start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
+    assert seen == {"math": ["question", "answer"], "games": ["question", "answer", "level"]}
+    train[0].pop("rewards")  # now `near` scores what is held out, too
+    with pytest.raises(UserError, match=r"reward near wants .level.; the data set gives question, answer"):
+        start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
 
 
 # ---- one engine for all
