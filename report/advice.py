@@ -67,9 +67,9 @@ THRESHOLDS = {
         fmean,
         0.5,
         lambda config, cut: (
-            f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {config.rollout.max_turns}: the "
+            f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {config.max_turns}: the "
             f"model calls in a loop, or the task needs more turns. See {_samples(config, 'worst')}; if it was about "
-            f"to finish set rollout.max_turns={2 * config.rollout.max_turns}, if not reward only what ends with an "
+            f"to finish set rollout.max_turns={2 * config.max_turns}, if not reward only what ends with an "
             "answer"
         ),
     ),

@@ -39,6 +39,7 @@ def final_summary(output_dir: Path) -> str:
 def by_source(rows: Records) -> list[str]:
     """ "source math: reward 0.31 → 0.62, length 24 → 20; of 96 groups 71 % had an advantage", from its first step on"""
     lines = []
+    rows = [row for row in rows if not row.get("iteration")]  # later passes train the same groups again
     for name in sorted({key.split("/")[1] for row in rows for key in row if key.startswith("sources/")}):
         groups, kept, reward, length = (
             [row[f"sources/{name}/{what}"] for row in rows if f"sources/{name}/{what}" in row]

@@ -271,8 +271,29 @@ def test_metrics_of_each_source() -> None:
     assert Counter(name.split("/")[1] for name in found) == {"a": 4, "games": 4}
 
 
+def test_what_holds_for_a_source_counts_its_rows() -> None:
+    tools = {"tools": ["t.py:f"], "max_turns": 2}
+    train = [{"path": "a.jsonl", "rewards": ["answer"], "rollout": tools}, {"path": "b.jsonl", "rewards": ["format"]}]
+    given = config(train, rollout=tools | {"max_turns": 8})
+    ids, zeros = np.array([7, 8], np.int32), np.zeros(2, np.float32)
+
+    def group(group_id: int, source: str, answer: float, layout: float) -> Group:
+        one = Rollout(ids, zeros, None, {"answer": answer, "format": layout}, 1.0, "length", turns=2)
+        return Group(group_id, 0, 0, ids, (one, one), source=source)
+
+    groups = [group(0, "a", 1.0, np.nan), group(1, "b", np.nan, 1.0)]
+    assert turn_metrics(groups, given)["rollout/max_turns_ratio"] == 0.5
+    scoring = lambda source: given.of_source(source).rewards.names  # noqa: E731
+    found = rollout_metrics(groups, 0, lambda _: 1.0, scoring)
+    assert found["rewards/answer/mean"] == found["rewards/format/mean"] == 1.0
+    assert not [name for name in found if name.endswith("/none")], "no function was asked and did not answer"
+    found = rollout_metrics([group(0, "a", np.nan, np.nan), *groups], 0, lambda _: 1.0, scoring)
+    assert {name: value for name, value in found.items() if name.endswith("/none")} == {"rewards/answer/none": 0.5}
+
+
 def test_the_report_has_a_line_for_each_source() -> None:
     step = {"sources/a/groups": 3.0, "sources/a/kept": 2.0, "sources/a/reward": 0.25, "sources/a/mean_length": 9.0}
     rows = [step, {"reward": 1.0}, step | {"sources/a/kept": 1.0, "sources/a/reward": 0.5}]
+    rows.append(rows[-1] | {"iteration": 1.0})  # the same groups again
     said = "source a: reward 0.25 → 0.50, length 9 → 9; of 6 groups 50% had an advantage"
     assert lines_by_source(rows) == [said]

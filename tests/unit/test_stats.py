@@ -63,11 +63,14 @@ def in_two_turns(**changes: Any) -> Rollout:
     return dataclasses.replace(rollout(8, 1.0, 1.0), **known | changes)
 
 
+TURNS = config_of(rollout={"tools": ["t.py:f"], "max_turns": 4})
+
+
 def test_turn_metrics_by_hand() -> None:
     looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
     ended = in_two_turns(turns=4, forks=((3, 2),))
     turned = group(0, 3, 4, in_two_turns(), looped, ended, rollout(3, 1.0, 1.0))
-    assert turn_metrics([dataclasses.replace(turned, failures=("timed out",)), TOMBSTONE], max_turns=4) == {
+    assert turn_metrics([dataclasses.replace(turned, failures=("timed out",)), TOMBSTONE], TURNS) == {
         "rollout/failures": 1.0,
         "rollout/turns": (2 + 4 + 4 + 1) / 4,
         "rollout/max_turns_ratio": 0.25,
@@ -120,7 +123,7 @@ def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
 
 def test_a_batch_of_tombstones_alone_has_what_can_be_known() -> None:
     assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, full_mark) == {"tombstones": 2.0}
-    assert turn_metrics([TOMBSTONE], max_turns=4) == {"rollout/failures": 0.0}
+    assert turn_metrics([TOMBSTONE], TURNS) == {"rollout/failures": 0.0}
 
 
 def test_token_metrics_by_hand() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
+Scoring = Callable[[str], Collection[str]]  # source -> the functions that score its rows
 
 
-def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark, scoring: Scoring | None = None
+) -> dict[str, float]:
     """What the sampler did: rewards, lengths, dead groups, staleness. Means over completions unless named otherwise."""
     alive = [g for g in groups if isinstance(g, Group)]
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
@@ -40,8 +43,9 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, fu
         "completion_tokens": float(lengths.sum()),
     }
     for name in rollouts[0].rewards:
-        scores = np.array([r.rewards[name] for r in rollouts])
-        none, scores = np.isnan(scores).mean(), scores[~np.isnan(scores)]
+        asked = [g for g in alive if scoring is None or name in scoring(g.source)]
+        scores = np.array([r.rewards[name] for g in asked for r in g.rollouts])
+        none, scores = np.isnan(scores).sum() / max(1, len(scores)), scores[~np.isnan(scores)]
         if none:
             metrics[f"rewards/{name}/none"] = float(none)
         if len(scores):
@@ -66,18 +70,19 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
     return metrics
 
 
-def turn_metrics(groups: Sequence[Group | Tombstone], max_turns: int) -> dict[str, float]:
+def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
     """What rollouts did in their environments. Means over rollouts, those that failed left out, unless named otherwise.
 
-    A rollout that ended because max_turns was reached counts in max_turns_ratio: it was cut off within its task.
+    A rollout that ended because its max_turns was reached counts in max_turns_ratio: it was cut off within its task.
     """
     alive = [g for g in groups if isinstance(g, Group)]
     metrics = {"rollout/failures": float(sum(len(g.failures) for g in alive))}
     if rollouts := [r for g in alive for r in g.rollouts]:
+        most = [config.of_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
         metrics |= {
             "rollout/turns": float(np.mean([r.turns for r in rollouts])),
             "rollout/max_turns_ratio": float(
-                np.mean([r.turns >= max_turns and r.finish_reason == "length" for r in rollouts])
+                np.mean([r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, most, strict=True)])
             ),
             "rollout/tool_calls": float(np.mean([r.tool_calls for r in rollouts])),
             "rollout/tool_errors": float(np.mean([r.tool_errors for r in rollouts])),

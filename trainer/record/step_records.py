@@ -60,10 +60,12 @@ class StepRecords:
     ) -> dict[str, float]:
         """What the step trained on and what came of it. version: of the policy before it."""
         step, groups, algorithm = trained.step, trained.groups, self._config.algorithm
-        values = stats.rollout_metrics(groups, version, self._config.rewards.full_mark)
+        config = self._config
+        scoring = lambda source: config.of_source(source).rewards.names  # noqa: E731
+        values = stats.rollout_metrics(groups, version, config.rewards.full_mark, scoring)
         values |= stats.source_metrics(groups, self._config)
         if self._config.max_turns:
-            values |= stats.turn_metrics(groups, self._config.max_turns)
+            values |= stats.turn_metrics(groups, config)
         if self._config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
         values |= stats.shaping_metrics(groups, self._config) | trained.dead_group_metrics
