@@ -88,6 +88,12 @@ def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: P
     assert back(config, run="another") == []
     assert back(changed(config, trainer={"save_steps": 0})) == []
     assert back(config) == [20, 21]
+    agent = changed(config, rollout={"agent": ["node", str(tmp_path / "agent.js")]})
+    (tmp_path / "agent.js").write_text("old")
+    live(agent, *FIRST)
+    (tmp_path / "agent.js").write_text("new")
+    assert begun(live(agent), "10a") == []
+    live(config, *FIRST)
     (tmp_path / "mine_ü.py").write_text("def f(completions): return [0.0] * len(completions)")
     assert begun(live(config), "10a") == []
 

@@ -123,6 +123,6 @@ def _version(path: Path) -> int:
 def _maker(config: Config, run_id: str) -> str:
     """A digest of the run, of all settings that decide what is sampled, and of the files that they name."""
     settings = json.dumps(config.model_dump(mode="json", exclude=_NOT_SAMPLING), sort_keys=True, ensure_ascii=False)
-    files = [Path(name).expanduser() for name in re.findall(r'"([^":]+\.(?:py|jinja|md|txt))[":]', settings)]
+    files = [Path(name).expanduser() for name in re.findall(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]', settings)]
     contents = [path.read_text(errors="replace") for path in files if path.is_file()]
     return hashlib.sha256("\0".join([run_id, settings, *contents]).encode()).hexdigest()[:16]
