@@ -34,6 +34,8 @@ class OpenEnv:
 
     def step(self, completion: str) -> Any:
         result = self._asked("step", {self._action: completion})
+        if "errors" in result:
+            return json.dumps({"error": result["errors"][0]["msg"]}, ensure_ascii=False)
         text, reward = self._text(result), result.get("reward")
         return Done(float(reward or 0.0), [{"role": "user", "content": text}]) if result["done"] else (text, reward)
 
@@ -43,7 +45,9 @@ class OpenEnv:
     def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
-        if answer["type"] == "error":
+        errors = answer["data"].get("errors")  # of what the model wrote, if all are of this field
+        is_its_own = errors and all(e["loc"][:1] == [self._action] and e["type"] != "extra_forbidden" for e in errors)
+        if answer["type"] == "error" and not is_its_own:
             raise RuntimeError(f"the OpenEnv server refuses {kind} {data}: {answer['data']}")
         return dict(answer["data"])
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,3 +65,17 @@ def test_where_the_environment_says_nothing_the_prompt_is_the_row_s_own(monkeypa
     monkeypatch.setattr(one, "_asked", lambda *_: {"observation": next(seen), "reward": 0.5, "done": False})
     assert one.reset() is None and one.step("1") == ("", 0.5)
     assert one.step("2") == ('["a", {"b": null}]', 0.5)
+
+
+def test_what_the_type_of_an_action_refuses_the_model_is_told_and_a_field_that_is_none_fails_the_rollout() -> None:
+    def refused(kind: str, field: str) -> str:
+        errors = [{"type": kind, "loc": [field], "msg": "Input should be a valid integer"}]
+        return json.dumps({"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": errors}})
+
+    one: Any = OpenEnv("ws://nowhere", "number", "text")
+    told = iter([refused("int_parsing", "number"), refused("extra_forbidden", "number"), refused("missing", "count")])
+    one._socket = SimpleNamespace(send=len, recv=lambda: next(told))
+    assert one.step("left") == '{"error": "Input should be a valid integer"}'
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refuses step"):
+            one.step("left")
