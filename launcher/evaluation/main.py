@@ -75,7 +75,8 @@ def run(config: Config, target: Target) -> None:
     columns, multi_turns, parts = rows[0].columns, dict[str, Any](), dict[str, Any]()
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
-        pool = stack.enter_context(RewardPool(config.rewards, columns, steps, image_key))
+        every = any(one.rewards.names == config.rewards.names for one, _ in each)  # else some need not fit these rows
+        pool = stack.enter_context(RewardPool(config.rewards, columns if every else None, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         for settings, own in each:
             multi_turn = stack.enter_context(opened(settings, tokenizer, own[0], columns))
