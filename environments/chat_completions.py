@@ -150,7 +150,8 @@ def chunk(head: Mapping[str, Any], delta: Mapping[str, Any], end: str | None = N
 def end_of_stream(head: Mapping[str, Any], said: Said, told: str, options: Mapping[str, Any]) -> bytes:
     """What of the answer was not told before, why it ended, and what was used if that is asked."""
     message = _message(said)
-    rest = {"content": message["content"][len(told) :]}
+    rest = {name: value for name, value in message.items() if name != "role"}
+    rest["content"] = message["content"][len(told) :]
     if calls := message.get("tool_calls"):
         rest["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     usage = _event(head, choices=[], usage=said.usage) if options.get("include_usage") else b""

@@ -95,7 +95,7 @@ def _marked(value: Any, mark: str, key: str = "") -> Any:
 def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int) -> Way:
     """The first in which the template shows the marks of all messages behind the history. UserError: none does."""
     messages, lost_by = json.loads(shape), dict[Way, list[str]]()
-    ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=3)]
+    ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=4)]
     for way in ways:
         try:
             text = _write(tokenizer, read_template(path), map(way, messages), json.loads(told))
@@ -117,7 +117,9 @@ def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int)
 
 def _said(choice: Sequence[bool], message: Message) -> Message:
     """One of the ways in which templates take a message."""
-    (in_parts, calls_in_json, calls_alone), made = choice, dict(message)
+    (without_thought, in_parts, calls_in_json, calls_alone), made = choice, dict(message)
+    if thought := made.pop("reasoning_content", None):  # gpt-oss shows no words beside it and a call
+        made |= {} if without_thought else dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if calls := made.get("tool_calls"):
         made["content"] = made["content"] or None if calls_alone else made["content"]
         made["tool_calls"] = [_in_json(call) for call in calls] if calls_in_json else calls

@@ -176,7 +176,7 @@ class Episodes:
         text = begun + self._decode([ids])[0]
         group.running[i] = group.running[i].sampled(completion, text)
         if ended:
-            self._pool.step((key, i), text, template.read_calls(text, begun, ids, template.tools))
+            self._pool.step((key, i), text, template.calls(text, begun, ids))
         else:
             self._pool.finish((key, i))
 

@@ -24,7 +24,7 @@ from sampler.episodes import Episodes
 from sampler.messages import as_messages
 from sampler.prompts import begun_in
 from sampler.task import Decode
-from sampler.tool_calls import CallReader, parser_of
+from sampler.tool_calls import PART_MARKS, CallReader, parser_of
 from sampler.turns import REMEDY, TurnTemplate
 
 if TYPE_CHECKING:
@@ -52,20 +52,21 @@ class MultiTurn:
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
         role = "tool" if pool.tools else "user"
         template = TurnTemplate.of(rendered, tokenize, asked, [role])
-        if template.rewrites:
-            _say_or_refuse(template.rewrites, template.opening(asked, role), tokenizer, config)
+        parser = ""
         if pool.tools:
             source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))
-            reader = CallReader(tokenizer, parser_of(source, config.rollout.tool_parser))
-            template = replace(template, tools=pool.tools, read_calls=reader)
+            parser = parser_of(source, config.rollout.tool_parser)
+        template = replace(template, tools=pool.tools, reader=CallReader(tokenizer, parser, template.splits_thoughts))
+        if template.rewrites:
+            _say_or_refuse(template, asked, tokenizer, config)
         return cls(config, tokenizer, pool, template)
 
     def episodes(self, engine: Engine, decode: Decode) -> Episodes:
         if self.config.rollout.agent is not None:
             chat = Chat(self.tokenizer, self.config, self.template, decode)
             return Agents(self.config, engine, self.pool, chat, decode, self._asked_with)
-        if isinstance(reader := self.template.read_calls, CallReader):
-            reader.start(self.pool.tools)
+        if self.template.reader:
+            self.template.reader.start(self.pool.tools)
         return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
 
     def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
@@ -79,11 +80,13 @@ class MultiTurn:
         return replace(prompt, text=text, token_ids=ids, begun=begun_in(text, messages))
 
 
-def _say_or_refuse(how: str, opening: str, tokenizer: Any, config: Config) -> None:
-    what = f"the chat template rewrites earlier turns of a conversation: {how}"
+def _say_or_refuse(template: TurnTemplate, asked: Sequence[Message], tokenizer: Any, config: Config) -> None:
+    what = f"the chat template rewrites earlier turns of a conversation: {template.rewrites}"
     if config.data.image_key is not None:
         raise UserError(f"{what}. Of prompts with images that cannot be followed; {REMEDY}, or data.image_key=null")
-    if lost := [token for token in tokenizer.all_special_tokens if token in opening]:
+    opening = template.opening(asked)
+    lost = [token for token in tokenizer.all_special_tokens if token in opening and token not in PART_MARKS]
+    if lost:
         raise UserError(f"{what}. The text of a turn lacks {lost[0]}, with which the template opens it; {REMEDY}")
     say(f"{what}. A rollout becomes several sequences: docs/environments.md#rewritten-histories")
 

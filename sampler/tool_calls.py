@@ -18,8 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.errors import UserError
 from common.time_limits import within
+from environments import Message
 from environments.tools import Call, Calls
 
 # By name: what chat templates of this form contain, and what stands before and behind calls. Without an end the turn is
@@ -44,8 +48,16 @@ _SHARED = ["hermes", "llama3_json"]
 _SAME = {"qwen3_coder": "qwen3_xml", "glm47": "glm45", "qwen3_json": "hermes", "llama4_json": "llama3_json"}
 _THOUGHT = (
     r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
-    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z))"
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
+    r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # which the prompt has begun
 )
+# Of parts that chat templates take as fields of a message. The first two stand around names and words.
+PART_MARKS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>", "[THINK]", "<think>", "<seed:think>")
+_AROUND_THOUGHTS = (
+    r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
+    r"|</?(?:seed:)?think>|\[/?THINK\]"
+)
+_WORDS = re.compile(r"<\|message\|>((?s:.)*?)(?=<\|(?:end|eom|start|call|return)\|>|\Z)")
 _CPU_S = 2.0  # of one turn: what a model repeats for ever takes some parsers the square of its length
 _OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # behind the mark of a call without an end; words follow a mere mention
 
@@ -70,11 +82,13 @@ def parser_of(template: str, given: str) -> str:
 class CallReader:
     """CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
 
-    def __init__(self, tokenizer: Any, parser: str) -> None:
-        self._tokenizer, self._parser = tokenizer, parser
+    def __init__(self, tokenizer: Any, parser: str = "", splits_thoughts: bool = False) -> None:
+        """parser: without one it reads no calls. splits_thoughts: as TurnTemplate's."""
+        self._tokenizer, self._parser, self._splits = tokenizer, parser, splits_thoughts
         _, self._begin, self._end = FORMS.get(parser, ("", "", ""))
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._marks = [t for t in self._special.values() if t in PART_MARKS or t in self._begin]
         begin, end = re.escape(self._begin), re.escape(self._end)
         body = f"(?s:(?!{begin}).)*"
         self._call = re.compile(
@@ -86,16 +100,47 @@ class CallReader:
 
         Marks may be special tokens, which rewards do not see: so ids are read, but for the one that ends the turn.
         """
-        ids = ids[:-1] if ids and ids[-1] in self._special else ids
-        whole = begun + self._tokenizer.decode(ids, skip_special_tokens=False)
+        whole = begun + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
         content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
+        for thought in re.findall(_THOUGHT, whole):
+            content = content if thought in text else content.replace(thought, "")
+        if any(mark in whole and mark not in text for mark in PART_MARKS[:2]):
+            content = "".join(_WORDS.findall(content))
         for token in self._special.values():
             content = content if token in text else content.replace(token, "")
         names = [tool.get("function", tool)["name"] for tool in tools]
         lost = f"not found. There are: {', '.join(names)}."
         known = [c if c.problem or c.name in names else replace(c, problem=f"Tool {c.name} {lost}") for c in calls]
         return content, known
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether turns may have parts that are no text."""
+        return bool(self._marks) or self._splits
+
+    def parts(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message | None, str, NDArray[np.int32]]:
+        """(fields of a turn beside its content and calls, how a template writes it, its ids there).
+
+        text: behind what was begun. None: templates take the turn as its text. Otherwise special tokens that the text
+        lacks mark its parts.
+        """
+        body = self._body(ids)
+        written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False) if self.reads_parts else text
+        seen, whole = begun + text, begun + written
+        if not any(m in whole and m not in seen for m in self._marks) and not (self._splits and "<think>" in whole):
+            return None, text, ids
+        thoughts = [thought for thought in re.findall(_THOUGHT, whole) if self._splits or thought not in seen]
+        thought = re.sub(_AROUND_THOUGHTS, "", "\n".join(thoughts)).strip()
+        return {"reasoning_content": thought} if thought else {}, written, body
+
+    def words(self, content: str) -> str:
+        """Without thoughts that are a field."""
+        return re.sub(_THOUGHT, "", content).strip() if self._splits else content
+
+    def _body(self, ids: Any) -> Any:
+        """Without the special token that ends the turn."""
+        return ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
         """(what stands around the calls, the calls). Raises nothing, whatever the model wrote."""
@@ -109,7 +154,7 @@ class CallReader:
 
     def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         """What stands between two marks, or in the whole turn."""
-        if self._parser == "llama3_json" and not body.startswith("{"):  # it writes nothing around a call
+        if not self._parser or (self._parser == "llama3_json" and not body.startswith("{")):  # nothing stands around it
             return []
         if self._parser in _SHARED:
             return [_read(body)]
@@ -124,7 +169,7 @@ class CallReader:
 
     def start(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raises what vLLM's parser raises for a tokenizer without its tokens."""
-        if self._parser not in (*_SHARED, "openai"):
+        if self._parser not in ("", *_SHARED, "openai"):
             _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
 
 

@@ -13,6 +13,7 @@ those before, the rollout forks (episode.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +25,23 @@ from numpy.typing import NDArray
 from common.errors import UserError
 from common.types import Problem, Prompt
 from environments import Message
-from environments.tools import NO_CALLS, Calls
+from environments.tools import NO_CALLS, Call, Calls
 from sampler.chat_template import TURN_MARK
 from sampler.messages import arguments_of, tools_of
 from sampler.prompts import begun_in
+from sampler.tool_calls import CallReader
 
 Render = Callable[..., str]  # (messages, how many of them it need not show) -> text, the generation prompt behind it
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
 # Turns as models write them. A template that strips thoughts, or rewrites a call, is found out by one of these.
-_TURNS = ("Plain words.", "<think>\nA thought.\n</think>\n\nWords.", '<tool_call>\n{"name": "f"}\n</tool_call>')
+_TURNS = (
+    "Plain words.",
+    "<think>\nA thought.\n</think>\n\nWords.",
+    '<tool_call>\n{"name": "f"}\n</tool_call>',
+    "<|channel>thought\nA thought.\n<channel|>Words.",
+)
 _MANY = 8  # of them, for templates that cut what is long ago
 REMEDY = "set prompt.chat_template=configs/templates/hermes_tools.jinja, or one of yours that writes each turn once"
 
@@ -46,13 +53,28 @@ class TurnTemplate:
     render: Render
     tokenize: Tokenize
     tools: Sequence[Mapping[str, Any]] = ()
-    read_calls: Callable[..., Calls] = lambda *_: NO_CALLS  # as CallReader
+    reader: CallReader | None = None  # None: a turn is its text
     rewrites: str = ""  # where it rewrites earlier turns: how
 
     @functools.cached_property
     def begun(self) -> str:
         """What of the model's turn stands behind an observation, as in Prompt."""
         return begun_in(self.difference([{"role": "user", "content": "?"}]))
+
+    @functools.cached_property
+    def splits_thoughts(self) -> bool:
+        """Whether it takes a thought as a field alone, and writes an empty one before one that stands in the text."""
+        said = {"content": _TURNS[1]}, {"content": "Words.", "reasoning_content": "A thought."}
+        before, after = {"role": "user", "content": "?"}, {"role": "user", "content": TURN_MARK}
+        try:
+            whole = [self.render([before, {"role": "assistant", **one}, after]).partition(TURN_MARK)[0] for one in said]
+        except UserError:
+            return False
+        within, beside = [text.count("<think>") for text in whole]
+        return within > beside > 0
+
+    def calls(self, text: str, begun: str, ids: Sequence[int]) -> Calls:
+        return self.reader(text, begun, ids, self.tools) if self.reader else NO_CALLS
 
     def of_row(self, problem: Problem) -> TurnTemplate:
         """With the row's own tools and template arguments, where it has them. These may make it rewrite."""
@@ -68,7 +90,15 @@ class TurnTemplate:
         Raises UserError for a template that does not show the model's turn, or does not take these roles.
         """
         template = cls(render, tokenize)
-        found = [template._rewrites(prompt, turn, role) for role in roles for turn in _TURNS]
+        try:
+            found = [template._rewrites(prompt, turn, role) for role in roles for turn in _TURNS]
+        except UserError as error:
+            called = {"role": "assistant", "content": "", "tool_calls": [Call("f", {"a": 1}).for_message()]}
+            try:
+                render([*prompt, called, {"role": "tool", "name": "f", "content": "Seen."}])
+            except UserError:
+                raise error from None
+            found = [f"it writes a result behind its call alone ({error})"]
         return replace(template, rewrites=next(filter(None, found), ""))
 
     def difference(self, observation: Sequence[Message]) -> str:
@@ -98,9 +128,20 @@ class TurnTemplate:
         if messages[-1].get("role") == "assistant":  # the first turn has it as what was begun
             messages.pop()
         for text, seen, ids in turns:
-            sampled[len(messages)], begun = (begun, ids), self.begun
-            messages += [{"role": "assistant", "content": text}, *seen]
+            message, sampled[len(messages)] = self._told(text, begun, ids)
+            begun = self.begun
+            messages += [message, *seen]
         return self.written(messages, sampled, [(prompt.text, prompt.token_ids)])[1]
+
+    def _told(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
+        """A turn as the template takes it, and as `written` wants it."""
+        message, said = {"role": "assistant", "content": text}, text.removeprefix(begun)
+        fields, written, kept = self.reader.parts(said, begun, ids) if self.reader else (None, said, ids)
+        if self.reader and fields is not None:
+            content, calls = self.calls(text, begun, ids.tolist())
+            named = [replace(call, name=call.name or "unknown").for_message() for call in calls]
+            message |= {"content": self.reader.words(content)} | fields | ({"tool_calls": named} if named else {})
+        return message, (written, kept)
 
     def written(
         self,
@@ -110,37 +151,43 @@ class TurnTemplate:
     ) -> tuple[str, NDArray[np.int32]]:
         """(text, [K] ids) of messages as the template writes them now.
 
-        sampled: by the place of a turn of the model, what of its text a prompt held, and the ids of the rest. It keeps
-        these where its text stands as it was, apart from white space at its ends, with which templates are free; where
-        it stands is found by a mark. known: texts that have ids, of which one may be the beginning of this.
+        sampled: by the place of a turn of the model, its text behind what a prompt held of it, and the ids of that. It
+        keeps these where its text stands as it was, apart from white space at its ends, with which templates are free.
+        Where it stands is found by a mark; where special tokens mark its parts, so that they are fields of the message,
+        by itself. known: texts that have ids, of which one may be the beginning of this.
         """
         history = max(sampled, default=0)
-        whole = self.render(messages, history=history)
-        told = [_marked(m, f"⟦turn {i}⟧") if i in sampled else m for i, m in enumerate(messages)]
+        texts = {i for i, (text, _) in sampled.items() if messages[i]["content"].endswith(text)}
+        try:
+            whole = self.render(messages, history=history)
+        except UserError:  # it may take calls in words alone
+            parted = {i: {"role": "assistant", "content": text} for i, (text, _) in sampled.items() if i not in texts}
+            texts, messages = {*sampled}, [parted.get(i, message) for i, message in enumerate(messages)]
+            whole = self.render(messages, history=history)
+        told = [_marked(m, f"⟦turn {i}⟧") if i in texts else m for i, m in enumerate(messages)]
         marked = self.render(told, history=history)
         gaps, places = (part := _PLACES.split(marked))[::2], map(int, part[1::2])
+        ends = dict(zip(places, itertools.accumulate(map(len, gaps)), strict=False)) if "".join(gaps) == whole else {}
         begins = (one for one in known if whole.startswith(one[0]))
         begin, first = max(begins, key=lambda one: len(one[0]), default=("", np.array([], np.int32)))
-        ids, last, done, end = first.tolist(), -1, len(begin), 0
-        for gap, place in zip(gaps, places, strict=False) if "".join(gaps) == whole else ():
-            end += len(gap)
-            begun, turn = sampled[place]
-            text = messages[place]["content"][len(begun) :]
-            start = end - len(text.strip())
-            if start < done or not whole.startswith(text.strip(), start):
+        ids, last, done = first.tolist(), -1, len(begin)
+        for place, (text, turn) in sorted(sampled.items()):
+            said = text.strip()
+            start = ends.get(place, -1) - len(said) if place in texts else whole.find(said, done)
+            if start < done or not whole.startswith(said, start):
                 continue
             before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
             ids += [*self._behind(last, whole[done:start].removesuffix(before)), *turn.tolist()]
-            last, done = ids[-1], end + _alike(whole[end:], behind)
+            last, done = ids[-1], (end := start + len(said)) + _alike(whole[end:], behind)
         return whole, np.array([*ids, *self._behind(last, whole[done:])], np.int32)
 
     def _behind(self, last_id: int, text: str) -> list[int]:
         ids = self.tokenize(text) if text else []
         return ids[1:] if ids[:1] == [last_id] else ids
 
-    def opening(self, prompt: Sequence[Message], role: str) -> str:
+    def opening(self, prompt: Sequence[Message]) -> str:
         """What it writes of a turn behind the generation prompt and before its words."""
-        turn = [{"role": "assistant", "content": TURN_MARK}, {"role": role, "content": "Seen."}]
+        turn = [{"role": "assistant", "content": TURN_MARK}, {"role": "user", "content": "Seen."}]
         before = self.render([*prompt, *turn]).partition(TURN_MARK)[0]
         return before[_alike(before, self.render(prompt)) :]
 

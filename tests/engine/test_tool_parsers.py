@@ -1,14 +1,29 @@
 """Calls as real chat templates write them are read back, by our parsers and vLLM's; nothing that is written raises."""
 
+import functools
+import json
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
+from common.types import Problem, Prompt
+from environments.chat_completions import answer as answered
+from environments.chat_completions import read
 from environments.tools import Call
+from sampler.chat import Chat
 from sampler.chat_template import render
+from sampler.completions import Completion
+from sampler.multi_turn import _say_or_refuse
+from sampler.prompts import begun_in
+from sampler.reading import ends_of
+from sampler.reading import reader as reader_of
 from sampler.tool_calls import FORMS, CallReader, parser_of
+from sampler.turns import TurnTemplate
+from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 from tests.unit.test_chat_template import ASK, NO_TRL, REAL, with_its_tokens
 
@@ -127,3 +142,99 @@ def test_nothing_that_a_model_writes_raises(parser):
     ):
         content, calls = read(text, TOOLS)
         assert isinstance(content, str) and all(isinstance(one, Call) for one in calls)
+
+
+# ---- a turn in the history of the next
+
+LAW = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+THOUGHT = dict.fromkeys(("thinking", "reasoning", "reasoning_content"), "A thought.")
+SAID = {
+    "words": ({"content": "Words."}, {"role": "user", "content": "Go on."}),
+    "a thought and words": ({"content": "Words.", **THOUGHT}, {"role": "user", "content": "Go on."}),
+    "a thought and a call": (
+        {"content": "", **THOUGHT, "tool_calls": [{"id": "a1b2c3d4e", **PLAIN.for_message()}]},
+        {"role": "tool", "name": "times", "tool_call_id": "a1b2c3d4e", "content": "24"},
+    ),
+}
+
+
+@pytest.fixture(params=REAL or [None], ids=lambda path: path and path.stem)
+def told(request, tmp_path):
+    """(tokenizer, what the template writes of messages, a TurnTemplate, the config) of a real chat template."""
+    path = request.param or pytest.skip(NO_TRL)
+    tokenizer, _ = with_its_tokens(path, "<|tool_call_start|>", "<|tool_call_end|>")
+    tools = TOOLS if re.search(r"\btools\b", path.read_text()) else None
+
+    def write(*messages, goes_on=True):
+        given = {"tools": tools, "add_generation_prompt": goes_on, "chat_template": path.read_text()}
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
+
+    config = config_of(model={"path": str(tmp_path)}, prompt={"chat_template": path})
+    prompt = functools.partial(render, tokenizer, prompt=config.prompt, tools=tools)
+    template = TurnTemplate(prompt, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tools or ())
+    return tokenizer, write, template, config
+
+
+def sampled(write, config, tokenizer, turn):
+    """(the prompt, ids of the model's turn) as the template writes it."""
+    try:
+        asked, whole = write(ASK), write(ASK, {"role": "assistant", **turn}, goes_on=False)
+    except Exception as error:
+        pytest.skip(f"the template: {error}")
+    while not whole.startswith(asked):  # of some it begins a thought, or words
+        asked = asked[:-1]
+    ids = tokenizer(whole.removeprefix(asked), add_special_tokens=False)["input_ids"]
+    ends = ends_of(config, tokenizer).own
+    return asked, ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_was_said(told, kind):
+    tokenizer, write, template, config = told
+    turn, answer = SAID[kind]
+    if "tool_calls" in turn and not template.tools:
+        pytest.skip("no place for tools")
+    asked, ids = sampled(write, config, tokenizer, turn)
+    if "tool_calls" in turn and "times" not in tokenizer.decode(ids):
+        pytest.skip("it does not write calls")
+    chat = Chat(tokenizer, config, template, reader_of(config, tokenizer))
+    body = {"messages": [ASK]} | ({"tools": TOOLS} if template.tools else {})
+    first = chat.asked(read(json.dumps(body).encode(), LAW), ())
+    if first.text != asked:
+        pytest.skip("the prompt has begun what the template does not write again")
+    agent_turn, said = chat.said(first, Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop"))
+    calls = said.message.get("tool_calls", [])
+    assert [call["function"] for call in calls] == [call["function"] for call in turn.get("tool_calls", [])]
+    back, answer = answered({}, said)["choices"][0]["message"], dict(answer)
+    if calls:
+        answer["tool_call_id"] = calls[0]["id"]
+    body["messages"] = [ASK, back, answer]
+    then = chat.asked(read(json.dumps(body).encode(), LAW), [agent_turn])
+    wanted = write(ASK, {"role": "assistant", **turn}, answer).replace("a1b2c3d4e", (answer.get("tool_call_id") or ""))
+    assert tokenizer.decode(then.ids) == wanted
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writes_it(told, kind):
+    tokenizer, write, template, config = told
+    turn, answer = SAID[kind]
+    if "tool_calls" in turn and not template.tools:
+        pytest.skip("no place for tools")
+    asked, ids = sampled(write, config, tokenizer, turn)
+    if "tool_calls" in turn and "times" not in tokenizer.decode(ids):
+        pytest.skip("it does not write calls")
+    parser = parser_of(config.prompt.chat_template.read_text(), "auto") if template.tools else ""
+    template = replace(TurnTemplate.of(template.render, template.tokenize, [ASK], [answer["role"]]), tools=template.tools)
+    template = replace(template, reader=CallReader(tokenizer, parser, template.splits_thoughts))
+    template.reader.start(template.tools)
+    if template.rewrites:
+        _say_or_refuse(template, [ASK], tokenizer, config)
+    text, ids = template.render([ASK]), np.array(ids, np.int32)
+    if text != asked:
+        pytest.skip("the prompt has begun what the template does not write again")
+    prompt = Prompt(Problem(0, {}), [ASK], text, np.array(template.tokenize(text), np.int32), (), begun_in(text, [ASK]))
+    said = prompt.begun + reader_of(config, tokenizer)([ids.tolist()])[0]
+    found = [*prompt.token_ids, *ids, *template.continuation(int(ids[-1]), [answer])] if not template.rewrites else (
+        template.conversation(prompt, [(said, [answer], ids)])
+    )
+    assert tokenizer.decode(found) == write(ASK, {"role": "assistant", **turn}, answer)

@@ -79,10 +79,10 @@ def test_a_system_message_that_is_not_shown_is_said_once(tmp_path, capsys):
 # ---- the real ones
 
 
-def with_its_tokens(path):
+def with_its_tokens(path, *more):
     """A tokenizer that has every special token of the template, which is the second."""
     found = set(re.findall(r"<[|｜][^|｜<>\s]+[|｜]?>|<\w+\|>|<(?:start|end)_of_\w+>", path.read_text()))
-    tokenizer = byte_tokenizer(*sorted(found | {"<s>", "</s>"}))
+    tokenizer = byte_tokenizer(*sorted(found | {"<s>", "</s>", *more}))
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     return tokenizer, path
 

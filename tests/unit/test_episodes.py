@@ -102,7 +102,7 @@ class Played2:
         template = SimpleNamespace(
             continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ", rewrites=""
         )
-        template.tools, template.of_row, template.read_calls = (), lambda row: template, lambda *_: ("", ())
+        template.tools, template.of_row, template.calls = (), lambda row: template, lambda *_: ("", ())
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)

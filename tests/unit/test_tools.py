@@ -155,7 +155,7 @@ def test_marks_that_are_special_tokens_are_read_and_what_the_model_did_not_say_i
     tokenizer = byte_tokenizer("<|end|>", "<|mood|>", "<tool_call>", "</tool_call>")
     ids = tokenizer(f"<|mood|>See. {call('f', a=1)}<|end|>", add_special_tokens=False)["input_ids"]
     tools, visible = [{"function": {"name": "f"}}], 'See. {"name": "f", "arguments": {"a": 1}}'
-    assert CallReader(tokenizer, "hermes")(visible, "<think>Hm.</think>", ids, tools) == (
+    assert CallReader(tokenizer, "hermes")("<think>Hm.</think>" + visible, "<think>Hm.</think>", ids, tools) == (
         "<think>Hm.</think>See.",
         [Call("f", {"a": 1})],
     )
