@@ -135,7 +135,7 @@ class TurnTemplate:
 
     def _told(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
         """A turn as the template takes it, and as `written` wants it."""
-        message, said = {"role": "assistant", "content": text}, text.removeprefix(begun)
+        said, message = text.removeprefix(begun), dict[str, Any](role="assistant", content=text)
         fields, written, kept = self.reader.parts(said, begun, ids) if self.reader else (None, said, ids)
         if self.reader and fields is not None:
             content, calls = self.calls(text, begun, ids.tolist())

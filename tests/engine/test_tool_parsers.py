@@ -224,9 +224,10 @@ def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writ
     if "tool_calls" in turn and "times" not in tokenizer.decode(ids):
         pytest.skip("it does not write calls")
     parser = parser_of(config.prompt.chat_template.read_text(), "auto") if template.tools else ""
-    template = replace(TurnTemplate.of(template.render, template.tokenize, [ASK], [answer["role"]]), tools=template.tools)
-    template = replace(template, reader=CallReader(tokenizer, parser, template.splits_thoughts))
-    template.reader.start(template.tools)
+    reader, tools = CallReader(tokenizer, parser, template.splits_thoughts), template.tools
+    reader.start(tools)
+    template = TurnTemplate.of(template.render, template.tokenize, [ASK], [answer["role"]])
+    template = replace(template, tools=tools, reader=reader)
     if template.rewrites:
         _say_or_refuse(template, [ASK], tokenizer, config)
     text, ids = template.render([ASK]), np.array(ids, np.int32)
@@ -234,7 +235,9 @@ def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writ
         pytest.skip("the prompt has begun what the template does not write again")
     prompt = Prompt(Problem(0, {}), [ASK], text, np.array(template.tokenize(text), np.int32), (), begun_in(text, [ASK]))
     said = prompt.begun + reader_of(config, tokenizer)([ids.tolist()])[0]
-    found = [*prompt.token_ids, *ids, *template.continuation(int(ids[-1]), [answer])] if not template.rewrites else (
-        template.conversation(prompt, [(said, [answer], ids)])
+    found = (
+        [*prompt.token_ids, *ids, *template.continuation(int(ids[-1]), [answer])]
+        if not template.rewrites
+        else (template.conversation(prompt, [(said, [answer], ids)]))
     )
     assert tokenizer.decode(found) == write(ASK, {"role": "assistant", **turn}, answer)

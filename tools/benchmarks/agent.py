@@ -24,7 +24,7 @@ if __name__ != "__main__":
 
 
 async def solve(question: str) -> None:
-    messages = [{"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(TURNS):
         response = await client.chat.completions.create(model="any", messages=messages, max_tokens=LENGTH)
         messages += [response.choices[0].message, {"role": "user", "content": "7"}]
@@ -46,7 +46,8 @@ def main(shape: str, rounds: int, folder: str) -> None:
     settings["sampler"] |= {"max_completion_length": 400}
     settings["vllm"] |= {"max_model_len": 512}
     config = Config.model_validate(settings)
-    problems, tokenizer = load_data("data.train", config.data.train, config.data), load_tokenizer(str(config.model.path))
+    problems = load_data("data.train", config.data.train, config.data)
+    tokenizer = load_tokenizer(str(config.model.path))
     prompts = prompts_of("data.train", problems, tokenizer, config)
     engine, params = Engine(config, num_gpus=0), sampling_params(GroupKey(0, 0, 0), config)
     one_turn = replace(params, max_tokens=cell.completion)
