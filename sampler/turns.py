@@ -93,6 +93,8 @@ class TurnTemplate:
         try:
             found = [template._rewrites(prompt, turn, role) for role in roles for turn in _TURNS]
         except UserError as error:
+            if list(roles) != ["tool"]:
+                raise
             called = {"role": "assistant", "content": "", "tool_calls": [Call("f", {"a": 1}).for_message()]}
             try:
                 render([*prompt, called, {"role": "tool", "name": "f", "content": "Seen."}])

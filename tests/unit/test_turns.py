@@ -244,11 +244,16 @@ def test_two_turns_with_nothing_between_them_are_refused_as_the_wire_would(tmp_p
 
 NO_TOOLS = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
 NO_WORDS = "{{ m.content if m.role != 'assistant' }}"
+ONE_USER = "{{ raise_exception('again') if m.role == 'user' and not loop.first }}{{ m.content }}{{ m.tool_calls }}"
 
 
 @pytest.mark.parametrize(
     ("writes", "role", "said"),
-    [(NO_TOOLS, "tool", r"role 'tool'.*no tools"), (NO_WORDS, "user", "not show a message of the role 'assistant'")],
+    [
+        (NO_TOOLS, "tool", r"role 'tool'.*no tools"),
+        (NO_WORDS, "user", "not show a message of the role 'assistant'"),
+        (ONE_USER, "user", "role 'user'.*again"),
+    ],
 )
 def test_a_template_that_cannot_write_the_turns_is_refused(tmp_path: Path, writes: str, role: str, said: str) -> None:
     (tmp_path / "x.jinja").write_text(f"{{% for m in messages %}}{writes}<|im_end|>{{% endfor %}}")
