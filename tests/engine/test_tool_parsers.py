@@ -175,69 +175,81 @@ def told(request, tmp_path):
     return tokenizer, write, template, config
 
 
-def sampled(write, config, tokenizer, turn):
+def sampled(told, turn):
     """(the prompt, ids of the model's turn) as the template writes it."""
+    tokenizer, write, template, config = told
+    if "tool_calls" in turn and not template.tools:
+        pytest.skip("no place for tools")
     try:
         asked, whole = write(ASK), write(ASK, {"role": "assistant", **turn}, goes_on=False)
     except Exception as error:
         pytest.skip(f"the template: {error}")
-    while not whole.startswith(asked):  # of some it begins a thought, or words
-        asked = asked[:-1]
+    if asked != template.render([ASK]):
+        pytest.skip("it takes parts")
+    if not whole.startswith(asked):
+        pytest.skip("the prompt has begun what the template does not write again")
+    if "tool_calls" in turn and "times" not in whole.removeprefix(asked):
+        pytest.skip("it does not write calls")
     ids = tokenizer(whole.removeprefix(asked), add_special_tokens=False)["input_ids"]
     ends = ends_of(config, tokenizer).own
     return asked, ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def said_by(chat, ids, **asked):
+    body = {"messages": [ASK], **asked} | ({"tools": TOOLS} if chat.template.tools else {})
+    first = chat.asked(read(json.dumps(body).encode(), LAW), ())
+    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop")
+    return body, first, *chat.said(first, completion)
 
 
 @pytest.mark.parametrize("kind", SAID)
 def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_was_said(told, kind):
     tokenizer, write, template, config = told
     turn, answer = SAID[kind]
-    if "tool_calls" in turn and not template.tools:
-        pytest.skip("no place for tools")
-    asked, ids = sampled(write, config, tokenizer, turn)
-    if "tool_calls" in turn and "times" not in tokenizer.decode(ids):
-        pytest.skip("it does not write calls")
+    _, ids = sampled(told, turn)
     chat = Chat(tokenizer, config, template, reader_of(config, tokenizer))
-    body = {"messages": [ASK]} | ({"tools": TOOLS} if template.tools else {})
-    first = chat.asked(read(json.dumps(body).encode(), LAW), ())
-    if first.text != asked:
-        pytest.skip("the prompt has begun what the template does not write again")
-    agent_turn, said = chat.said(first, Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop"))
+    body, first, agent_turn, said = said_by(chat, ids)
+    if "tool_calls" not in turn:  # else it is told in one piece
+        assert all(said.message["content"].startswith(chat.begin(first.ask, ids[:n])) for n in range(len(ids)))
     calls = said.message.get("tool_calls", [])
     assert [call["function"] for call in calls] == [call["function"] for call in turn.get("tool_calls", [])]
-    back, answer = answered({}, said)["choices"][0]["message"], dict(answer)
-    if calls:
-        answer["tool_call_id"] = calls[0]["id"]
-    body["messages"] = [ASK, back, answer]
-    then = chat.asked(read(json.dumps(body).encode(), LAW), [agent_turn])
-    wanted = write(ASK, {"role": "assistant", **turn}, answer).replace("a1b2c3d4e", (answer.get("tool_call_id") or ""))
-    assert tokenizer.decode(then.ids) == wanted
+    answer = answer | {"tool_call_id": calls[0]["id"]} if calls else answer
+    wanted = write(ASK, {"role": "assistant", **turn}, answer).replace("a1b2c3d4e", answer.get("tool_call_id", ""))
+    back = answered({}, said)["choices"][0]["message"]
+    for shown in (back, {name: value for name, value in back.items() if name != "reasoning_content"}):
+        body["messages"] = [ASK, shown, answer]
+        then = chat.asked(read(json.dumps(body).encode(), LAW), [agent_turn])
+        assert tokenizer.decode(then.ids) == wanted
 
 
 @pytest.mark.parametrize("kind", SAID)
 def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writes_it(told, kind):
     tokenizer, write, template, config = told
     turn, answer = SAID[kind]
-    if "tool_calls" in turn and not template.tools:
-        pytest.skip("no place for tools")
-    asked, ids = sampled(write, config, tokenizer, turn)
-    if "tool_calls" in turn and "times" not in tokenizer.decode(ids):
-        pytest.skip("it does not write calls")
+    asked, ids = sampled(told, turn)
     parser = parser_of(config.prompt.chat_template.read_text(), "auto") if template.tools else ""
     reader, tools = CallReader(tokenizer, parser, template.splits_thoughts), template.tools
     reader.start(tools)
     template = TurnTemplate.of(template.render, template.tokenize, [ASK], [answer["role"]])
-    template = replace(template, tools=tools, reader=reader)
+    template, ids = replace(template, tools=tools, reader=reader), np.array(ids, np.int32)
     if template.rewrites:
         _say_or_refuse(template, [ASK], tokenizer, config)
-    text, ids = template.render([ASK]), np.array(ids, np.int32)
-    if text != asked:
-        pytest.skip("the prompt has begun what the template does not write again")
-    prompt = Prompt(Problem(0, {}), [ASK], text, np.array(template.tokenize(text), np.int32), (), begun_in(text, [ASK]))
-    said = prompt.begun + reader_of(config, tokenizer)([ids.tolist()])[0]
-    found = (
-        [*prompt.token_ids, *ids, *template.continuation(int(ids[-1]), [answer])]
-        if not template.rewrites
-        else (template.conversation(prompt, [(said, [answer], ids)]))
-    )
+    prompt_ids = np.array(template.tokenize(asked), np.int32)
+    prompt = Prompt(Problem(0, {}), [ASK], asked, prompt_ids, (), begun_in(asked, [ASK]))
+    if template.rewrites:
+        text = prompt.begun + reader_of(config, tokenizer)([ids.tolist()])[0]
+        found = template.conversation(prompt, [(text, [answer], ids)])
+    else:
+        found = [*prompt_ids, *ids, *template.continuation(int(ids[-1]), [answer])]
     assert tokenizer.decode(found) == write(ASK, {"role": "assistant", **turn}, answer)
+
+
+@pytest.mark.parametrize("told", [path for path in REAL if path.stem == "gptoss"] or [None], indirect=True)
+def test_of_a_turn_in_parts_a_stop_ends_the_words_and_a_cut_thought_is_no_word(told):
+    tokenizer, _, template, config = told
+    chat = Chat(tokenizer, config, template, reader_of(config, tokenizer))
+    _, ids = sampled(told, SAID["a thought and words"][0])
+    *_, said = said_by(chat, ids[: -len("s.") - 1], stop="rd")
+    assert said.message == {"role": "assistant", "content": "Wo", "reasoning_content": "A thought."}
+    *_, said = said_by(chat, ids[:14])
+    assert said.message["content"] == "" and said.message["reasoning_content"]
