@@ -102,23 +102,25 @@ def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int)
         except _FAILURES:
             continue
         lost_by[way] = [what for message in messages[history:] for what in _lost(message, text)]
+        if not lost_by[way]:
+            return way
     if not lost_by:
         return ways[0]  # the real words say why
     way, lost = min(lost_by.items(), key=lambda found: len(found[1]))
-    if lost == ["the system message"]:
-        say(f"the chat template ({_source(path)}) does not show {lost[0]}")
-    elif lost:
+    if lost != ["the system message"]:
         raise UserError(
             f"the chat template ({_source(path)}) does not show {lost[0]}; leave it out of the rows, or name a "
             "template that shows it: prompt.chat_template"
         )
+    say(f"the chat template ({_source(path)}) does not show {lost[0]}")
     return way
 
 
 def _said(choice: Sequence[bool], message: Message) -> Message:
     """One of the ways in which templates take a message."""
     (without_thought, in_parts, calls_in_json, calls_alone), made = choice, dict(message)
-    if thought := made.pop("reasoning_content", None):  # gpt-oss shows no words beside it and a call
+    if made["role"] == "assistant" and (thought := made.pop("reasoning_content", None)):
+        # gpt-oss shows no words beside it and a call
         made |= {} if without_thought else dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if calls := made.get("tool_calls"):
         made["content"] = made["content"] or None if calls_alone else made["content"]

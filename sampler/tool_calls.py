@@ -51,7 +51,8 @@ _THOUGHT = (
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
     r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # which the prompt has begun
 )
-# Of parts that chat templates take as fields of a message. The first two stand around names and words.
+# Of parts that chat templates take as fields of a message. The first two stand around names and words; those behind the
+# fourth are words for templates where a reward reads them.
 PART_MARKS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>", "[THINK]", "<think>", "<seed:think>")
 _AROUND_THOUGHTS = (
     r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
@@ -89,6 +90,7 @@ class CallReader:
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._marks = [t for t in self._special.values() if t in PART_MARKS or t in self._begin]
+        self._no_words = [mark for mark in self._marks if mark not in PART_MARKS[4:]]
         begin, end = re.escape(self._begin), re.escape(self._end)
         body = f"(?s:(?!{begin}).)*"
         self._call = re.compile(
@@ -104,8 +106,8 @@ class CallReader:
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
         content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
         for thought in re.findall(_THOUGHT, whole):
-            content = content if thought in text else content.replace(thought, "")
-        if any(mark in whole and mark not in text for mark in PART_MARKS[:2]):
+            content = content.replace(thought, "") if self._is_no_word(thought, text) else content
+        if any(mark in whole for mark in self._no_words if mark in PART_MARKS[:2]):
             content = "".join(_WORDS.findall(content))
         for token in self._special.values():
             content = content if token in text else content.replace(token, "")
@@ -128,11 +130,15 @@ class CallReader:
         body = self._body(ids)
         written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False) if self.reads_parts else text
         seen, whole = begun + text, begun + written
-        if not any(m in whole and m not in seen for m in self._marks) and not (self._splits and "<think>" in whole):
+        marks = [mark for mark in self._marks if self._is_no_word(mark, seen)] + ["<think>"] * self._splits
+        if not any(mark in whole for mark in marks):
             return None, text, ids
-        thoughts = [thought for thought in re.findall(_THOUGHT, whole) if self._splits or thought not in seen]
+        thoughts = [t for t in re.findall(_THOUGHT, whole) if self._splits or self._is_no_word(t, seen)]
         thought = re.sub(_AROUND_THOUGHTS, "", "\n".join(thoughts)).strip()
         return {"reasoning_content": thought} if thought else {}, written, body
+
+    def _is_no_word(self, piece: str, text: str) -> bool:
+        return piece not in text or any(mark in piece for mark in self._no_words)
 
     def words(self, content: str) -> str:
         """Without thoughts that are a field."""

@@ -19,7 +19,7 @@ from sampler.chat_template import render
 from sampler.completions import Completion
 from sampler.multi_turn import _say_or_refuse
 from sampler.prompts import begun_in
-from sampler.reading import ends_of
+from sampler.reading import Reader, ends_of
 from sampler.reading import reader as reader_of
 from sampler.tool_calls import FORMS, CallReader, parser_of
 from sampler.turns import TurnTemplate
@@ -207,19 +207,21 @@ def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_
     tokenizer, write, template, config = told
     turn, answer = SAID[kind]
     _, ids = sampled(told, turn)
-    chat = Chat(tokenizer, config, template, reader_of(config, tokenizer))
-    body, first, agent_turn, said = said_by(chat, ids)
-    if "tool_calls" not in turn:  # else it is told in one piece
-        assert all(said.message["content"].startswith(chat.begin(first.ask, ids[:n])) for n in range(len(ids)))
-    calls = said.message.get("tool_calls", [])
-    assert [call["function"] for call in calls] == [call["function"] for call in turn.get("tool_calls", [])]
-    answer = answer | {"tool_call_id": calls[0]["id"]} if calls else answer
-    wanted = write(ASK, {"role": "assistant", **turn}, answer).replace("a1b2c3d4e", answer.get("tool_call_id", ""))
-    back = answered({}, said)["choices"][0]["message"]
-    for shown in (back, {name: value for name, value in back.items() if name != "reasoning_content"}):
-        body["messages"] = [ASK, shown, answer]
-        then = chat.asked(read(json.dumps(body).encode(), LAW), [agent_turn])
-        assert tokenizer.decode(then.ids) == wanted
+    kept = Reader(tokenizer, frozenset(ends_of(config, tokenizer).own))  # rewards.special_tokens: keep
+    for decode in (reader_of(config, tokenizer), kept):
+        chat = Chat(tokenizer, config, template, decode)
+        body, first, agent_turn, said = said_by(chat, ids)
+        if "tool_calls" not in turn:  # else it is told in one piece
+            assert all(said.message["content"].startswith(chat.begin(first.ask, ids[:n])) for n in range(len(ids)))
+        calls = said.message.get("tool_calls", [])
+        assert [call["function"] for call in calls] == [call["function"] for call in turn.get("tool_calls", [])]
+        seen = answer | {"tool_call_id": calls[0]["id"]} if calls else answer
+        wanted = write(ASK, {"role": "assistant", **turn}, seen).replace("a1b2c3d4e", seen.get("tool_call_id", ""))
+        back = answered({}, said)["choices"][0]["message"]
+        for shown in (back, {name: value for name, value in back.items() if name != "reasoning_content"}):
+            body["messages"] = [ASK, shown, seen]
+            then = chat.asked(read(json.dumps(body).encode(), LAW), [agent_turn])
+            assert tokenizer.decode(then.ids) == wanted
 
 
 @pytest.mark.parametrize("kind", SAID)

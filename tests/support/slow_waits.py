@@ -14,7 +14,7 @@ from trainer import start
 from trainer.engine import deepspeed_model, ranks
 from trainer.link.recording import Replay
 
-STALL_S = max(2.0, limit(0.5))  # what no step of a busy machine takes
+STALL_S = max(2.0, limit(0.8))  # what no step of a busy machine takes
 WAITS = ("wait_for_sampler", "receive", "finish_eval")
 # By name: settings under which ranks gather weights, share rows, or have a second model.
 VARIANTS: dict[str, dict[str, Any]] = {
