@@ -85,8 +85,7 @@ def _say_or_refuse(template: TurnTemplate, asked: Sequence[Message], tokenizer: 
     if config.data.image_key is not None:
         raise UserError(f"{what}. Of prompts with images that cannot be followed; {REMEDY}, or data.image_key=null")
     opening = template.opening(asked)
-    lost = [token for token in tokenizer.all_special_tokens if token in opening and token not in PART_MARKS]
-    if lost:
+    if lost := [token for token in tokenizer.all_special_tokens if token in opening and token not in PART_MARKS]:
         raise UserError(f"{what}. The text of a turn lacks {lost[0]}, with which the template opens it; {REMEDY}")
     say(f"{what}. A rollout becomes several sequences: docs/environments.md#rewritten-histories")
 

@@ -51,9 +51,9 @@ _THOUGHT = (
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
     r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # which the prompt has begun
 )
-# Of parts that chat templates take as fields of a message. The first two stand around names and words; those behind the
-# fourth are words for templates where a reward reads them.
-PART_MARKS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>", "[THINK]", "<think>", "<seed:think>")
+_HEADS = ("<|channel|>", "<|message|>")  # they stand around names and words
+_TAGS = ("[THINK]", "<think>", "<seed:think>")  # words for templates where a reward reads them
+PART_MARKS = (*_HEADS, "<|channel>", "<channel|>", *_TAGS)  # of parts that templates take as fields of a message
 _AROUND_THOUGHTS = (
     r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
     r"|</?(?:seed:)?think>|\[/?THINK\]"
@@ -90,7 +90,7 @@ class CallReader:
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._marks = [t for t in self._special.values() if t in PART_MARKS or t in self._begin]
-        self._no_words = [mark for mark in self._marks if mark not in PART_MARKS[4:]]
+        self._no_words = [mark for mark in self._marks if mark not in _TAGS]
         begin, end = re.escape(self._begin), re.escape(self._end)
         body = f"(?s:(?!{begin}).)*"
         self._call = re.compile(
@@ -107,7 +107,7 @@ class CallReader:
         content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
         for thought in re.findall(_THOUGHT, whole):
             content = content.replace(thought, "") if self._is_no_word(thought, text) else content
-        if any(mark in whole for mark in self._no_words if mark in PART_MARKS[:2]):
+        if any(mark in whole for mark in self._no_words if mark in _HEADS):
             content = "".join(_WORDS.findall(content))
         for token in self._special.values():
             content = content if token in text else content.replace(token, "")
