@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from common.durable import disk_trouble
 from common.errors import Retryable, UserError
@@ -42,6 +43,9 @@ def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
 
 def certain(what: str, error: Exception | None = None, remedy: str = _ELSE) -> UserError:
     """what: happened, such as "vLLM does not start". error: in whose last line is why."""
-    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip(" .")]
+    if error and not lines and error.__traceback__:  # as of `assert x` in a library
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        lines = [f"`{raised.line}` in {Path(raised.filename).name}, line {raised.lineno}"]
     why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_WORDS] if error else ""
     return UserError(f"{what}{why}. The next start would end the same. {remedy}")

@@ -39,6 +39,21 @@ def checksum(tensor: Tensor) -> str:
     return f"{low % 2**64:016x}{high % 2**64:016x}"
 
 
+def unordered_sum(tensor: Tensor) -> int:
+    """Returns Σ h(bits of x) modulo 2^64 over the numbers x of a tensor: equal for equal numbers in any order.
+
+    h mixes as murmur3 does, and is 0 for zeros, so that padding by zeros changes nothing.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = 0
+    for part in tensor.detach().reshape(-1).view(integers).split(1 << 22):
+        z = part.long()
+        for odd in (-49064778989728563, -4265267296055464877):
+            z = (z ^ (z >> 33)) * odd
+        total += int((z ^ (z >> 33)).sum())
+    return total % 2**64
+
+
 def all_finite(tensor: Tensor) -> Tensor:
     """A bool on the tensor's device: neither NaN nor infinite anywhere.
 

@@ -40,8 +40,10 @@ def backbone(model: Any) -> Any:
     return model.base_model if vision.sees(model.config) else decoder_of(model)
 
 
-def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
-    """[N, D] of the positions that predict the row's targets. base: a model's backbone.
+def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_state") -> Tensor:
+    """Returns [N, D] of the positions that predict the row's targets. base: a model's backbone.
+
+    output: "logits" of a whole model gives [N, V].
 
     index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
     order of their arrival, so that no two runs are alike.
@@ -49,8 +51,8 @@ def hidden_at_sources(base: Any, row: PackedRow) -> Tensor:
     if row.vision is not None:
         hidden = vision.hidden_states(base, row)
     else:
-        output = base(input_ids=row.input_ids, use_cache=False, **attention.options(base, row))
-        hidden = output.last_hidden_state.flatten(0, 1)
+        found = base(input_ids=row.input_ids, use_cache=False, **attention.options(base, row))
+        hidden = getattr(found, output).flatten(0, 1)
     return hidden.index_select(0, row.source_index)
 
 
@@ -100,6 +102,17 @@ def _alone(base: Any, ids: list[int], count: int) -> Tensor:
     return text(input_ids=torch.tensor([ids], device=base.device), use_cache=False).last_hidden_state[
         0, -count - 1 : -1
     ]
+
+
+@contextlib.contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Within it the model attends as transformers wrote it out, one sequence after the other, in eval mode."""
+    name, was_training = model.config.get_text_config()._attn_implementation, model.training
+    _set_attention(model.eval(), "eager")
+    try:
+        yield
+    finally:
+        _set_attention(model.train(was_training), name)
 
 
 def _set_attention(model: Any, name: str) -> None:

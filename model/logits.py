@@ -1,11 +1,12 @@
 """What a class does to its logits behind its head: a scale, a soft cap, whatever comes next.
 
-Granite divides them, Gemma 2 and nanochat cap them, Cohere multiplies them. No list of such wishes is kept: the class's
-own forward runs with a decoder that returns the hidden states it is given.
+Granite divides them, Gemma 2 and nanochat cap them, Falcon H1 multiplies them by a number that its decoder keeps. No
+list of such wishes is kept: the class's own forward runs with a decoder that returns the hidden states it is given.
 
     logits = class.forward(model with [decoder -> given hidden states] and [head -> the head])
 
-Whether that is more than the head is found out once, when a model is loaded; Qwen, Llama and most others keep the head.
+When a model is loaded, its own forward of a few tokens says which way is right: the head alone (Qwen, Llama and most
+others), the class's forward around given hidden states, or, where neither gives its logits, all of its forward.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.exits import say
+from model.cpu.equal import is_equal
+from model.layout import own_attention
 from model.transformers_internals import decoder_of
 
 Head = Callable[[Tensor], Tensor]
+_IDS = list(range(5, 21))  # that every model has
 
 
-class _Stand(torch.nn.Module):
-    """In the place of a part of the model: returns what it is told to."""
+class _StandIn(torch.nn.Module):
+    """A module in the place of a part of the model: it returns what it is told to, and has the part's attributes."""
 
-    def __init__(self, answer: Callable[..., Any]):
+    def __init__(self, part: torch.nn.Module, answer: Callable[..., Any]):
         super().__init__()
-        self.answer = answer
+        self.__dict__ |= {"part": part, "answer": answer}  # not as submodules, where __getattr__ would look for them
 
     def forward(self, *given: Any, **_: Any) -> Any:
         return self.answer(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["part"], name)
 
 
 class _Output:
@@ -47,11 +54,16 @@ class _Output:
         return self.last_hidden_state if index == 0 else None
 
 
-def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
-    """(head, hidden states [n, D]) -> the class's own logits [n, V]; None where the head alone gives the same bits.
+def whole_forward(_: Head, hidden: Tensor) -> Tensor:
+    """Stands for a class whose logits need its whole forward, as own_logits found out; never called."""
+    raise AssertionError("the logits come from the model's own forward")
 
-    model: a transformers causal language model, on one device. Raises UserError if its forward needs more than its
-    decoder's hidden states.
+
+def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
+    """Returns (head, hidden states [n, D]) -> the class's own logits [n, V].
+
+    None where the head alone gives the same bits; `whole_forward` where nothing but the class's forward does.
+    model: a transformers causal language model, on one device.
     """
     head, decoder = model.get_output_embeddings(), decoder_of(model)
 
@@ -60,19 +72,27 @@ def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
         shell._modules = dict(model._modules)
         for name, child in model.named_children():
             if child is head:
-                shell._modules[name] = _Stand(of_head)
+                shell._modules[name] = _StandIn(child, of_head)
             elif any(part is decoder for part in child.modules()):
-                shell._modules[name] = _Stand(lambda *_: _Output(hidden[None]))
+                shell._modules[name] = _StandIn(child, lambda *_: _Output(hidden[None]))
         return type(model).forward(shell, inputs_embeds=hidden[None], use_cache=False).logits[0]
 
-    some = torch.randn(4, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    some = some.to(head.weight.device, head.weight.dtype)
-    try:
-        with torch.no_grad():
-            is_head = torch.equal(logits(head, some).float(), head(some[None])[0].float())
-    except Exception as error:
-        raise UserError(
-            f"the logits of a {type(model).__name__} cannot be computed apart from its decoder ({error!r}); choose "
-            "another model"
-        ) from error
-    return None if is_head else logits
+    with own_attention(model), torch.no_grad():
+        ids = torch.tensor([_IDS], device=head.weight.device)
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        if torch.equal(head(hidden[None])[0].float(), own):
+            return None
+        try:
+            found = logits(head, hidden).float()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            if is_equal(found, own.to(found.dtype)):
+                return logits
+            why = "they are others"
+    say(
+        f"the logits of a {type(model).__name__} cannot be computed apart from its decoder ({why}): its whole forward "
+        "runs, and keeps those of every token, which is slower and takes more memory"
+    )
+    return whole_forward

@@ -21,7 +21,7 @@ from model.cpu.linear import use_faster_linear
 from model.folder import causal_lm_class, check_model_folder
 from model.layout import backbone, hidden_at_sources, settle
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
-from model.logits import Head, own_logits
+from model.logits import Head, own_logits, whole_forward
 from model.packing import PackedRow, Packing
 from model.sequence_parallel import gather
 
@@ -68,9 +68,14 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
-    """[N, D] of a causal language model, before its head; with replay as its row's tokens were sent to experts."""
+    """Returns [N, D] of a causal language model, before its head; its logits [N, V] where they need its whole forward.
+
+    With router replay its row's tokens are sent to the experts that they were sent to.
+    """
     if replay := getattr(model, "router_replay", None):
         replay.use(row.routing)
+    if getattr(model, "own_logits", None) is whole_forward:
+        return hidden_at_sources(model, row, "logits")
     return hidden_at_sources(backbone(model), row)
 
 
@@ -82,6 +87,8 @@ def _with_head(model: Any, hidden: Tensor, body: Callable[[Tensor, Head], Any]) 
     """
     head = model.get_output_embeddings()
     forward, own = head.forward, getattr(model, "own_logits", None)
+    if own is whole_forward:
+        return body(hidden, lambda logits: logits)
     logits = forward if own is None else functools.partial(own, forward)
     head.forward = lambda h: body(h, logits)
     try:
@@ -160,10 +167,14 @@ def load_causal_lm(
 ) -> Any:
     """A transformers causal language model in the layout that is right for it, with its vision tower if it has one.
 
-    Raises UserError as load_settled does, and if its logits cannot be computed apart.
+    Raises UserError as load_settled does, and for a vision model whose logits cannot be computed apart.
     """
     model, _ = load_settled(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
     model.own_logits = own_logits(model)
+    if model.own_logits is whole_forward:  # which may not hand on what a shared row is told of its sequences
+        if vision.sees(model.config):
+            raise UserError(f"the logits of a {type(model).__name__} need its whole forward; choose another model")
+        settle(model, "separate" if packing == "auto" else packing, None)
     return model
 
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from common.weights import TensorInfo
-from model.checksum import checksum
+from model.checksum import checksum, unordered_sum
 from sampler import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_COLUMNS, _WORK = 8, 1 << 24  # of a packed matrix that each load compares to the bit, at least; in multiplications
 _TRIED = 4  # tensors of a kind, of which a rule must hold for one to be tried on all: the first may be damaged
 
 
@@ -52,7 +53,7 @@ class Part:
         return tensor[self.begin : self.begin + shape[0]][..., : shape[-1]]
 
     def is_in(self, tensor: Tensor) -> bool:
-        return checksum(_as_published(self.of(tensor), self.info)) == self.info.checksum
+        return checksum(as_published(self.of(tensor), self.info)) == self.info.checksum
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,11 @@ class Layout:
     rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # of each kind of published tensor
     computed: dict[str, str] = field(default_factory=dict)  # published name -> engine's, that it is computed with
     proven: set[str] = field(default_factory=set)
-    is_new: bool = True
+    loads: int = 0  # that were compared
+
+    @property
+    def is_new(self) -> bool:
+        return not self.loads
 
 
 def kind_of(name: str) -> str:
@@ -89,10 +94,11 @@ def layer_of(name: str) -> tuple[str, ...]:
 
 
 class EngineModel:
-    """A vLLM model without adapters."""
+    """A vLLM model without adapters, and the published tensors that are at hand to be compared with it."""
 
-    def __init__(self, model: Any):
-        self._model = model
+    def __init__(self, model: Any, given: Mapping[str, Tensor], seed: int):
+        """seed: of which columns of packed matrices are looked at."""
+        self._model, self._given, self._random = model, given, torch.Generator().manual_seed(seed)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.tensors = self.parameters | dict(model.named_buffers(remove_duplicate=False))
@@ -143,16 +149,61 @@ class EngineModel:
 
     def holds(self, rule: Rule, name: str, info: TensorInfo) -> bool:
         there = self.at(rule, name)
-        return there is not None and rule.part(name, info).is_in(self.value(there))
+        if there is None or self.tensors[there].numel():
+            return there is not None and rule.part(name, info).is_in(self.value(there))
+        return self.shows_product(there, name) and self.multiplies_by(there, rule.part(name, info))
+
+    def multiplies_by(self, there: str, part: Part) -> bool:
+        """Returns whether a layer on a CPU computes with the rows of a published matrix; True where that is unknown.
+
+        x Wᵀ shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns
+        shows whatever is more than rounding in the others.
+        """
+        compute, matrix = vllm_insides.product(self.module(there)), self._given.get(part.name)
+        if compute is None or matrix is None or matrix.ndim != 2 or part.slot is not None or part.turned:
+            return True
+        rows, columns = matrix.shape
+        if vllm_insides.matrix_shape(self.module(there))[1:] not in ([], [columns]):
+            return False
+        taken = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
+        x = torch.nn.functional.one_hot(taken, columns).to(matrix.dtype)
+        signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
+        is_exact = matrix.dtype == torch.float32
+        y = compute(torch.cat([x, signs]) if is_exact else x)[:, part.begin : part.begin + rows]
+        if not torch.equal(y[: len(taken)], matrix[:, taken].T):
+            return False
+        rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
+        return not is_exact or bool(((y[-1] - matrix @ signs[0]).abs() <= rounding).all())
+
+    def shows_product(self, there: str, name: str) -> bool:
+        """Returns whether multiplies_by can tell of a published tensor."""
+        return name in self._given and vllm_insides.product(self.module(there)) is not None
+
+    def holds_rounded(self, there: str, part: Part) -> bool:
+        """Returns whether a tensor of fewer bits is the published one, rounded; True where that is not at hand."""
+        held, given = part.of(self.value(there)), self._given.get(part.name)
+        return given is None or torch.equal(held.cpu(), given.to(held.dtype).view(held.shape))
+
+    def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
+        """Returns whether the first row of a part, or of a vector the first number, stands in a tensor."""
+        first = self._given[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
+        whole = self.value(there)
+        rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
+        return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
 
     def possible(self, name: str, info: TensorInfo) -> Iterator[Rule]:
         """Rules that a tensor's shape allows in its layer."""
         for (kind, layer), there in self._of_layer.items():
             whole, numbers = self.tensors[there], NUMBER.findall(name)
-            if layer == layer_of(name) and whole.numel():
+            if layer != layer_of(name):
+                continue
+            if whole.numel():
                 has_slots = whole.ndim == len(info.shape) + 1 and len(numbers) > 1 and int(numbers[-1]) < len(whole)
                 shape = list(whole.shape[1:] if has_slots else whole.shape)
                 yield from (Rule(kind, begin, has_slots, turned) for begin, turned in _ways(shape, info.shape))
+            elif len(info.shape) == 2 and self.shows_product(there, name):
+                shape = vllm_insides.matrix_shape(self.module(there))
+                yield from (Rule(kind, begin, False, False) for begin, turned in _ways(shape, info.shape) if not turned)
 
     def misplaced(self, name: str, info: TensorInfo) -> str:
         """The engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
@@ -163,6 +214,20 @@ class EngineModel:
                 if any(Part(name, info, begin, slot, turned).is_in(self.value(there)) for slot in slots):
                     return there
         return ""
+
+
+def same_numbers(whole: Tensor, parts: Mapping[str, Tensor]) -> bool:
+    """Returns whether a tensor holds the numbers of all parts in some order, beside zeros; experts each in its slot."""
+    own = list(parts.values())
+    if whole.ndim > 2 and all(part.shape[:1] == whole.shape[:1] and part.ndim > 1 for part in own):
+        return all(unordered_sum(a) == sum(map(unordered_sum, b)) % 2**64 for a, *b in zip(whole, *own, strict=True))
+    slots = {name: int(NUMBER.findall(name)[-1]) for name in parts if len(NUMBER.findall(name)) > 1}
+    if whole.ndim > 1 and len(slots) == len(parts) and set(slots.values()) == set(range(len(whole))):
+        sums = [0] * len(whole)
+        for name, part in parts.items():
+            sums[slots[name]] += unordered_sum(part)
+        return [unordered_sum(slot) for slot in whole] == [total % 2**64 for total in sums]
+    return unordered_sum(whole) == sum(map(unordered_sum, own)) % 2**64
 
 
 def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
@@ -192,7 +257,7 @@ def settled(
     return best if most == len(names) else best[:1] if known or most >= len(names) / 2 else []
 
 
-def _as_published(tensor: Tensor, info: TensorInfo) -> Tensor:
+def as_published(tensor: Tensor, info: TensorInfo) -> Tensor:
     """A bias that vLLM widened to float32 has the bits of the published one if narrowing it loses nothing."""
     published = getattr(torch, info.dtype)
     if tensor.dtype == published:

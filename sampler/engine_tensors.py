@@ -2,19 +2,26 @@
 
 They are summed where they stand, on a GPU too; where that is, engine_layout.py knows.
 
-What can not be compared is named and counted, never passed in silence; the canary alone answers for it: a matrix that
-vLLM packed for a CPU's product and dropped, or quantises, or a shard of a tensor-parallel engine; and what a loader
-computes with, such as exp(A_log). Of the last kind it is proven that each load overwrites it: it is filled with NaN
-before. What was comparable once must be so for ever. What nothing was published for, or the engine has no place for,
-is wrong.
+What cannot be compared to the bit is unproven: named and counted, never passed in silence. As far as its values can
+tell, they are asked, and the canary answers for the rest:
+
+    packed        for a CPU's product, the matrix dropped: what the layer multiplies by, column by column
+    rearranged    by a kernel, an interleaving, a merge that no name tells: the numbers are the published ones, in
+                  another order, and so they are in every tensor of the kind; in one alone they are wrong
+    narrowed      held in fewer bits: it must be the published tensor, rounded
+    computed      such as exp(A_log): each load overwrites it, for it is filled with NaN before
+    quantised, or a shard of a tensor-parallel engine: the canary alone
+
+What was comparable once must be so for ever. What nothing was published for, or the engine has no place for, is wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +32,17 @@ from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.checksum import checksum
 from sampler import vllm_insides
-from sampler.engine_layout import NUMBER, EngineModel, Layout, Part, kind_of, layer_of, settled
+from sampler.engine_layout import (
+    NUMBER,
+    EngineModel,
+    Layout,
+    Part,
+    as_published,
+    kind_of,
+    layer_of,
+    same_numbers,
+    settled,
+)
 
 
 @dataclass
@@ -36,6 +53,7 @@ class Proof:
     unproven: dict[str, str] = field(default_factory=dict)  # name -> why it can not be compared
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    narrow: set[str] = field(default_factory=set)  # the engine's tensors with fewer bits than any published one
 
 
 def of_ranks(proofs: Sequence[Proof]) -> Proof:
@@ -45,15 +63,25 @@ def of_ranks(proofs: Sequence[Proof]) -> Proof:
         {name: why for p in proofs for name, why in p.unproven.items()},
         [text for p in proofs for text in p.wrong],
         max(p.seconds for p in proofs),
+        set().union(*(p.narrow for p in proofs)),
     )
 
 
-def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None = None) -> Proof:
-    """layout: what earlier loads of this engine have told, which is added to."""
-    begun, layout = time.monotonic(), Layout() if layout is None else layout
-    engine = EngineModel(model)
+def prove(
+    model: Any,
+    expected: Mapping[str, TensorInfo],
+    layout: Layout | None = None,
+    published: Mapping[str, Tensor] | None = None,
+) -> Proof:
+    """Compares a vLLM model with what was published.
+
+    layout: what earlier loads of this engine have told, which is added to. published: the tensors, on a CPU; without
+    them what is packed is left to the canary, and what is rearranged or narrowed is wrong.
+    """
+    begun, layout, published = time.monotonic(), layout or Layout(), published or {}
+    engine = EngineModel(model, published, seed=layout.loads)
     found = engine.named(expected)
-    proof = Proof()
+    proof = Proof(narrow=_narrow(engine.tensors, expected))
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
     for name in expected.keys() - {part.name for parts in found.values() for part in parts}:
         kinds[kind_of(name), *expected[name].shape].append(name)
@@ -62,8 +90,6 @@ def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None 
         names.sort()
         rules = settled(engine, expected, names, layout.rules.get(kind))
         if not rules:
-            if layout.is_new and (there := engine.misplaced(names[0], expected[names[0]])):
-                proof.wrong.append(f"the engine's {there} holds the published {names[0]}, which is no place of it")
             homeless += names
             continue
         layout.rules[kind] = rules
@@ -71,11 +97,13 @@ def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None 
             found.setdefault(engine.at(rules[0], name) or "", []).append(rules[0].part(name, expected[name]))
     aliases = {id(engine.parameters[name]): parts for name, parts in found.items() if name in engine.parameters}
     free = [name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases]
+    rearranged = _rearranged_homes(engine, expected, homeless, free, published)
     _give_homes(proof, engine, expected, homeless, free, layout)
     for name in {**engine.parameters, **found}:
         parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied head is the embedding
         if parts:
-            _prove_one(proof, name, engine, parts)
+            if moved := _prove_one(proof, name, engine, parts, published):
+                rearranged[name] = moved
         elif name in free and vllm_insides.is_made_of_others(name):
             layout.computed[name] = name
             if engine.parameters[name].isnan().any():
@@ -83,13 +111,21 @@ def prove(model: Any, expected: Mapping[str, TensorInfo], layout: Layout | None 
         elif name in free:
             proof.wrong.append(f"nothing was published for the engine's {name}")
         report_progress("comparing the engine's weights")
+    plain = {kind_of(name) for name, parts in found.items() if any(part.name in proof.proven for part in parts)}
+    _judge_rearranged(proof, engine, rearranged, plain)
     proof.proven -= proof.unproven.keys()
     proof.wrong += [f"{name} was compared before, and is not now: {proof.unproven[name]}"
                     for name in sorted(layout.proven & proof.unproven.keys())]  # fmt: skip
     layout.proven |= proof.proven
-    layout.is_new = False
+    layout.loads += 1
     proof.seconds = time.monotonic() - begun
     return proof
+
+
+def _narrow(tensors: Mapping[str, Tensor], expected: Mapping[str, TensorInfo]) -> set[str]:
+    """Returns the names of what an engine holds, or computes with, in fewer bits than any published tensor has."""
+    fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
+    return {name for name, t in tensors.items() if t.is_floating_point() and t.itemsize < fewest}
 
 
 def _give_homes(
@@ -100,12 +136,15 @@ def _give_homes(
     free: list[str],
     layout: Layout,
 ) -> None:
-    """To published tensors that are nowhere as they are; takes from `free`, the engine's that nothing was found in.
+    """Gives places to published tensors that are nowhere as they are; takes these from `free`.
 
     At the first load a layer's own tensor of the same size, or with a slot for the expert, is what vLLM computes with
-    them; later only that is.
+    them; later only that is. Which of a layer's packed matrices one went into need not be known.
     """
     taken: dict[int, None] = {}
+    for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
+        if layout.is_new and (there := engine.misplaced(name, expected[name])):
+            proof.wrong.append(f"the engine's {there} holds the published {name}, which is no place of it")
     for name in homeless:
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
         near = {there: engine.parameters[there] for there in free if layer_of(there) == layer_of(name)}
@@ -114,19 +153,77 @@ def _give_homes(
         same = [there for there, p in near.items() if p.numel() == size and id(p) not in taken]
         slots = [there for there, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
         if name in layout.computed or (layout.is_new and not packed and not split and (same or slots)):
-            there = layout.computed.setdefault(name, (same or slots or [""])[0])
-            proof.unproven[name] = f"{there}: vLLM computes with it as it loads it"
-            if there not in near or near[there].isnan().any():
-                proof.wrong.append(f"the load of the published {name} did not reach the engine's {there}")
+            homes = [layout.computed.setdefault(name, (same or slots or [""])[0])]
+            proof.unproven[name] = f"{homes[0]}: vLLM computes with it as it loads it"
+            if homes[0] not in near or near[homes[0]].isnan().any():
+                proof.wrong.append(f"the load of the published {name} did not reach the engine's {homes[0]}")
+        elif packed and any(engine.shows_product(there, name) for there in packed):
+            proof.wrong.append(f"no packed matrix of its layer multiplies by the published {name}")
+            homes = packed
         elif packed or split:
-            there = (packed or split)[0]
-            size = vllm_insides.tensor_parallel_size(engine.module(there))
-            proof.unproven[name] = f"{there}: {PACKED if packed else _split(size)}"
+            homes = packed or split[:1]
+            size = vllm_insides.tensor_parallel_size(engine.module(homes[0]))
+            proof.unproven[name] = f"{homes[0]}: {PACKED if packed else _split(size)}"
         else:
             proof.wrong.append(f"the engine has no place for the published {name}")
             continue
-        taken[id(engine.parameters.get(there))] = None
+        taken |= {id(engine.parameters.get(there)): None for there in homes}
     free[:] = [there for there in free if id(engine.parameters[there]) not in taken]
+
+
+def _rearranged_homes(
+    engine: EngineModel,
+    expected: Mapping[str, TensorInfo],
+    homeless: list[str],
+    free: list[str],
+    published: Mapping[str, Tensor],
+) -> dict[str, list[Part]]:
+    """Returns {engine's tensor: the homeless ones of its layer whose numbers, all together, are its own}.
+
+    Takes them from `homeless`, and the engine's from `free`.
+    """
+    homes: dict[str, list[Part]] = {}
+    for there in [name for name in free if published and engine.tensors[name].numel()]:
+        kinds = defaultdict[str, list[str]](list)
+        for name in homeless:
+            if layer_of(name) == layer_of(there):
+                kinds[kind_of(name)].append(name)
+        for chosen in _subsets(list(kinds.values())):
+            sizes = sum(math.prod(expected[name].shape) for name in chosen)
+            narrow = as_published(engine.value(there), expected[chosen[0]])
+            if sizes == narrow.numel() and same_numbers(narrow, {name: published[name] for name in chosen}):
+                homes[there] = [Part(name, expected[name]) for name in chosen]
+                homeless[:] = [name for name in homeless if name not in chosen]
+                free.remove(there)
+                break
+    return homes
+
+
+def _subsets(kinds: list[list[str]]) -> Iterator[list[str]]:
+    """Yields the names of one kind, of two, and so on; of many kinds no more than three together."""
+    for count in range(1, min(len(kinds), 3) + 1):
+        for chosen in itertools.combinations(kinds, count):
+            yield [name for names in chosen for name in names]
+
+
+def _judge_rearranged(
+    proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]], plain: Collection[str]
+) -> None:
+    """Says of tensors that hold the published numbers in another order whether a kernel or a mistake has moved them.
+
+    A kernel treats all tensors of a kind alike. Where there is but one, rows that stay whole were exchanged: what
+    kernels want is another order of the numbers in a row.
+    """
+    kinds = Counter(map(kind_of, rearranged))
+    for name, parts in rearranged.items():
+        if kind_of(name) not in plain and (kinds[kind_of(name)] > 1 or not engine.has_whole_rows(name, parts)):
+            proof.unproven |= {part.name: f"{name}: vLLM has rearranged it" for part in parts}
+        else:
+            proof.wrong += [_other(name, part) for part in parts if part.name not in proof.proven]
+
+
+def _other(name: str, part: Part) -> str:
+    return f"the engine's {name} does not hold the published {part.name}"
 
 
 def spoil(model: Any, layout: Layout) -> None:
@@ -136,20 +233,35 @@ def spoil(model: Any, layout: Layout) -> None:
         parameters[there].data.fill_(math.nan)
 
 
-def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> None:
-    """One of the engine's tensors."""
-    if why := _not_comparable(engine.module(name), engine.tensors[name], [part.info for part in parts]):
+def _prove_one(
+    proof: Proof, name: str, engine: EngineModel, parts: list[Part], published: Mapping[str, Tensor]
+) -> list[Part]:
+    """Compares one of the engine's tensors with its parts. Returns them if its numbers are theirs in another order."""
+    tensor = engine.tensors[name]
+    if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
-        return
+        if why is PACKED:
+            proof.wrong += [
+                f"the engine's {name} does not multiply by the published {part.name}"
+                for part in parts
+                if not engine.multiplies_by(name, part)
+            ]
+        elif name in proof.narrow:
+            proof.wrong += [_other(name, part) for part in parts if not engine.holds_rounded(name, part)]
+        return []
     whole = engine.value(name)
-    for part in parts:
-        if part.is_in(whole):
-            proof.proven.add(part.name)
-        else:
-            proof.wrong.append(f"the engine's {name} does not hold the published {part.name}")
-    held = [part.of(whole) for part in parts]
+    held, others = [part.of(whole) for part in parts], [part for part in parts if not part.is_in(whole)]
+    proof.proven |= {part.name for part in parts if part not in others}
+    if others:
+        given = {part.name: published[part.name] for part in parts if part.name in published}
+        if len(given) == len(parts) and same_numbers(as_published(whole, parts[0].info), given):
+            return parts
+        proof.wrong += [_other(name, part) for part in others]
+    elif any(not engine.multiplies_by(name, part) for part in parts):
+        proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
     if sum(t.numel() for t in held) < whole.numel() and sum(map(_nonzeros, held)) < _nonzeros(whole):
         proof.wrong.append(f"the engine's {name} has numbers that are neither published nor zero")
+    return []
 
 
 def _nonzeros(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ import math
 import shutil
 import time
 import traceback
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from common.certain_errors import certain, would_repeat
 from common.config import Config
 from common.errors import Retryable, UserError
+from common.exits import say
 from common.failpoints import failpoint
 from common.types import EncodedImage
 from common.weights import Manifest, Published, TensorInfo
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 # tokens that lie between two experts go to either: of ten up to two, off by 0.2 to 0.9 (bf16, 8 experts); the nearest
 # three quarters have the RMS of other models.
 _CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
+_NARROW_BOUND = 0.01  # of an engine that computes with fewer bits in places, as vLLM does in xIELU (Apertus)
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
@@ -73,7 +76,10 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
     may_route_otherwise = config.model.dtype == "bfloat16" and experts_in(config.model) is not None
-    _require_canary(x, config.model.dtype, published.version, share=0.75 if may_route_otherwise else 1.0)
+    share = 0.75 if may_route_otherwise else 1.0
+    warning = _require_canary(x, config.model.dtype, published.version, share, proof.narrow)
+    if warning and engine.version is None:
+        say(warning)
     engine.version = published.version
     failpoint("sampler.reloaded")
     now = time.monotonic()
@@ -112,18 +118,31 @@ def _require_proof(proof: Proof, version: int) -> None:
         )
 
 
-def _require_canary(x: NDArray[np.float64], dtype: str, version: int, share: float = 1.0) -> None:
-    """share: of the tokens, the nearest, whose RMS is bounded."""
+def _require_canary(
+    x: NDArray[np.float64], dtype: str, version: int, share: float = 1.0, narrow: Collection[str] = ()
+) -> str:
+    """Returns a warning where the log-probs differ by more than the bounds, but for a known reason and by little.
+
+    x: differences of log-probs. share: of the tokens, the nearest, whose RMS is bounded. narrow: the engine's tensors
+    of fewer bits than the model's.
+    """
     nearest = np.sort(np.abs(x))[: math.ceil(share * len(x))]
     rms, largest = _rms(nearest), _largest(x)
     rms_bound, bound = _CANARY_BOUNDS[dtype]
-    if not (rms <= rms_bound and largest <= bound):  # so that NaN is refused
+    if rms <= rms_bound and largest <= bound:
+        return ""
+    if not (narrow and largest <= _NARROW_BOUND):  # so that NaN is refused
         limits = f"RMS {rms_bound:.3g}" + (f", at most {bound:.3g}" if bound < math.inf else "")
         raise _refused(
             version,
             f"canary: the engine's log-probs differ from the trainer's by RMS {rms:.3g}, at most {largest:.3g}, under "
             f"version {version}, more than {limits}",
         )
+    more = f" and {len(narrow) - 1} more tensors" if len(narrow) > 1 else ""
+    return (
+        f"the engine's log-probs differ from the trainer's by at most {largest:.2g} under the same weights, for vLLM "
+        f"has {min(narrow)}{more} in fewer bits than {dtype}; the run goes on, up to {_NARROW_BOUND:g}"
+    )
 
 
 def _refused(version: int, why: str) -> UserError | Retryable:

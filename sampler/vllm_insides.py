@@ -7,7 +7,7 @@ model/cpu.
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
                 loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers;
                 what routers of mixtures choose, and how cache slots are numbered (routing.py);
-                how experts were packed
+                how experts and convolutions were packed, and the products of packed layers (cpu_linear)
     replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
                 kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
                 image code of torchvision and the processors of Qwen's models that see (`show_images_alone`); on a CPU
@@ -171,29 +171,55 @@ def quantised_by(layer: Any) -> str:
 
 
 def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
-    """A parameter as it was loaded: experts [E, rows, columns] packed for a CPU's product are a permutation of it."""
-    isa = _packed_for(layer)
-    if not isa or name not in ("w13_weight", "w2_weight"):
+    """Returns a parameter as it was loaded.
+
+    Experts [E, rows, columns] and convolutions [rows, 1, columns] that vLLM packed for a CPU are permutations of it.
+    """
+    isa, plain = _packed_for(layer), getattr(layer, "_cpu_unpacked_conv_weight", None)
+    if isa and name in ("w13_weight", "w2_weight"):
+        order = _order_of_packed(tensor.shape[1], tensor.shape[2], tensor.dtype, isa)
+    elif plain is not None and name == "weight":
+        order = _order_of_packed(*plain.shape, tensor.dtype, "")
+    else:
         return tensor
-    plain, (count, rows, columns) = torch.empty_like(tensor), tensor.shape
-    plain.view(count, -1)[:, _order_of_packed(rows, columns, tensor.dtype, isa)] = tensor.view(count, -1)
-    return plain
+    found = torch.empty_like(tensor)
+    found.view(-1, len(order))[:, order] = tensor.reshape(-1, len(order))
+    return found
 
 
 def _packed_for(layer: Any) -> str:
-    """The instructions that a layer's experts were packed for; "" on a GPU, and of other layers."""
+    """Returns the instructions that a layer's experts were packed for; "" on a GPU, and of other layers."""
     experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
     return "" if getattr(experts, "_use_zentorch", True) else experts.isa
 
 
 @cache
 def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
-    """Where each number of a packed expert was before: vLLM packs the numbers' own places, a byte at a time."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    """Returns where each number of a packed expert, or without `isa` of a packed convolution, was before.
 
-    places = torch.arange(rows * columns).view(1, rows, columns)
-    found = [cpu_prepack_moe_weight((places >> 8 * i & 255).to(dtype), isa).long() << 8 * i for i in range(4)]
-    return torch.stack(found).sum(0).flatten()
+    vLLM packs the numbers' own places, a byte at a time.
+    """
+    from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
+
+    places = torch.arange(rows * columns).view(rows, columns)
+    parts = [(places >> 8 * i & 255).to(dtype) for i in range(4)]
+    packed = [cpu_prepack_moe_weight(x[None], isa) if isa else causal_conv1d_weight_pack(x) for x in parts]
+    return torch.stack([x.long().flatten() << 8 * i for i, x in enumerate(packed)]).sum(0)
+
+
+def product(layer: Any) -> Callable[[Tensor], Tensor] | None:
+    """Returns what a layer on a CPU multiplies by, which may be a packed copy of its matrix; None of other layers.
+
+    The function takes x [rows, in] and returns x Wᵀ [rows, out].
+    """
+    linear = getattr(layer, "cpu_linear", None)
+    return None if linear is None else lambda x: linear(x, layer.weight, None)
+
+
+def matrix_shape(layer: Any) -> list[int]:
+    """Returns [out, in] of a linear layer on this rank; [] of another one."""
+    columns = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
+    return [] if columns is None else [sum(layer.output_partition_sizes), columns]
 
 
 def tensor_parallel_size(layer: Any) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from common.exits import die_with_parent
 from common.watchdog import report_progress
 from common.weights import TensorInfo
+from model.checksum import checksum
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
 from sampler.engine_layout import Layout
 from sampler.engine_tensors import Proof, prove, prove_adapters, spoil
@@ -89,10 +90,13 @@ class WeightExtension:
         self._load(weights)
         if not expected:
             return Proof()
-        proof = prove(model_of(self), expected, self.layout)
+        proof = prove(model_of(self), expected, self.layout, weights)
         if is_first and self.layout.computed:  # once more: does a load reach them?
             self._load(weights)
-            proof = prove(model_of(self), expected, self.layout)
+            proof = prove(model_of(self), expected, self.layout, weights)
+        if tensors is None:
+            other = [name for name, info in expected.items() if checksum(weights[name]) != info.checksum]
+            proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
         return proof
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:

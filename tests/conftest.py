@@ -18,7 +18,9 @@ import psutil
 import pytest
 import pytest_timeout
 
+from tests.support.processor import library  # noqa: F401  a fixture
 from tests.support.speed import limit, slowness
+from tools.benchmarks.bench import machine
 
 TESTS = Path(__file__).resolve().parent
 # The longest first: no worker is left alone with one at the end.
@@ -68,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test file is imported, in every worker: tests.support.tier reads it."""
     if config.getoption("--all"):
         os.environ["TANDEM_TEST_ALL"] = "1"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line: what passes here may depend on the processor."""
+    if not hasattr(config, "workerinput"):
+        print(f"on {machine()}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,8 @@
 """Linear layers on a CPU in float32, through oneDNN instead of torch's default library.
 
 PyPI's torch multiplies float32 matrices with MKL, which leaves AVX-512 alone on an AMD processor: 118 GFLOP/s on a
-Zen 5 core, where oneDNN, which torch also carries and vLLM uses, does 265. Elsewhere it is the other way round (Xeon
-with AVX-512: MKL 113 to 163, oneDNN 85 to 129; Zen 3, which has none: 61 to 86 and 40 to 71), and MKL keeps nothing for
+Zen 5 core, where oneDNN, which torch also carries and vLLM uses, does 265. Elsewhere MKL is as fast or faster (Xeon
+with AVX-512: MKL 113 to 163, oneDNN 85 to 145; Zen 3, which has none: 61 to 86 and 40 to 71), and MKL keeps nothing for
 a shape, where oneDNN compiles and caches a kernel for each. The choice follows the processor and not a measurement, so
 that a resumed run makes the same one. All other devices and dtypes go to torch as before. Left out: attention, whose
 products are inside torch's own kernel.
@@ -24,68 +24,69 @@ _BLOCK = 32  # rows; a multiple costs a twentieth at 360 tokens, and leaves a ha
 
 
 def use_faster_linear(model: torch.nn.Module) -> None:
-    """Every torch.nn.Linear of the model through the library that is faster on this processor, in place."""
+    """Sends every torch.nn.Linear of the model through the library that is faster on this processor, in place."""
     if cpu.is_on() and not (torch.backends.mkl.is_available() and _suits_mkl()):
         use_onednn(model)
 
 
 def _suits_mkl(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether MKL uses all that this processor has."""
-    said = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
-    return "GenuineIntel" in said or ("AuthenticAMD" in said and "avx512f" not in said)
+    """Returns whether MKL uses all vector instructions of this processor."""
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    return "GenuineIntel" in text or ("AuthenticAMD" in text and "avx512f" not in text)
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Every torch.nn.Linear of the model whose products are equal, in place. Their weights and names stay.
+    """Turns every torch.nn.Linear of the model into a OneDnnLinear, in place. Weights and names stay.
 
-    No-op if torch lacks oneDNN.
+    Does nothing if torch lacks oneDNN.
     """
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return
-    equal: dict[tuple[int, int, bool], bool] = {}
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            shape = (module.out_features, module.in_features, module.bias is not None)
-            if shape not in equal:
-                equal[shape] = _computes_the_same(module)
-            if equal[shape]:
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
                 module.__class__ = OneDnnLinear
 
 
-def _computes_the_same(layer: torch.nn.Linear) -> bool:
-    """Whether a few rows through the first outputs of this layer give what torch gives, and so do the gradients."""
-    if layer.weight.device.type != "cpu":
-        return True  # nothing of it will be computed here
-    weight = layer.weight.detach()[:_BLOCK].float()
-    bias = None if layer.bias is None else layer.bias.detach()[:_BLOCK].float()
-    random = torch.Generator().manual_seed(0)  # not the run's: its numbers stay what they are
-    x, dy = (torch.randn(_BLOCK + 1, size, generator=random) for size in (weight.shape[1], len(weight)))
-    found, plain = (_value_and_gradients(product, x, weight, bias, dy) for product in (_Linear.apply, F.linear))
-    return all(map(is_equal, found, plain))
-
-
-def _value_and_gradients(product: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
-    given = [part.clone().requires_grad_() for part in (x, weight, bias) if part is not None]
-    with torch.enable_grad():
-        y = product(*given, *([None] if bias is None else []))
-        return [y.detach(), *torch.autograd.grad(y, given, dy)]
-
-
 class OneDnnLinear(torch.nn.Linear):
+    """A linear layer through oneDNN, which turns back into torch's own at its first call if the two are not equal."""
+
+    _is_compared = False
+
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu" or input.dtype != torch.float32 or not input.numel():
             return F.linear(input, self.weight, self.bias)
+        if not self._is_compared:
+            if not _computes_the_same(input.detach(), self.weight.detach(), self.bias):
+                self.__class__ = torch.nn.Linear  # type: ignore[assignment]
+                return F.linear(input, self.weight, self.bias)
+            self._is_compared = True
         return _Linear.apply(input, self.weight, self.bias)
 
 
+def _computes_the_same(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Returns whether oneDNN's values and gradients are torch's, for the input that a layer is called with."""
+    random = torch.Generator().manual_seed(0)  # not the run's, whose numbers stay what they are
+    dy = torch.randn(*x.shape[:-1], len(weight), generator=random)
+    found, plain = (_values_and_gradients(product, x, weight, bias, dy) for product in (_Linear.apply, F.linear))
+    return all(map(is_equal, found, plain))
+
+
+def _values_and_gradients(product: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    leaves = [None if part is None else part.detach().requires_grad_() for part in (x, weight, bias)]
+    with torch.enable_grad():
+        y = product(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
+
+
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y        x [..., in], W [out, in], y [..., out]"""
+    """y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y        x [..., in], W [out, in], y [..., out]
+
+    Every result is a tensor of its own and no view, so that a model may change it in place as it may F.linear's.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y = _product(_whole_blocks(x), weight, bias)
-        return y[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+        return _product(_whole_blocks(x), weight, bias).resize_(*x.shape[:-1], len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dy_rows = _whole_blocks(dy)
-        dx = _product(dy_rows, weight.t())[: x.shape[:-1].numel()].view(x.shape) if needs_x else None
+        dx = _product(dy_rows, weight.t()).resize_(x.shape) if needs_x else None
         dweight = _product(dy_rows.t(), _whole_blocks(x).t()) if needs_weight else None
         return dx, dweight, dy_rows.sum(0) if needs_bias else None
 

@@ -1,6 +1,7 @@
 """Which rows a model takes, found out when it is loaded: tiny models of every kind against their own forward."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from common.errors import UserError
 from model import layout
 from model.layout import packing_of
+from model.logits import whole_forward
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from tests.support.configs import config_of
@@ -75,7 +77,9 @@ def gradient(model: Any, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_and_their_gradient_are_those_of_the_model_s_own_forward(tmp_path: Path, kind: str) -> None:
+def test_log_probs_and_their_gradient_are_those_of_the_model_s_own_forward(
+    tmp_path: Path, kind: str, library: str
+) -> None:
     model = load_causal_lm(saved(tmp_path, kind), "float32", None, False)
     assert packing_of(model) == KINDS[kind][2]
     found = score_logprobs(model, pack(GROUPS, packing_of(model)), 1.0, chunk_size=5)
@@ -136,3 +140,42 @@ def test_windows_are_those_of_the_model_again_after_the_check(tmp_path: Path) ->
 @pytest.mark.parametrize(("kind", "has_own"), [("plain", False), ("scaled logits", True)])
 def test_the_head_alone_stays_where_it_gives_the_same_bits(tmp_path: Path, kind: str, has_own: bool) -> None:
     assert (load_causal_lm(saved(tmp_path, kind), "float32", None, False).own_logits is not None) is has_own
+
+
+# ---- logits that a class makes of more than its decoder's hidden states
+
+
+def of_an_attribute(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **given: Any) -> Any:
+    hidden = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, **given)[0]
+    return SimpleNamespace(logits=self.lm_head(hidden) * self.model.layers[0].self_attn.scaling)
+
+
+def of_the_tokens(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **given: Any) -> Any:
+    hidden = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, **given)[0]
+    return SimpleNamespace(logits=self.lm_head(hidden) + self.get_input_embeddings()(input_ids).sum(-1, keepdim=True))
+
+
+def of_a_decoder_that_is_deeper(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **given: Any) -> Any:
+    embedded = inputs_embeds if input_ids is None else self.model.embed_tokens(input_ids)
+    hidden = type(self.model).forward(self.model, inputs_embeds=embedded, **given)[0]
+    return SimpleNamespace(logits=self.lm_head(hidden))
+
+
+@pytest.mark.parametrize(
+    ("forward", "is_whole"), [(of_an_attribute, False), (of_the_tokens, True), (of_a_decoder_that_is_deeper, True)]
+)
+def test_logits_are_the_class_s_own_apart_from_its_decoder_or_by_its_whole_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, forward: Any, is_whole: bool
+) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    path = saved(tmp_path, "plain")
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
+    model = load_causal_lm(path, "float32", None, False)
+    assert (model.own_logits is whole_forward) is is_whole
+    assert ("its whole forward runs" in capsys.readouterr().err) is is_whole
+    found = score_logprobs(model, pack(GROUPS, packing_of(model)), 1.0, chunk_size=5)
+    found_gradient = gradient(model, found)
+    expected = own(model)
+    assert (found - expected).abs().max() < 1e-5
+    assert (found_gradient - gradient(model, expected)).norm() < 2e-6 * found_gradient.norm()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from model.cpu import linear
 from model.cpu.linear import OneDnnLinear, use_onednn
-from model.logprobs import load_causal_lm
+from model.logprobs import load_causal_lm, score_logprobs
+from model.packing import pack
 from tests.support.tiny import tiny_model
 
 
@@ -17,7 +18,7 @@ def layer(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
     made.weight.data = weight
     if bias is not None:
         made.bias.data = bias
-    use_onednn(torch.nn.ModuleList([made]))
+    use_onednn(made)
     assert type(made) is OneDnnLinear
     return made
 
@@ -72,6 +73,24 @@ def test_a_frozen_weight_and_a_frozen_input_get_no_gradient() -> None:
     assert made.bias.grad is not None
 
 
+@pytest.mark.parametrize("shape", [(2, 37, 5), (32, 5)], ids=["rows that are filled up", "whole blocks"])
+@pytest.mark.parametrize("change", ["add_", "mul_", "relu_", "exp_"])
+def test_what_a_layer_returns_may_be_changed_in_place_as_torch_s_own(shape: tuple[int, ...], change: str) -> None:
+    torch.manual_seed(0)
+    made, x = layer(torch.randn(6, 5), torch.randn(6)), torch.randn(shape)
+    plain = torch.nn.Linear(5, 6)
+    plain.load_state_dict(made.state_dict())
+    for _ in range(2):  # the first call also compares the two
+        found = []
+        for each in (made, plain):
+            y = each(x)
+            getattr(y, change)(*[2.0] * (change in ("add_", "mul_")))
+            found.append([y.detach(), *torch.autograd.grad(y.sum(), list(each.parameters()))])
+        for a, b in zip(*found, strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert type(made) is OneDnnLinear
+
+
 def test_rows_of_any_number_reach_onednn_in_a_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     product, shapes = linear._product, set()
 
@@ -114,6 +133,7 @@ def test_a_loaded_model_uses_it_but_where_mkl_is_faster_a_product_differs_or_the
     if differs == "off":
         monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
     model = load_causal_lm(str(tiny_model(tmp_path)), "float32", None, False)
+    score_logprobs(model, pack([([5, 6], [[7, 8]])]), 1.0, 8)
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert len(layers) > 7 and {type(module) for module in layers} == {kind}
 

@@ -57,11 +57,22 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 
 
 def machine() -> str:
-    """ "AMD EPYC (family 25, model 1), 2 cores": processors of several generations have the same name."""
-    fact = re.compile(r"^(model name|cpu family|model)\s*:\s*(.+)$", re.MULTILINE)
+    """Returns "AMD EPYC (family 25, model 1), 2 cores, AVX2": processors of several generations have the same name.
+
+    Behind it stand the variables by which torch, oneDNN and MKL were told to use less than that.
+    """
+    fact = re.compile(r"^(model name|cpu family|model|flags)\s*:\s*(.+)$", re.MULTILINE)
     parts = dict(fact.findall(Path("/proc/cpuinfo").read_text()))
     kind = f" (family {parts['cpu family']}, model {parts['model']})" if {"cpu family", "model"} <= parts.keys() else ""
-    return f"{parts.get('model name', platform.machine())}{kind}, {len(os.sched_getaffinity(0))} cores"
+    flags = parts.get("flags", "").split()
+    most = [name for flag, name in _INSTRUCTIONS.items() if flag in flags][:1]
+    fewer = [f"{name}={os.environ[name]}" for name in _FEWER_INSTRUCTIONS if name in os.environ]
+    cores = f"{len(os.sched_getaffinity(0))} cores"
+    return ", ".join([f"{parts.get('model name', platform.machine())}{kind}", cores, *most, *fewer])
+
+
+_INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 with bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
+_FEWER_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def _commit() -> str:

