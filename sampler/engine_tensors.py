@@ -30,7 +30,7 @@ from torch import Tensor
 
 from common.watchdog import report_progress
 from common.weights import TensorInfo
-from model.checksum import checksum
+from model.checksum import checksum, unordered_sum
 from sampler import vllm_insides
 from sampler.engine_layout import (
     NUMBER,
@@ -79,7 +79,7 @@ def prove(
     them what is packed is left to the canary, and what is rearranged or narrowed is wrong.
     """
     begun, layout, published = time.monotonic(), layout or Layout(), published or {}
-    engine = EngineModel(model, published, seed=layout.loads)
+    engine = EngineModel(model, expected, published, seed=layout.loads)
     found = engine.named(expected)
     proof = Proof(narrow=_narrow(engine.tensors, expected))
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
@@ -97,7 +97,7 @@ def prove(
             found.setdefault(engine.at(rules[0], name) or "", []).append(rules[0].part(name, expected[name]))
     aliases = {id(engine.parameters[name]): parts for name, parts in found.items() if name in engine.parameters}
     free = [name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases]
-    rearranged = _rearranged_homes(engine, expected, homeless, free, published)
+    rearranged = _rearranged_homes(proof, engine, homeless, free, published)
     _give_homes(proof, engine, expected, homeless, free, layout)
     for name in {**engine.parameters, **found}:
         parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied head is the embedding
@@ -172,38 +172,42 @@ def _give_homes(
 
 
 def _rearranged_homes(
-    engine: EngineModel,
-    expected: Mapping[str, TensorInfo],
-    homeless: list[str],
-    free: list[str],
-    published: Mapping[str, Tensor],
+    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], published: Mapping[str, Tensor]
 ) -> dict[str, list[Part]]:
     """Returns {engine's tensor: the homeless ones of its layer whose numbers, all together, are its own}.
 
-    Takes them from `homeless`, and the engine's from `free`.
+    Takes them from `homeless`, and the engine's from `free`. Numbers of another layer or another expert are wrong, and
+    so is what is left of a kind of which others were found.
     """
     homes: dict[str, list[Part]] = {}
-    for there in [name for name in free if published and engine.tensors[name].numel()]:
+    sums = dict[int, list[str]]()
+    for layer in dict.fromkeys(map(layer_of, homeless)) if published else ():
         kinds = defaultdict[str, list[str]](list)
         for name in homeless:
-            if layer_of(name) == layer_of(there):
+            if layer_of(name) == layer:
                 kinds[kind_of(name)].append(name)
-        for chosen in _subsets(list(kinds.values())):
-            sizes = sum(math.prod(expected[name].shape) for name in chosen)
-            narrow = as_published(engine.value(there), expected[chosen[0]])
-            if sizes == narrow.numel() and same_numbers(narrow, {name: published[name] for name in chosen}):
-                homes[there] = [Part(name, expected[name]) for name in chosen]
-                homeless[:] = [name for name in homeless if name not in chosen]
-                free.remove(there)
-                break
+        of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
+        sums |= {sum(of_kinds[kind] for kind in chosen) % 2**64: [name for kind in chosen for name in kinds[kind]]
+                 for chosen in _subsets(kinds)}  # fmt: skip
+    for there in [name for name in free if sums and engine.tensors[name].numel()]:
+        whole = as_published(engine.value(there), engine.expected[homeless[0]])
+        if not (chosen := sums.get(unordered_sum(whole))):
+            continue
+        if layer_of(there) != layer_of(chosen[0]) or not same_numbers(whole, {n: published[n] for n in chosen}):
+            proof.wrong.append(f"the engine's {there} holds the published {chosen[0]}, which is no place of it")
+        homes[there] = [Part(name, engine.expected[name]) for name in chosen]
+        free.remove(there)
+    found = {part.name for parts in homes.values() for part in parts}
+    lost = [name for name in homeless if name not in found and kind_of(name) in set(map(kind_of, found))]
+    proof.wrong += [f"the engine does not hold the published {name}, as it holds others of its kind" for name in lost]
+    homeless[:] = [name for name in homeless if name not in found and name not in lost]
     return homes
 
 
-def _subsets(kinds: list[list[str]]) -> Iterator[list[str]]:
-    """Yields the names of one kind, of two, and so on; of many kinds no more than three together."""
+def _subsets(kinds: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yields each one, each two and each three together."""
     for count in range(1, min(len(kinds), 3) + 1):
-        for chosen in itertools.combinations(kinds, count):
-            yield [name for names in chosen for name in names]
+        yield from itertools.combinations(kinds, count)
 
 
 def _judge_rearranged(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from common.config import load
-from report.advice import RULES, advise
+from report.advice import RULES, _moved, advise
 from report.history import History
 from tests.support.configs import config_of
 
@@ -141,3 +141,12 @@ def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path: Path) ->
     for override in pasted:
         load(tmp_path / "c.yaml", [override])
     assert {case.cause for case in CASES} == set(RULES)
+
+
+@pytest.mark.parametrize(("change", "moved"), [(1.42, 1.42), (1.41, 0.0), (-1.42, -1.42), (-1.41, 0.0)])
+def test_a_mean_has_moved_where_it_moves_by_three_standard_errors_of_both_ends(change: float, moved: float) -> None:
+    """Ten steps of 0 and 2 in turn have a variance of 10/9: 3 √((10/9 + 10/9) / 10) = 1.414."""
+    history = History(config_of())
+    for step in range(1, 31):
+        history.add_step({"step": step, "x": 2.0 * (step % 2) + change * (step > 20)})
+    assert _moved(history, "x") == pytest.approx(moved)

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
-from sampler.chat_template import render
+from sampler.chat_template import about_first_token, render
 from sampler.reading import ends_of
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
@@ -132,3 +132,31 @@ def test_a_completion_ends_where_the_real_template_ends_the_last_turn(name, tmp_
     tokenizer, path = with_its_tokens(REAL[0].with_name(f"{name}.jinja")) if REAL else pytest.skip(NO_TRL)
     config = config_of(model={"path": str(tmp_path)}, prompt={"chat_template": path})
     assert tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer).own)) == ["</s>", ENDS[name]]
+
+
+class BeginsTexts:
+    """A tokenizer that puts token 1, <s>, before each text."""
+
+    bos_token_id, bos_token = 1, "<s>"
+
+    def __call__(self, text):
+        return {"input_ids": [1, 7]}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "said"),
+    [
+        (None, "<s>Hello", None),
+        (None, "Hello", "prompts do not begin with <s>"),
+        ("{{ messages[0].content }}", "<s>Hello", "t.jinja leaves it out"),
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>Hello", None),
+        ("<s>{{ messages[0].content }}", "<s>Hello", None),
+    ],
+)
+def test_a_first_token_that_tokenizer_and_template_disagree_about_is_said(template, text, said, tmp_path):
+    path = None
+    if template is not None:
+        path = tmp_path / "t.jinja"
+        path.write_text(template)
+    found = about_first_token(BeginsTexts(), PromptTemplate(chat_template=path), text)
+    assert found is None if said is None else said in found

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import durable, failpoints, run_folder
-from common.errors import Retryable
+from common.errors import Retryable, UserError
 from tests.support.configs import config_of
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
@@ -318,3 +318,28 @@ def test_checkpoints_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
     (tmp_path / "step_of_mine").mkdir()
     assert [p.name for p in run_folder.step_dirs(tmp_path)] == ["step_1000000", "step_1000001"]
     assert resume.newest_valid(tmp_path, ONE_RANK, print) == tmp_path / "step_1000001"
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "converts"),
+    [((0, 4), (0, 2), False), ((2, 2), (2, 2), False), ((1, 4), (1, 2), True), ((0, 2), (1, 2), True)],
+)
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_only_another_stage_or_shards_of_other_ranks_are_converted(
+    saved: tuple[int, int], now: tuple[int, int], converts: bool, is_lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[Any]()
+    fake: Any = SimpleNamespace(stage=now[0], world_size=now[1], adapter_settings=b"{}" if is_lora else None)
+    fake.optimizer = fake.ds = SimpleNamespace(lr_scheduler=None)
+    monkeypatch.setattr(checkpoint, "keeping_settings", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(checkpoint.other_layout, "restore", lambda engine, folder, *by: calls.append(by))
+    found = True
+    monkeypatch.setattr(
+        checkpoint, "load_state", lambda ds, folder, adapters_alone: calls.append(adapters_alone) or found
+    )
+    checkpoint._restore_state(fake, Path("c"), *saved)
+    assert calls == [saved if converts else is_lora]
+    if not converts:
+        found = False
+        with pytest.raises(UserError, match="no DeepSpeed state for this rank"):
+            checkpoint._restore_state(fake, Path("c"), *saved)

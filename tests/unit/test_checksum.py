@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from model import checksum as module
-from model.checksum import all_finite, checksum
+from model.checksum import all_finite, checksum, unordered_sum
 
 _WORDS = 1 << 15
 
@@ -96,3 +96,17 @@ def test_a_tensor_is_finite_unless_one_number_is_not_however_large_its_sum(dtype
         assert not all_finite(spoiled)
         spoiled[78] = -bad
         assert not all_finite(spoiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_sum_without_order_tells_other_numbers_from_others_and_from_no_order_or_zeros(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, 70).to(dtype)
+    total = unordered_sum(x)
+    assert total == unordered_sum(x.t()) == unordered_sum(x.flatten()[torch.randperm(x.numel())])
+    assert total == unordered_sum(torch.nn.functional.pad(x, (0, 3, 5, 0)))
+    assert total == (unordered_sum(x[:100]) + unordered_sum(x[100:])) % 2**64
+    for change in (lambda y: y[7].neg_(), lambda y: y[299, 69].mul_(1.01), lambda y: y[0, :2].copy_(y[0, 2:4])):
+        changed = x.clone()
+        change(changed)
+        assert unordered_sum(changed) != total

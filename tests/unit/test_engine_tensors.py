@@ -354,6 +354,106 @@ def test_experts_that_are_published_in_one_tensor_may_be_transposed() -> None:
     assert prove(model, expected(tensors)).wrong
 
 
+def interleaved(w: torch.Tensor) -> torch.Tensor:
+    return w.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def in_blocks(w: torch.Tensor) -> torch.Tensor:
+    if w.ndim == 1:
+        return w.flip(0)
+    return w.unflatten(-1, (2, -1)).transpose(-3, -2).reshape(w.shape)
+
+
+@torch.no_grad()
+def kernel(model: Any, reorder: Callable[[torch.Tensor], torch.Tensor], layers: int = 2) -> None:
+    """As a kernel does after a load: w2 of every expert, w13's bias and a norm in another order."""
+    for layer in model.model.layers[:layers]:
+        layer.mlp.experts.w2.copy_(torch.stack([reorder(w) for w in layer.mlp.experts.w2]))
+        layer.mlp.experts.w13_bias.copy_(torch.stack([reorder(w) for w in layer.mlp.experts.w13_bias]))
+
+
+@pytest.mark.parametrize("reorder", [interleaved, in_blocks, lambda w: w.flip(-1)], ids=["rows", "blocks", "flipped"])
+@pytest.mark.parametrize("kind", ["", *SWAPPED, "old", "one layer alone", "no values at hand"])
+def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_numbers_are(
+    kind: str, reorder: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    if kind in ("gate and up of an expert",):
+        pytest.skip("of a tensor that no kernel moved here")
+    model, tensors = Mixture(), mixture(2)
+    model.load(mixture(1) if kind == "old" else tensors)
+    if kind in SWAPPED:
+        SWAPPED[kind](model)
+    kernel(model, reorder, 1 if kind == "one layer alone" else 2)
+    proof = prove(model, expected(tensors), None, {} if kind == "no values at hand" else tensors)
+    moved = {name for name in tensors if "down_proj" in name or "both_bias" in name}
+    if kind:
+        assert proof.wrong
+    else:
+        assert (proof.wrong, proof.unproven.keys()) == ([], moved | COMPUTED)
+        assert {why for name, why in proof.unproven.items() if name in moved} == {
+            f"model.layers.{i}.mlp.experts.{t}: vLLM has rearranged it" for i in range(2) for t in ("w2", "w13_bias")
+        }
+
+
+@pytest.mark.parametrize("moved", ["rows", "numbers"])
+def test_a_single_tensor_whose_rows_were_exchanged_is_wrong_and_one_in_blocks_is_unproven(moved: str) -> None:
+    model, tensors = Model(), published()
+    model.load(tensors)
+    w = model.model.o_proj.weight.data
+    w.copy_(w[[1, 0, *range(2, HIDDEN)]] if moved == "rows" else in_blocks(w))
+    proof = prove(model, expected(tensors), None, tensors)
+    assert bool(proof.wrong) is (moved == "rows")
+    assert ("model.o_proj.weight" in proof.unproven) is (moved == "numbers")
+
+
+def multiplying(layer: Any) -> None:
+    """Packed as on a CPU: the plain matrix is dropped, the product stays."""
+    kept = layer.weight.data.clone()
+    layer.input_size_per_partition = kept.shape[1]
+    layer.cpu_linear = lambda x, weight, bias: x @ kept.T
+    packed(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_named", [True, False], ids=["by name", "by its product"])
+@pytest.mark.parametrize("kind", ["right", "one number", "one row", "old", "gate and up exchanged"])
+def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: bool, dtype: torch.dtype) -> None:
+    """Also where the model does not declare that gate and up are one, as StableLM's."""
+    model, tensors = Model().to(dtype), {name: t.to(dtype) for name, t in published().items()}
+    model.load({name: t.to(dtype) for name, t in published(7).items()} if kind == "old" else tensors)
+    if not is_named:
+        model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[misc]
+    w = model.model.gate_up_proj.weight.data
+    if kind == "one number":
+        w[7, 3] += 0.01
+    elif kind == "one row":
+        w[7] += 0.01
+    elif kind == "gate and up exchanged":
+        w.copy_(w.roll(6, 0))
+    multiplying(model.model.gate_up_proj)
+    proof = prove(model, expected(tensors), None, tensors)
+    parts = {"model.gate_proj.weight", "model.up_proj.weight"}
+    if kind == "gate and up exchanged" and not is_named:
+        assert not proof.wrong, "which is which of two that nobody declares, only the canary can tell"
+    else:
+        assert bool(proof.wrong) is (kind != "right"), proof.wrong
+    assert parts - {said.rpartition(" ")[2] for said in proof.wrong} <= proof.unproven.keys()
+
+
+@pytest.mark.parametrize("kind", ["right", "old"])
+def test_a_tensor_of_fewer_bits_must_be_the_published_one_rounded(kind: str) -> None:
+    model, tensors = Mixture(), mixture(1)
+    model.load(mixture(3) if kind == "old" else tensors)
+    for layer in model.model.layers:
+        layer.norm.weight.data = layer.norm.weight.data.bfloat16()
+    proof = prove(model, expected(tensors), None, tensors)
+    assert proof.narrow == {f"model.layers.{i}.norm.weight" for i in range(2)}
+    assert any(said.endswith("norm.weight") for said in proof.wrong) is (kind == "old")
+    assert proof.unproven["model.layers.0.norm.weight"].endswith(
+        "vLLM holds it in torch.bfloat16, published is float32"
+    )
+
+
 def test_what_was_compared_once_must_be_comparable_for_ever() -> None:
     model, layout = Mixture(), Layout()
     model.load(mixture(1))

@@ -8,9 +8,10 @@ import pytest
 
 from common.errors import UserError
 from common.types import Problem
+from rewards import answers
 from rewards.answers import is_right, same_answer, verdicts
 from rewards.boxed import acc, base_acc, boxed
-from rewards.gold import gold_kind, golds
+from rewards.gold import gold_kind, golds, same
 from rewards.gsm8k import answer
 from sampler.start import judged
 from tests.support.configs import config_of
@@ -169,3 +170,18 @@ def test_answers_are_compared_in_any_thread():
     thread.start()
     thread.join()
     assert found == [True]
+
+
+def test_the_longest_answer_that_is_read_has_400_characters_and_a_longer_one_equals_only_itself() -> None:
+    assert same("1, " * 133 + "1", "1," * 133 + "1")
+    assert not same("1, " * 133 + "10", "1," * 133 + "10")
+    assert same("A" * 401, "A" * 401)
+
+
+def test_a_completion_gets_a_quarter_of_the_group_s_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, used = list[float](), iter([0.0, 0.0, 1e9])  # begun, at the first completion, at the second
+    monkeypatch.setattr(answers.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(answers, "_in_time", lambda judge, text, wanted, seconds: limits.append(seconds) or True)
+    assert verdicts(["5", "6"], ["5", "6"]) == [True, True]
+    first = min(answers._SECONDS, answers._SECONDS_OF_GROUP / 4)
+    assert limits == [first, answers._LEAST_SECONDS] and first > answers._LEAST_SECONDS

@@ -156,9 +156,11 @@ def of_the_tokens(self: Any, input_ids: Any = None, inputs_embeds: Any = None, *
 
 
 def of_a_decoder_that_is_deeper(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **given: Any) -> Any:
+    from transformers import Qwen2Model
+
     embedded = inputs_embeds if input_ids is None else self.model.embed_tokens(input_ids)
-    hidden = type(self.model).forward(self.model, inputs_embeds=embedded, **given)[0]
-    return SimpleNamespace(logits=self.lm_head(hidden))
+    hidden = Qwen2Model.forward(self.model, inputs_embeds=embedded, **given)[0]
+    return SimpleNamespace(logits=2 * self.lm_head(hidden))
 
 
 @pytest.mark.parametrize(

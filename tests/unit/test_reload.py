@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.certain_errors import said_once
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.weights import BadWeights, Canary, Published
@@ -196,3 +197,26 @@ def test_a_bad_version_is_refused_when_it_is_wanted_before_the_engine_is_touched
     shard.write_bytes(whole)
     reload(engine, version, config, fetcher)
     assert engine.version == 8
+
+
+@pytest.mark.parametrize(
+    ("largest", "narrow", "is_refused"),
+    [(2e-4, {"a.beta"}, False), (0.009, {"a.beta", "a.eps"}, False), (0.011, {"a.beta"}, True), (0.009, set(), True)],
+)
+def test_an_engine_that_computes_with_fewer_bits_may_differ_by_a_hundredth_and_it_is_said(
+    largest: float, narrow: set[str], is_refused: bool
+) -> None:
+    with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
+        said = _require_canary(np.array([largest, 0.0]), "float32", 8, narrow=narrow)
+        assert ("a.beta and 1 more tensors in fewer bits than float32" in said) is (len(narrow) == 2)
+        assert bool(said) is (largest > 1e-3)
+    if is_refused and narrow:
+        with pytest.raises(Retryable):
+            _require_canary(np.array([math.nan, 0.0]), "float32", 8, narrow=narrow)
+
+
+def test_a_library_s_assertion_without_words_is_shown_by_its_line() -> None:
+    said = r"AssertionError: `raise AssertionError\(words\)` in test_reload.py, line \d+\."
+    for words in ("", ".", " \n"):
+        with pytest.raises(UserError, match=said), said_once("vLLM does not start"):
+            raise AssertionError(words)

@@ -331,3 +331,11 @@ def test_what_a_tool_returns_is_text_or_json_and_none_is_empty(value, text):
 def test_a_picture_and_what_else_is_no_text_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"tool draw returned .*; return text, numbers, lists or dicts"):
         Toolbox({"draw": lambda: value}).answer(("", [Call("draw")]))
+
+
+def test_a_piece_is_no_word_where_rewards_do_not_see_it_or_a_mark_that_is_none_stands_in_it():
+    reader = CallReader(byte_tokenizer())
+    reader._no_words = ["<|channel|>"]
+    assert reader._is_no_word("<think>a</think>", "b")
+    assert not reader._is_no_word("<think>a</think>", "<think>a</think>b")
+    assert reader._is_no_word("<|channel|>a", "<|channel|>a")

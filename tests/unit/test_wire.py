@@ -1,5 +1,6 @@
 """Frames: what was sent arrives unchanged, and nothing that was not sent honestly gets in."""
 
+import contextlib
 import dataclasses
 import math
 import pickle
@@ -16,6 +17,7 @@ import pytest
 
 from common import wire
 from common.errors import WireError
+from common.group_frames import GroupHeader, RolloutHeader
 from common.group_limits import check_group
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.wire import Envelope, decode, encode
@@ -459,3 +461,23 @@ def test_a_group_that_cannot_be_honest_is_refused_by_name(group: Group, limits: 
     with pytest.raises(WireError) as caught:
         check_group(group, replace(LIMITS, **limits))
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("observed", "turns", "fits"),
+    [(((2, 3), (5, 6)), 3, True), (((2, 3), (5, 6)), 2, False), (((0, 3),), 1, True), (((0, 3), (5, 6)), 1, False)],
+)
+def test_a_rollout_has_a_turn_before_each_observation_but_one_that_it_begins_with(
+    observed: tuple[tuple[int, int], ...], turns: int, fits: bool
+) -> None:
+    header = RolloutHeader(10, {}, 0.0, "stop", observed=observed, turns=turns)
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="is no rollout"):
+        header.check(3)
+
+
+def test_the_bytes_of_a_group_with_experts_by_hand() -> None:
+    """Experts of every token but the last of each completion: 5 + 3 + 4 − 2 tokens, 3 layers, 2 experts of a byte."""
+    rollouts = tuple(RolloutHeader(length, {}, 0.0, "stop") for length in (3, 4))
+    header = GroupHeader(0, 0, 0, 5, False, rollouts, routing=(3, 2, 1))
+    assert header.routed == (10, 3, 2, 1)
+    assert header.num_bytes == 4 * (5 + 2 * 7) + 10 * 3 * 2

@@ -103,10 +103,12 @@ def damaged(name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> 
     """Yields (how, the version with one tensor changed)."""
     element, row = new[name].clone(), new[name].clone()
     element.view(-1)[element.numel() // 2] += 0.1
-    row[-1] += 0.1
     yield "one element", {**new, name: element}
-    yield "one row", {**new, name: row}
-    yield "old", {**new, name: old[name]}
+    if row.ndim:
+        row[-1] += 0.1
+        yield "one row", {**new, name: row}
+    if not torch.equal(old[name], new[name]):
+        yield "old", {**new, name: old[name]}
     numbers = NUMBER.findall(name)
     other = f"{name[: name.rindex(numbers[-1])]}0{name.rpartition(numbers[-1])[2]}" if numbers else name
     if other != name and other in new and new[other].shape == new[name].shape:
