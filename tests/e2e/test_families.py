@@ -25,6 +25,7 @@ def test_two_families_are_built_trained_resumed_and_stand_in_the_table(tmp_path:
         assert facts["exact"]["layout"] == layout and facts["exact"]["gradient"] <= 2e-6
         assert facts["loop"]["loop"] == "yes" and facts["loop"]["canary"] <= 1e-5, facts["loop"]
         assert facts["loop"]["gradient_norm"] > 0
+        assert all(side["wrong"] == side["missed"] == [] for side in facts["proof"]["proof"].values())
         assert facts["resume"]["resume"] == "bit for bit"
         assert facts["lora"]["lora"] == "yes", facts["lora"]
         assert f"| {family} | {layout} |" in done.stdout

@@ -1,5 +1,6 @@
 """The tests of what depends on the processor, where torch, oneDNN and MKL use fewer instructions than this one has."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 from tests.support.processor import NARROWER
 from tests.support.speed import limit
 from tests.support.tier import full
+from tools.families.models import BFLOAT16, random_model
 
 ROOT = Path(__file__).resolve().parents[2]
+NARROW = "vLLM holds it in torch.bfloat16, published is float32"
 FILES = ("families", "layout", "linear", "logprobs", "attention", "log_softmax", "repeated_rows", "engine_tensors")
 
 
@@ -24,3 +27,25 @@ def test_rows_gradients_and_reloads_are_right_with_fewer_instructions(side: str)
     environment = os.environ | NARROWER[side]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(1700))
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "stablelm", "apertus"]
+)
+def test_a_damaged_tensor_of_any_kind_is_found_where_vllm_packs_matrices_and_where_it_does_not(
+    family: str, tmp_path: Path
+) -> None:
+    """In bfloat16 a product shows one number of a packed matrix by chance."""
+    random_model(family, 414).save_pretrained(tmp_path / "model")
+    dtype = "bfloat16" if family in BFLOAT16 else "float32"
+    command = [sys.executable, "-m", "tools.families.proof", str(tmp_path / "model"), dtype]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(580))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for side in ("packed", "plain"):
+        assert found[side]["wrong"] == [] and found[side]["damages"] > 50
+        missed = [each for each in found[side]["missed"] if dtype == "float32" or "one element" not in each]
+        assert missed == []
+    assert set(found["plain"]["unproven"]) <= {"vLLM computes with it as it loads it", NARROW}

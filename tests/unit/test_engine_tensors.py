@@ -373,12 +373,12 @@ def kernel(model: Any, reorder: Callable[[torch.Tensor], torch.Tensor], layers: 
 
 
 @pytest.mark.parametrize("reorder", [interleaved, in_blocks, lambda w: w.flip(-1)], ids=["rows", "blocks", "flipped"])
-@pytest.mark.parametrize("kind", ["", *SWAPPED, "old", "one layer alone", "no values at hand"])
+@pytest.mark.parametrize(
+    "kind", ["", *[k for k in SWAPPED if k[:4] != "gate"], "old", "one layer alone", "no values at hand"]
+)
 def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_numbers_are(
     kind: str, reorder: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    if kind in ("gate and up of an expert",):
-        pytest.skip("of a tensor that no kernel moved here")
     model, tensors = Mixture(), mixture(2)
     model.load(mixture(1) if kind == "old" else tensors)
     if kind in SWAPPED:

@@ -111,7 +111,7 @@ def damaged(name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> 
         yield "old", {**new, name: old[name]}
     numbers = NUMBER.findall(name)
     other = f"{name[: name.rindex(numbers[-1])]}0{name.rpartition(numbers[-1])[2]}" if numbers else name
-    if other != name and other in new and new[other].shape == new[name].shape:
+    if other in new and new[other].shape == new[name].shape and not torch.equal(new[other], new[name]):
         yield "two exchanged", {**new, name: new[other], other: new[name]}
     elif "experts" in name and new[name].ndim == 3:
         yield "two exchanged", {**new, name: new[name][[1, 0, *range(2, len(new[name]))]]}
