@@ -30,7 +30,7 @@ from model.checksum import checksum, unordered_sum
 from sampler import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_COLUMNS, _WORK = 8, 1 << 24  # of a packed matrix that each load compares to the bit, at least; in multiplications
+_COLUMNS, _WORK = 8, 1 << 22  # of a packed matrix that each load compares to the bit, at least; in multiplications
 _TRIED = 4  # tensors of a kind, of which a rule must hold for one to be tried on all: the first may be damaged
 
 

@@ -149,7 +149,7 @@ def _give_homes(
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
         near = {there: engine.parameters[there] for there in free if layer_of(there) == layer_of(name)}
         packed = [there for there, p in near.items() if not p.numel() and len(expected[name].shape) > 1]
-        split = [there for there in near if vllm_insides.tensor_parallel_size(engine.module(there)) > 1]
+        split = [there for there in near if _is_split(engine.module(there))]
         same = [there for there, p in near.items() if p.numel() == size and id(p) not in taken]
         slots = [there for there, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
         if name in layout.computed or (layout.is_new and not packed and not split and (same or slots)):
@@ -181,7 +181,9 @@ def _rearranged_homes(
     """
     homes: dict[str, list[Part]] = {}
     sums = dict[int, list[str]]()
-    for layer in dict.fromkeys(map(layer_of, homeless)) if published else ():
+    whole_ones = [name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))]
+    layers = set(map(layer_of, homeless)) & set(map(layer_of, whole_ones)) if published else set()
+    for layer in sorted(layers):
         kinds = defaultdict[str, list[str]](list)
         for name in homeless:
             if layer_of(name) == layer:
@@ -189,7 +191,7 @@ def _rearranged_homes(
         of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
         sums |= {sum(of_kinds[kind] for kind in chosen) % 2**64: [name for kind in chosen for name in kinds[kind]]
                  for chosen in _subsets(kinds)}  # fmt: skip
-    for there in [name for name in free if sums and engine.tensors[name].numel()]:
+    for there in whole_ones if sums else ():
         whole = as_published(engine.value(there), engine.expected[homeless[0]])
         if not (chosen := sums.get(unordered_sum(whole))):
             continue
@@ -273,6 +275,10 @@ def _nonzeros(tensor: Tensor) -> int:
 
 
 PACKED = "vLLM packed it for a CPU"
+
+
+def _is_split(module: Any) -> bool:
+    return vllm_insides.tensor_parallel_size(module) > 1
 
 
 def _split(size: int) -> str:
