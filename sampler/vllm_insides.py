@@ -210,10 +210,10 @@ def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> T
 def product(layer: Any) -> Callable[[Tensor], Tensor] | None:
     """Returns what a layer on a CPU multiplies by, which may be a packed copy of its matrix; None of other layers.
 
-    The function takes x [rows, in] and returns x Wᵀ [rows, out].
+    Of a part of a layer, with tensor parallelism, None. The function takes x [rows, in] and returns x Wᵀ [rows, out].
     """
     linear = getattr(layer, "cpu_linear", None)
-    return None if linear is None else lambda x: linear(x, layer.weight, None)
+    return None if linear is None or tensor_parallel_size(layer) > 1 else lambda x: linear(x, layer.weight, None)
 
 
 def matrix_shape(layer: Any) -> list[int]:

@@ -440,6 +440,17 @@ def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: boo
     assert parts - {said.rpartition(" ")[2] for said in proof.wrong} <= proof.unproven.keys()
 
 
+def test_a_packed_part_of_a_matrix_is_left_to_the_canary() -> None:
+    """With tensor parallelism on a CPU: its product is a part of the published one's."""
+    model, tensors = Model(), published()
+    model.load(tensors)
+    layer: Any = model.model.gate_up_proj
+    layer.weight.data, layer.output_partition_sizes, layer.tp_size = layer.weight.data[:6].clone(), [3, 3], 2
+    multiplying(layer)
+    proof = prove(model, expected(tensors), None, tensors)
+    assert proof.wrong == [] and {"model.gate_proj.weight", "model.up_proj.weight"} == proof.unproven.keys()
+
+
 @pytest.mark.parametrize("kind", ["right", "old"])
 def test_a_tensor_of_fewer_bits_must_be_the_published_one_rounded(kind: str) -> None:
     model, tensors = Mixture(), mixture(1)
