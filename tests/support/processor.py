@@ -1,8 +1,12 @@
-"""What depends on the processor, forced to each of its sides on any machine.
+"""Every place whose behaviour follows from the processor, and how tests force each of its sides on any machine.
 
-library     model/cpu/linear.py: MKL on Intel's and older processors of AMD, oneDNN elsewhere
-packing     vLLM packs a CPU's matrices or leaves them as they are: tools.families.proof.packing
-NARROWER    environments in which torch, oneDNN and MKL use fewer instructions than the processor has
+model/cpu/linear.py     MKL on Intel's and older processors of AMD, oneDNN elsewhere: `library`
+vLLM's matrices         packed by oneDNN or for AMX, or left as they are: tools.families.proof.packing
+vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
+                        and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
+torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER, by test_processors.py
+model/cpu/cores.py      lends cores and counts them: test_cores.py sets them, test_placement.py
+repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
 """
 
 from collections.abc import Iterator
