@@ -154,8 +154,10 @@ class EngineModel:
             return there is not None and rule.part(name, info).is_in(self.value(there))
         return self.shows_product(there, name) and self.multiplies_by(there, rule.part(name, info))
 
-    def multiplies_by(self, there: str, part: Part) -> bool:
+    def multiplies_by(self, there: str, part: Part, in_any_order: bool = False) -> bool:
         """Returns whether a layer on a CPU computes with the rows of a published matrix; True where that is unknown.
+
+        in_any_order: of its rows, which vLLM changes for Llama 4's rotation.
 
         x Wᵀ shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns
         shows whatever is more than rounding in the others.
@@ -171,10 +173,13 @@ class EngineModel:
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         is_exact = matrix.dtype == torch.float32
         y = compute(torch.cat([x, signs]) if is_exact else x)[:, part.begin : part.begin + rows]
-        if not torch.equal(y[: len(taken)], matrix[:, taken].T):
-            return False
+        exact = torch.cat([matrix[:, taken].T, (matrix @ signs[0].to(matrix.dtype))[None]])
         rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
-        return not is_exact or bool(((y[-1] - matrix @ signs[0]).abs() <= rounding).all())
+        if in_any_order:
+            y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
+        if not torch.equal(y[: len(taken)], exact[:-1]):
+            return False
+        return not is_exact or bool(((y[-1] - exact[-1]).abs() <= rounding).all())
 
     def shows_product(self, there: str, name: str) -> bool:
         """Returns whether multiplies_by can tell of a published tensor."""
@@ -189,6 +194,8 @@ class EngineModel:
         """Returns whether the first row of a part, or of a vector the first number, stands in a tensor."""
         first = self._given[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
         whole = self.value(there)
+        if not whole.numel():
+            return True  # as multiplies_by in any order
         rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
         return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
 

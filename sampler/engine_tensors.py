@@ -111,8 +111,7 @@ def prove(
         elif name in free:
             proof.wrong.append(f"nothing was published for the engine's {name}")
         report_progress("comparing the engine's weights")
-    plain = {kind_of(name) for name, parts in found.items() if any(part.name in proof.proven for part in parts)}
-    _judge_rearranged(proof, engine, rearranged, plain)
+    _judge_rearranged(proof, engine, rearranged)
     proof.proven -= proof.unproven.keys()
     proof.wrong += [f"{name} was compared before, and is not now: {proof.unproven[name]}"
                     for name in sorted(layout.proven & proof.unproven.keys())]  # fmt: skip
@@ -212,20 +211,22 @@ def _subsets(kinds: Collection[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(kinds, count)
 
 
-def _judge_rearranged(
-    proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]], plain: Collection[str]
-) -> None:
+def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]) -> None:
     """Says of tensors that hold the published numbers in another order whether a kernel or a mistake has moved them.
 
-    A kernel treats all tensors of a kind alike. Where there is but one, rows that stay whole were exchanged: what
-    kernels want is another order of the numbers in a row.
+    vLLM treats all tensors of a kind alike. Where there is but one, rows that stay whole were exchanged: what kernels
+    want is another order of the numbers in a row.
     """
-    kinds = Counter(map(kind_of, rearranged))
+    moved = {part.name for parts in rearranged.values() for part in parts}
+    kinds = Counter(map(kind_of, moved))
+    plain = {kind_of(name) for name in engine.expected.keys() - moved if name in proof.proven | proof.unproven.keys()}
     for name, parts in rearranged.items():
-        if kind_of(name) not in plain and (kinds[kind_of(name)] > 1 or not engine.has_whole_rows(name, parts)):
-            proof.unproven |= {part.name: f"{name}: vLLM has rearranged it" for part in parts}
-        else:
-            proof.wrong += [_other(name, part) for part in parts if part.name not in proof.proven]
+        for part in parts:
+            kind = kind_of(part.name)
+            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, [part])):
+                proof.unproven[part.name] = f"{name}: vLLM has rearranged it"
+            else:
+                proof.wrong.append(_other(name, part))
 
 
 def _other(name: str, part: Part) -> str:
@@ -242,17 +243,17 @@ def spoil(model: Any, layout: Layout) -> None:
 def _prove_one(
     proof: Proof, name: str, engine: EngineModel, parts: list[Part], published: Mapping[str, Tensor]
 ) -> list[Part]:
-    """Compares one of the engine's tensors with its parts. Returns them if its numbers are theirs in another order."""
+    """Compares one of the engine's tensors with its parts. Returns those whose numbers it holds in another order."""
     tensor = engine.tensors[name]
     if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         if why is PACKED:
-            proof.wrong += [
-                f"the engine's {name} does not multiply by the published {part.name}"
-                for part in parts
-                if not engine.multiplies_by(name, part)
-            ]
-        elif name in proof.narrow:
+            others = [part for part in parts if not engine.multiplies_by(name, part)]
+            moved = [part for part in others if engine.multiplies_by(name, part, in_any_order=True)]
+            lost = [part.name for part in others if part not in moved]
+            proof.wrong += [f"the engine's {name} does not multiply by the published {each}" for each in lost]
+            return moved
+        if name in proof.narrow:
             proof.wrong += [_other(name, part) for part in parts if not engine.holds_rounded(name, part)]
         return []
     whole = engine.value(name)
@@ -261,7 +262,7 @@ def _prove_one(
     if others:
         given = {part.name: published[part.name] for part in parts if part.name in published}
         if len(given) == len(parts) and same_numbers(as_published(whole, parts[0].info), given):
-            return parts
+            return others
         proof.wrong += [_other(name, part) for part in others]
     elif any(not engine.multiplies_by(name, part) for part in parts):
         proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
