@@ -37,7 +37,7 @@ def test_rows_gradients_and_reloads_are_right_with_fewer_instructions(side: str,
 @full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "stablelm", "apertus"]
+    "family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "stablelm", "apertus"]
 )
 def test_a_damaged_tensor_of_any_kind_is_found_where_vllm_packs_matrices_and_where_it_does_not(
     family: str, tmp_path: Path
