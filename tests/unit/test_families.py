@@ -10,15 +10,11 @@ from tools.families.families import table, why
 from tools.families.models import FAMILIES, random_model
 
 VOCAB = 96
-SEPARATE = (
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "nemotron_h",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # layers that carry a state
+# layers that carry a state
+SEPARATE = ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
 NORMAL = ("qwen2", "granite", "gemma2", "gpt_oss", "deepseek_v3", "lfm2", "llama4_text", "falcon_h1")
+# on a Xeon with AMX 2.2e-6 with MKL, as torch does it, and by oneDNN up to 2.6e-6; less on an EPYC
+ROUNDED_MORE = {"gemma4_text": 3e-6, "qwen3_5_text": 3e-6, "qwen3_5_moe_text": 3e-6}
 
 
 @pytest.mark.parametrize("family", [n if n in NORMAL else pytest.param(n, marks=full) for n in FAMILIES])
@@ -28,7 +24,7 @@ def test_log_probs_and_gradient_of_the_chosen_layout_are_the_models_own(
     random_model(family, VOCAB).save_pretrained(tmp_path)
     found = compare(tmp_path)
     assert found["logprobs"] <= 1e-5
-    assert found["gradient"] <= 4e-6
+    assert found["gradient"] <= ROUNDED_MORE.get(family, 2e-6)
     assert found["layout"] == "separate" or family not in SEPARATE
     assert found["planned"] == found["parameters"]
 
