@@ -96,10 +96,10 @@ def layer_of(name: str) -> tuple[str, ...]:
 class EngineModel:
     """A vLLM model without adapters, and the published tensors that are at hand to be compared with it."""
 
-    def __init__(self, model: Any, expected: Mapping[str, TensorInfo], given: Mapping[str, Tensor], seed: int):
+    def __init__(self, model: Any, expected: Mapping[str, TensorInfo], published: Mapping[str, Tensor], seed: int):
         """seed: of which columns of packed matrices are looked at."""
-        self.expected = expected
-        self._model, self._given, self._random = model, given, torch.Generator().manual_seed(seed)
+        self.expected, self.published = expected, published
+        self._model, self._random = model, torch.Generator().manual_seed(seed)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.tensors = self.parameters | dict(model.named_buffers(remove_duplicate=False))
@@ -116,11 +116,11 @@ class EngineModel:
     def module(self, name: str) -> Any:
         return self.modules[name.rpartition(".")[0]]
 
-    def named(self, expected: Mapping[str, TensorInfo]) -> dict[str, list[Part]]:
+    def named(self) -> dict[str, list[Part]]:
         """{engine's tensor: its parts}, as far as names tell."""
         found = defaultdict[str, list[Part]](list)
         is_part = set()
-        for name, info in expected.items():
+        for name, info in self.expected.items():
             if place := self._place(name):
                 engine_name, index, sizes = place
                 found[engine_name].append(Part(name, info, sum(sizes[:index])))
@@ -148,8 +148,8 @@ class EngineModel:
         """The engine's tensor that the rule means for a published one."""
         return self._of_layer.get((rule.kind, layer_of(name)))
 
-    def holds(self, rule: Rule, name: str, info: TensorInfo) -> bool:
-        there = self.at(rule, name)
+    def holds(self, rule: Rule, name: str) -> bool:
+        there, info = self.at(rule, name), self.expected[name]
         if there is None or self.tensors[there].numel():
             return there is not None and rule.part(name, info).is_in(self.value(there))
         return self.shows_product(there, name) and self.multiplies_by(there, rule.part(name, info))
@@ -162,7 +162,7 @@ class EngineModel:
         x Wᵀ shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns
         shows whatever is more than rounding in the others.
         """
-        compute, matrix = vllm_insides.product(self.module(there)), self._given.get(part.name)
+        compute, matrix = vllm_insides.product(self.module(there)), self.published.get(part.name)
         if compute is None or matrix is None or matrix.ndim != 2 or part.slot is not None or part.turned:
             return True
         rows, columns = matrix.shape
@@ -183,26 +183,27 @@ class EngineModel:
 
     def shows_product(self, there: str, name: str) -> bool:
         """Returns whether multiplies_by can tell of a published tensor."""
-        return name in self._given and vllm_insides.product(self.module(there)) is not None
+        return name in self.published and vllm_insides.product(self.module(there)) is not None
 
     def holds_rounded(self, there: str, part: Part) -> bool:
         """Returns whether a tensor of fewer bits is the published one, rounded; True where that is not at hand."""
-        held, given = part.of(self.value(there)), self._given.get(part.name)
+        held, given = part.of(self.value(there)), self.published.get(part.name)
         return given is None or torch.equal(held.cpu(), given.to(held.dtype).view(held.shape))
 
     def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
         """Returns whether the first row of a part, or of a vector the first number, stands in a tensor."""
-        first = self._given[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
+        first = self.published[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
         whole = self.value(there)
         if not whole.numel():
             return True  # as multiplies_by in any order
         rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
         return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
 
-    def possible(self, name: str, info: TensorInfo) -> Iterator[Rule]:
+    def possible(self, name: str) -> Iterator[Rule]:
         """Rules that a tensor's shape allows in its layer."""
+        info, numbers = self.expected[name], NUMBER.findall(name)
         for (kind, layer), there in self._of_layer.items():
-            whole, numbers = self.tensors[there], NUMBER.findall(name)
+            whole = self.tensors[there]
             if layer != layer_of(name):
                 continue
             if whole.numel():
@@ -213,10 +214,13 @@ class EngineModel:
                 shape = vllm_insides.matrix_shape(self.module(there))
                 yield from (Rule(kind, begin, False, False) for begin, turned in _ways(shape, info.shape) if not turned)
 
-    def misplaced(self, name: str, info: TensorInfo) -> str:
+    def misplaced(self, name: str) -> str:
         """The engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
+        info, published = self.expected[name], self.published.get(name)
         for there in self._of_layer.values():
             whole = self.tensors[there]
+            if published is not None and not (self.value(there) == published.flatten()[0].to(whole)).any():
+                continue
             slots = list(range(len(whole))) if whole.ndim == len(info.shape) + 1 else [None]
             for begin, turned in _ways(list(whole.shape[whole.ndim - len(info.shape) :]), info.shape):
                 if any(Part(name, info, begin, slot, turned).is_in(self.value(there)) for slot in slots):
@@ -249,17 +253,15 @@ def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
             yield from ((begin, turned) for begin in sorted(begins) if begin + shape[0] <= rows[0])
 
 
-def settled(
-    engine: EngineModel, expected: Mapping[str, TensorInfo], names: list[str], known: list[Rule] | None
-) -> list[Rule]:
+def settled(engine: EngineModel, names: list[str], known: list[Rule] | None) -> list[Rule]:
     """Rules that hold for all tensors of a kind; if none does, the one that holds for most and tells what is wrong."""
     if known is not None and len(known) == 1:
         return known
     rules, tried = known or [], names[:: max(1, len(names) // _TRIED)][:_TRIED]
     if known is None:
-        possible = dict.fromkeys(rule for name in tried for rule in engine.possible(name, expected[name]))
-        rules = [rule for rule in possible if any(engine.holds(rule, name, expected[name]) for name in tried)]
-    held = {rule: sum(engine.holds(rule, name, expected[name]) for name in names) for rule in rules}
+        possible = dict.fromkeys(rule for name in tried for rule in engine.possible(name))
+        rules = [rule for rule in possible if any(engine.holds(rule, name) for name in tried)]
+    held = {rule: sum(engine.holds(rule, name) for name in names) for rule in rules}
     most = max(held.values(), default=0)
     best = [rule for rule, count in held.items() if count == most]
     return best if most == len(names) else best[:1] if known or most >= len(names) / 2 else []

@@ -78,17 +78,16 @@ def prove(
     layout: what earlier loads of this engine have told, which is added to. published: the tensors, on a CPU; without
     them what is packed is left to the canary, and what is rearranged or narrowed is wrong.
     """
-    begun, layout, published = time.monotonic(), layout or Layout(), published or {}
-    engine = EngineModel(model, expected, published, seed=layout.loads)
-    found = engine.named(expected)
-    proof = Proof(narrow=_narrow(engine.tensors, expected))
+    begun, layout = time.monotonic(), layout or Layout()
+    engine = EngineModel(model, expected, published or {}, seed=layout.loads)
+    found, proof = engine.named(), Proof(narrow=_narrow(engine))
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
     for name in expected.keys() - {part.name for parts in found.values() for part in parts}:
         kinds[kind_of(name), *expected[name].shape].append(name)
     homeless = []
     for kind, names in sorted(kinds.items()):
         names.sort()
-        rules = settled(engine, expected, names, layout.rules.get(kind))
+        rules = settled(engine, names, layout.rules.get(kind))
         if not rules:
             homeless += names
             continue
@@ -97,12 +96,12 @@ def prove(
             found.setdefault(engine.at(rules[0], name) or "", []).append(rules[0].part(name, expected[name]))
     aliases = {id(engine.parameters[name]): parts for name, parts in found.items() if name in engine.parameters}
     free = [name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases]
-    rearranged = _rearranged_homes(proof, engine, homeless, free, published)
-    _give_homes(proof, engine, expected, homeless, free, layout)
+    rearranged = _rearranged_homes(proof, engine, homeless, free)
+    _give_homes(proof, engine, homeless, free, layout)
     for name in {**engine.parameters, **found}:
         parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied head is the embedding
         if parts:
-            if moved := _prove_one(proof, name, engine, parts, published):
+            if moved := _prove_one(proof, name, engine, parts):
                 rearranged[name] = moved
         elif name in free and vllm_insides.is_made_of_others(name):
             layout.computed[name] = name
@@ -121,28 +120,21 @@ def prove(
     return proof
 
 
-def _narrow(tensors: Mapping[str, Tensor], expected: Mapping[str, TensorInfo]) -> set[str]:
+def _narrow(engine: EngineModel) -> set[str]:
     """Returns the names of what an engine holds, or computes with, in fewer bits than any published tensor has."""
-    fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
-    return {name for name, t in tensors.items() if t.is_floating_point() and t.itemsize < fewest}
+    fewest = min((getattr(torch, info.dtype).itemsize for info in engine.expected.values()), default=0)
+    return {name for name, t in engine.tensors.items() if t.is_floating_point() and t.itemsize < fewest}
 
 
-def _give_homes(
-    proof: Proof,
-    engine: EngineModel,
-    expected: Mapping[str, TensorInfo],
-    homeless: list[str],
-    free: list[str],
-    layout: Layout,
-) -> None:
+def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout) -> None:
     """Gives places to published tensors that are nowhere as they are; takes these from `free`.
 
     At the first load a layer's own tensor of the same size, or with a slot for the expert, is what vLLM computes with
     them; later only that is. Which of a layer's packed matrices one went into need not be known.
     """
-    taken: dict[int, None] = {}
+    expected, taken = engine.expected, dict[int, None]()
     for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
-        if layout.is_new and (there := engine.misplaced(name, expected[name])):
+        if layout.is_new and (there := engine.misplaced(name)):
             proof.wrong.append(f"the engine's {there} holds the published {name}, which is no place of it")
     for name in homeless:
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
@@ -170,16 +162,13 @@ def _give_homes(
     free[:] = [there for there in free if id(engine.parameters[there]) not in taken]
 
 
-def _rearranged_homes(
-    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], published: Mapping[str, Tensor]
-) -> dict[str, list[Part]]:
+def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]) -> dict[str, list[Part]]:
     """Returns {engine's tensor: the homeless ones of its layer whose numbers, all together, are its own}.
 
     Takes them from `homeless`, and the engine's from `free`. Numbers of another layer or another expert are wrong, and
     so is what is left of a kind of which others were found.
     """
-    homes: dict[str, list[Part]] = {}
-    sums = dict[int, list[str]]()
+    published, homes, sums = engine.published, dict[str, list[Part]](), dict[int, list[str]]()
     whole_ones = [name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))]
     layers = set(map(layer_of, homeless)) & set(map(layer_of, whole_ones)) if published else set()
     for layer in sorted(layers):
@@ -240,9 +229,7 @@ def spoil(model: Any, layout: Layout) -> None:
         parameters[there].data.fill_(math.nan)
 
 
-def _prove_one(
-    proof: Proof, name: str, engine: EngineModel, parts: list[Part], published: Mapping[str, Tensor]
-) -> list[Part]:
+def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> list[Part]:
     """Compares one of the engine's tensors with its parts. Returns those whose numbers it holds in another order."""
     tensor = engine.tensors[name]
     if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
@@ -260,7 +247,7 @@ def _prove_one(
     held, others = [part.of(whole) for part in parts], [part for part in parts if not part.is_in(whole)]
     proof.proven |= {part.name for part in parts if part not in others}
     if others:
-        given = {part.name: published[part.name] for part in parts if part.name in published}
+        given = {part.name: engine.published[part.name] for part in parts if part.name in engine.published}
         if len(given) == len(parts) and same_numbers(as_published(whole, parts[0].info), given):
             return others
         proof.wrong += [_other(name, part) for part in others]

@@ -1,10 +1,11 @@
 """Every place whose behaviour follows from the processor, and how tests force each of its sides on any machine.
 
 model/cpu/linear.py     MKL on Intel's and older processors of AMD, oneDNN elsewhere: `library`
-vLLM's matrices         packed by oneDNN or for AMX, or left as they are: tools.families.proof.packing
+vLLM's library and      for AVX2, AVX-512 or bfloat16; matrices packed by oneDNN or for AMX, or left as they are:
+  its matrices          tools/families/narrower, by test_processors.py
 vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
                         and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
-torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER, by test_processors.py
+torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER of tools/families/families.py
 model/cpu/cores.py      lends cores and counts them: test_cores.py sets them, test_placement.py
 repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
 """
@@ -14,11 +15,6 @@ from collections.abc import Iterator
 import pytest
 
 from model.cpu import linear
-
-NARROWER = {
-    "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-}
 
 
 @pytest.fixture(params=["MKL", "oneDNN"])

@@ -1,12 +1,11 @@
-"""What a sampler's engine can prove of a family's weights, with and without the packed matrices of a CPU.
+"""What a sampler's engine can prove of a family's weights, and which damages it finds.
 
-`python -m tools.families.proof FOLDER DTYPE` prints a line of JSON. In each of two engines every kind of published
-tensor is damaged on its way in, in four ways, at a first load and at a later one, and the proof must say so.
+`python -m tools.families.proof FOLDER DTYPE` prints a line of JSON. Every kind of published tensor is damaged on its
+way into the engine, in four ways, at a first load and at a later one, and the proof must say so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import sys
@@ -27,49 +26,21 @@ from sampler.engine_layout import NUMBER, kind_of
 from sampler.engine_tensors import Proof
 from trainer.engine.exported import parameters, under_checkpoint_names
 
-_kept: list[Engine] = []  # one that is freed would end vLLM's groups of ranks for the other, too
-
 
 def prove_family(folder: Path, dtype: str) -> dict[str, Any]:
-    """Returns {side: {proven, unproven, wrong, damages, missed}} for the sides packed and plain.
+    """Returns {proven, unproven, wrong, damages, missed}.
 
     unproven: how many for which reason. missed: "how, tensor, which load" of each damage that the proof did not find.
     """
     model = load_causal_lm(str(folder), dtype, None, False)  # before vLLM changes classes of transformers
-    old, new, found = _version(model, 0), _version(model, 1), {}
-    for side in ("packed", "plain"):
-        with packing(side == "packed"):
-            found[side] = _prove_side(folder, dtype, old, new)
-    return found
-
-
-@contextlib.contextmanager
-def packing(is_on: bool) -> Iterator[None]:
-    """Within it vLLM packs a CPU's matrices, or leaves them as they were loaded, as on processors without kernels."""
-    import vllm._custom_ops as ops
-    from vllm.model_executor.layers import utils
-
-    before: tuple[Any, Any] = ops._supports_onednn, utils.check_cpu_sgl_kernel
-    if not is_on:
-        ops._supports_onednn, utils.check_cpu_sgl_kernel = False, lambda *_: False
-    try:
-        yield
-    finally:
-        ops._supports_onednn, utils.check_cpu_sgl_kernel = before
-
-
-def _prove_side(folder: Path, dtype: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Any]:
+    old, new = _version(model, 0), _version(model, 1)
     sections: dict[str, Any] = {
         "run": {"output_dir": str(folder.parent / "proof")},
         "model": {"path": str(folder), "dtype": dtype},
         "data": {"train": "none.jsonl", "max_prompt_length": 96},
-        "sampler": {"num_generations": 4, "max_completion_length": 32},
+        "sampler": {"num_generations": 4, "max_completion_length": 32, "ignore_eos": True},
     }
     engine = Engine(Config.model_validate(sections), num_gpus=0)
-    from vllm.distributed import parallel_state
-
-    parallel_state._EP = parallel_state._EP or parallel_state._TP  # one rank is one rank, with experts or without
-    _kept.append(engine)
     worker: Any = engine._llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined]
     expected = {name: describe(tensor) for name, tensor in new.items()}
     worker.layout = None
