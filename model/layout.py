@@ -5,7 +5,8 @@
 
 Layers that carry a state from token to token, convolutions, or attention of their own kind would let the completions of
 a shared row see each other. No list of families says which do: two completions of a few tokens are computed by the
-model's own forward, one at a time, and in each layout; a layout that differs by more than rounding is not used.
+model's own forward, one at a time, and in each layout; a layout that differs by more than rounding is not used. The
+layouts are tried in train mode: a model that drops something at random there is another network than the sampler's.
 """
 
 from __future__ import annotations
@@ -62,13 +63,12 @@ def settle(model: Any, wanted: Literal["auto"] | Packing, of_images: vision.Visi
 
     Raises UserError if no layout, or not the one that is wanted, does.
     """
-    base = backbone(model)
-    differs: dict[str, str] = {}
-    was_training = model.training
-    model.eval()
+    base, was_training, differs = backbone(model), model.training, dict[str, str]()
+    _drop_nothing(model)
     with _short_windows(model):
-        _set_attention(model, "eager")
-        own = torch.cat([_alone(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS])
+        with own_attention(model):
+            own = torch.cat([_alone(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS])
+        model.train()
         for name in _ATTENTION[wanted]:
             if name == attention.NAME and mixes_packed_sequences(model):
                 differs[name] = "its layers carry a state from token to token, or do attention of their own"
@@ -113,6 +113,19 @@ def own_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         _set_attention(model.train(was_training), name)
+
+
+def _drop_nothing(model: Any) -> None:
+    """Switches off dropout, skipped layers and noise in routers, all of which transformers keeps as numbers.
+
+    They stand in modules (`residual_dropout`, `jitter_noise`, the p of torch.nn.Dropout) and in configurations.
+    """
+    holders = {id(x): x for module in model.modules() for x in (module, getattr(module, "config", module))}
+    for holder in holders.values():
+        for name, value in vars(holder).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(holder, name, 0.0)
 
 
 def _set_attention(model: Any, name: str) -> None:

@@ -80,7 +80,7 @@ def prove(
     """
     begun, layout = time.monotonic(), layout or Layout()
     engine = EngineModel(model, expected, published or {}, seed=layout.loads)
-    found, proof = engine.named(), Proof(narrow=_narrow(engine))
+    found, proof = engine.named(), Proof(narrow=_narrow(model, expected))
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
     for name in expected.keys() - {part.name for parts in found.values() for part in parts}:
         kinds[kind_of(name), *expected[name].shape].append(name)
@@ -120,10 +120,11 @@ def prove(
     return proof
 
 
-def _narrow(engine: EngineModel) -> set[str]:
+def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
     """Returns the names of what an engine holds, or computes with, in fewer bits than any published tensor has."""
-    fewest = min((getattr(torch, info.dtype).itemsize for info in engine.expected.values()), default=0)
-    return {name for name, t in engine.tensors.items() if t.is_floating_point() and t.itemsize < fewest}
+    fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name for name, t in tensors if t.is_floating_point() and t.itemsize < fewest}
 
 
 def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout) -> None:
@@ -297,7 +298,7 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
     fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
     published_in = Counter(whole for whole, _ in fused.values())
     layers = vllm_insides.adapter_stacks(model)
-    proof, seen = Proof(), {path: set[tuple[str, int]]() for path in layers}
+    proof, seen = Proof(narrow=_narrow(model, expected)), {path: set[tuple[str, int]]() for path in layers}
     for name, info in expected.items():
         path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")

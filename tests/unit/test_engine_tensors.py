@@ -541,6 +541,8 @@ def prove_layers(layers: dict[str, Any], tensors: dict[str, torch.Tensor], mappe
         packed_modules_mapping=Model.packed_modules_mapping,
         hf_to_vllm_mapper=mapper,
         named_modules=lambda: [("model", Model()), *layers.items()],
+        named_parameters=lambda: [],
+        named_buffers=lambda: [("model.layers.0.act_fn.beta", torch.zeros(1).bfloat16())],
     )
     return prove_adapters(model, expected(tensors))
 
@@ -556,6 +558,7 @@ def test_adapters_are_proven_slice_by_slice(sees: bool) -> None:
         tensors = {name.replace(".model.model.", ".model.model.language_model."): t for name, t in tensors.items()}
     proof = prove_layers(layers, tensors, mapper)
     assert (proof.proven, proof.wrong) == (set(tensors), [])
+    assert proof.narrow == {"model.layers.0.act_fn.beta"}, "what the base computes with, and the canary may be off by"
 
 
 def test_what_vllm_makes_of_published_tensors_must_be_made_anew_by_every_load() -> None:

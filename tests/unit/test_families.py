@@ -35,7 +35,7 @@ def test_log_probs_and_gradient_of_the_chosen_layout_are_the_models_own(
 def test_what_a_family_fails_at_stands_below_the_table_in_full() -> None:
     facts = {"qwen2": {"layout": "shared", "canary": 2.4e-7, "loop": "yes", "tensors": 9, "unproven": 1}}
     sides = {"proven": 9, "unproven": {}, "damages": 3, "missed": []}, {"damages": 3, "missed": ["one element"]}
-    facts["qwen2"]["proof"] = dict(zip(("plain", "packed"), sides, strict=True))
+    facts["qwen2"]["proof"] = dict(zip(("default", "all"), sides, strict=True))
     text = table(facts | {"lfm2": {"loop": "exit 2: sampler: there is no such layer"}})
     assert "| qwen2 | shared | – | – | yes | 2e-07 | 8 of 9 | 9 of 9 | 5 of 6 | – | – | yes | – | not yet |" in text
     assert "| lfm2 | – | – | – | no |" in text

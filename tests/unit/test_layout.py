@@ -181,3 +181,37 @@ def test_logits_are_the_class_s_own_apart_from_its_decoder_or_by_its_whole_forwa
     expected = own(model)
     assert (found - expected).abs().max() < 1e-5
     assert (found_gradient - gradient(model, expected)).norm() < 2e-6 * found_gradient.norm()
+
+
+RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "residuals and embedding": ("Starcoder2", {"residual_dropout": 0.5, "embedding_dropout": 0.5}),
+    "residuals and attention": ("SeedOss", {"residual_dropout": 0.5, "attention_dropout": 0.5}),
+    "noise in routers": ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.5}),
+    "rates of the configuration": ("Falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5, "alibi": False}),
+    "skipped layers": ("OPT", {"layerdrop": 0.9, "dropout": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_nothing_is_dropped_at_random_while_a_model_trains(kind: str, tmp_path: Path) -> None:
+    """The sampler drops nothing: the ratio would compare two networks, and a resumed run would be another one."""
+    import transformers
+
+    family, rates = RANDOM[kind]
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}  # which Falcon derives
+    config = getattr(transformers, f"{family}Config")(**sizes | HEADS | rates)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), "float32", None, False)
+    row = pack(GROUPS, packing_of(model))
+    evaluated, trained = (score_logprobs(model.train(mode), row, 1.0, 64) for mode in (False, True))
+    assert torch.equal(evaluated, trained)
+
+
+def test_a_model_that_stays_random_while_it_trains_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    forward = Qwen2MLP.forward
+    monkeypatch.setattr(Qwen2MLP, "forward", lambda mlp, x: forward(mlp, x) * (torch.rand(1) if mlp.training else 1))
+    with pytest.raises(UserError, match="hidden states differ"):
+        load_causal_lm(saved(tmp_path, "plain"), "float32", None, False)

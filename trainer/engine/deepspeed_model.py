@@ -119,7 +119,6 @@ class DeepSpeedModel:
         self.dtype = config.model.dtype
         self.stage: int = self._ds_config["zero_optimization"]["stage"]
         require_fused_experts(model, self.stage)
-        _disable_dropout(model)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
@@ -274,10 +273,3 @@ def require_fused_experts(model: torch.nn.Module, stage: int) -> None:
                 f"{name} of {type(model).__name__} is a list of single experts, for which ranks under ZeRO-3 wait "
                 "without end; set deepspeed.zero_optimization.stage=2"
             )
-
-
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """The sampler has none; with it here the ratio would compare two different networks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
