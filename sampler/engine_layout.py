@@ -163,7 +163,8 @@ class EngineModel:
         shows whatever is more than rounding in the others.
         """
         compute, matrix = vllm_insides.product(self.module(there)), self.published.get(part.name)
-        if compute is None or matrix is None or matrix.ndim != 2 or part.slot is not None or part.turned:
+        is_its = there.endswith(".weight") and part.slot is None and not part.turned
+        if compute is None or matrix is None or matrix.ndim != 2 or not is_its:
             return True
         rows, columns = matrix.shape
         if vllm_insides.matrix_shape(self.module(there))[1:] not in ([], [columns]):

@@ -440,6 +440,18 @@ def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: boo
     assert parts - {said.rpartition(" ")[2] for said in proof.wrong} <= proof.unproven.keys()
 
 
+def test_a_matrix_beside_a_layer_s_weight_is_not_asked_what_the_layer_multiplies_by() -> None:
+    """A router's correction of ERNIE's mixtures is [1, experts], and stands in the layer of its scores."""
+    model, tensors = Model(), published() | {"model.o_proj.correction": torch.ones(1, HIDDEN).bfloat16()}
+    model.load(tensors)
+    layer: Any = model.model.o_proj
+    layer.correction = nn.Parameter(tensors["model.o_proj.correction"].clone())
+    kept = layer.weight.data.clone()
+    layer.cpu_linear = lambda x, weight, bias: x @ kept.T
+    proof = prove(model, expected(tensors), None, tensors)
+    assert (proof.proven, proof.wrong) == (set(tensors), [])
+
+
 def test_a_packed_part_of_a_matrix_is_left_to_the_canary() -> None:
     """With tensor parallelism on a CPU: its product is a part of the published one's."""
     model, tensors = Model(), published()
