@@ -28,6 +28,7 @@ _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NA
 # choose another, up to 0.14; completions that see each other 0.4 to 1
 _FULL, _HALF = 1e-4, 0.25
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # as transformers' configs and layers call them
+_NOISE = ("jitter_noise", "moe_jitter_eps")  # before routers, of Mixtral and MiniMax, of DBRX
 _SHORT = 8  # tokens of a window while it is looked at
 
 
@@ -64,11 +65,10 @@ def settle(model: Any, wanted: Literal["auto"] | Packing, of_images: vision.Visi
     Raises UserError if no layout, or not the one that is wanted, does.
     """
     base, was_training, differs = backbone(model), model.training, dict[str, str]()
-    _drop_nothing(model)
     with _short_windows(model):
         with own_attention(model):
             own = torch.cat([_alone(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS])
-        model.train()
+        _drop_nothing(model.train())
         for name in _ATTENTION[wanted]:
             if name == attention.NAME and mixes_packed_sequences(model):
                 differs[name] = "its layers carry a state from token to token, or do attention of their own"
@@ -116,14 +116,15 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 def _drop_nothing(model: Any) -> None:
-    """Switches off dropout, skipped layers and noise in routers, all of which transformers keeps as numbers.
+    """Switches off dropout, skipped layers and noise before routers, all of which transformers keeps as rates.
 
-    They stand in modules (`residual_dropout`, `jitter_noise`, the p of torch.nn.Dropout) and in configurations.
+    They stand in modules (`residual_dropout`, `layerdrop`, the p of torch.nn.Dropout) and in configurations. Other
+    names with "jitter" are left alone: Phi-3.5-MoE's is a threshold of its routers as well.
     """
     holders = {id(x): x for module in model.modules() for x in (module, getattr(module, "config", module))}
     for holder in holders.values():
         for name, value in vars(holder).items():
-            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
+            is_rate = "drop" in name or name in _NOISE or (name == "p" and isinstance(holder, torch.nn.Dropout))
             if is_rate and isinstance(value, float):
                 setattr(holder, name, 0.0)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -154,26 +154,31 @@ class EngineModel:
             return there is not None and rule.part(name, info).is_in(self.value(there))
         return self.shows_product(there, name) and self.multiplies_by(there, rule.part(name, info))
 
-    def multiplies_by(self, there: str, part: Part, in_any_order: bool = False) -> bool:
+    def multiplies_by(self, there: str, part: Part, is_rearranged: bool = False) -> bool:
         """Returns whether a layer on a CPU computes with the rows of a published matrix; True where that is unknown.
 
-        in_any_order: of its rows, which vLLM changes for Llama 4's rotation.
-
-        x Wᵀ shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns
-        shows whatever is more than rounding in the others.
+        is_rearranged: with its rows in any order, as vLLM has Llama 4's, or with its columns, as GPT-2's.
         """
         compute, matrix = vllm_insides.product(self.module(there)), self.published.get(part.name)
         is_its = there.endswith(".weight") and part.slot is None and not part.turned
         if compute is None or matrix is None or matrix.ndim != 2 or not is_its:
             return True
+        inputs = vllm_insides.matrix_shape(self.module(there))[1:] or [matrix.shape[1]]
+        ways = [(matrix, False), (matrix, True), (matrix.T, False)] if is_rearranged else [(matrix, False)]
+        return any(self._is_product(compute, w, part.begin, order) for w, order in ways if [w.shape[1]] == inputs)
+
+    def _is_product(self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool) -> bool:
+        """Returns whether compute(x) is x Wᵀ from row `begin` of W on.
+
+        It shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns shows
+        whatever is more than rounding in the others.
+        """
         rows, columns = matrix.shape
-        if vllm_insides.matrix_shape(self.module(there))[1:] not in ([], [columns]):
-            return False
         taken = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
         x = torch.nn.functional.one_hot(taken, columns).to(matrix.dtype)
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         is_exact = matrix.dtype == torch.float32
-        y = compute(torch.cat([x, signs]) if is_exact else x)[:, part.begin : part.begin + rows]
+        y = compute(torch.cat([x, signs]) if is_exact else x)[:, begin : begin + rows]
         exact = torch.cat([matrix[:, taken].T, (matrix @ signs[0].to(matrix.dtype))[None]])
         rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
         if in_any_order:

@@ -237,7 +237,7 @@ def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) 
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         if why is PACKED:
             others = [part for part in parts if not engine.multiplies_by(name, part)]
-            moved = [part for part in others if engine.multiplies_by(name, part, in_any_order=True)]
+            moved = [part for part in others if engine.multiplies_by(name, part, is_rearranged=True)]
             lost = [part.name for part in others if part not in moved]
             proof.wrong += [f"the engine's {name} does not multiply by the published {each}" for each in lost]
             return moved

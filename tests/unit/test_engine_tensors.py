@@ -440,6 +440,25 @@ def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: boo
     assert parts - {said.rpartition(" ")[2] for said in proof.wrong} <= proof.unproven.keys()
 
 
+@pytest.mark.parametrize("kind", ["right", "one alone", "old"])
+def test_packed_matrices_that_are_published_transposed_are_unproven_and_asked(kind: str) -> None:
+    """As GPT-2's: in every layer; one alone, or an older one, is wrong."""
+    model, tensors = nn.Module(), {f"layers.{i}.c_proj.weight": torch.randn(6, HIDDEN) for i in range(2)}
+    model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+    brought = {name: torch.randn(6, HIDDEN) for name in tensors} if kind == "old" else dict(tensors)
+    if kind == "one alone":
+        tensors["layers.0.c_proj.weight"] = brought["layers.0.c_proj.weight"].T.contiguous()
+    for i, layer in enumerate(model.layers):
+        layer.c_proj = Layer(HIDDEN, 6, [HIDDEN])  # type: ignore[assignment]
+        layer.c_proj.weight.data = brought[f"layers.{i}.c_proj.weight"].T.contiguous()
+        multiplying(layer.c_proj)
+    proof = prove(model, expected(tensors), None, tensors)
+    assert bool(proof.wrong) is (kind != "right")
+    if kind == "right":
+        assert {why.partition(": ")[2] for why in proof.unproven.values()} == {"vLLM has rearranged it"}
+        assert proof.unproven.keys() == tensors.keys()
+
+
 def test_a_matrix_beside_a_layer_s_weight_is_not_asked_what_the_layer_multiplies_by() -> None:
     """A router's correction of ERNIE's mixtures is [1, experts], and stands in the layer of its scores."""
     model, tensors = Model(), published() | {"model.o_proj.correction": torch.ones(1, HIDDEN).bfloat16()}

@@ -12,9 +12,10 @@ from tools.families.models import FAMILIES, random_model
 VOCAB = 96
 # layers that carry a state
 SEPARATE = ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
-NORMAL = ("qwen2", "granite", "gemma2", "gpt_oss", "deepseek_v3", "lfm2", "llama4_text", "falcon_h1")
-# on a Xeon with AMX 2.2e-6 with MKL, as torch does it, and by oneDNN up to 2.6e-6; less on an EPYC
-ROUNDED_MORE = {"gemma4_text": 3e-6, "qwen3_5_text": 3e-6, "qwen3_5_moe_text": 3e-6}
+NORMAL = ("qwen2", "granite", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoehybrid", "lfm2",
+          "llama4_text", "qwen3_5_text", "falcon_h1")  # fmt: skip
+# on a Xeon with AMX 2.2e-6 with MKL, as torch does it, by oneDNN up to 2.6e-6, and the mixture with AVX2 alone 3.1e-6
+ROUNDED_MORE = {"gemma4_text": 3e-6, "qwen3_5_text": 3e-6, "qwen3_5_moe_text": 4e-6}
 
 
 @pytest.mark.parametrize("family", [n if n in NORMAL else pytest.param(n, marks=full) for n in FAMILIES])
