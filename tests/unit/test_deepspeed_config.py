@@ -139,6 +139,6 @@ def test_experts_one_by_one_are_refused_under_zero_3_alone() -> None:
 
     model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})})
     require_fused_experts(model, 2)
-    require_fused_experts(mixture("qwen3_moe", layers=1), 3)
+    require_fused_experts(mixture("qwen3_moe", num_hidden_layers=1), 3)
     with pytest.raises(UserError, match=r"mlp.experts of ModuleDict is a list .* set deepspeed.zero_optimization"):
         require_fused_experts(model, 3)

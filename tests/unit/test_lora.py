@@ -208,7 +208,7 @@ def test_adapters_of_a_mixture_stand_beside_its_attention_and_learn_through_the_
     model(input_ids=torch.arange(12)[None], use_cache=False).logits.log_softmax(-1)[..., 3].sum().backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".")[3] for name in trained} == {"self_attn"}
-    assert len(trained) == 3 * 2 * (4 if modules == "all-linear" else 2)
+    assert len(trained) == 4 * 2 * (4 if modules == "all-linear" else 2)
     assert all(g is not None and (g.any() or "lora_A" in name) for name, g in trained.items())
 
 

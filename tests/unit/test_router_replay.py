@@ -13,6 +13,7 @@ from model.router_replay import RouterReplay
 from tests.support.configs import config_of
 from tests.support.mixtures import MIXTURES, mixture
 from tests.support.tiny import model_of_shape, tiny_model
+from tools.families.models import FAMILIES
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -48,7 +49,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def test_replaying_a_models_own_choice_changes_no_bit_of_its_logits_and_gradients(family: str) -> None:
     model, replay = replayed(family)
     own = own_choice(model, replay)
-    assert own.shape == (24, replay.num_layers, 2) and replay.num_layers == 3 - (family in ("glm4_moe", "deepseek_v3"))
+    assert own.shape == (24, replay.num_layers, 2) and replay.num_layers == 4 - (family in ("glm4_moe", "deepseek_v3"))
     plain, plain_gradients = run(model), gradients(model)
     replay.use(own.to(torch.int16))
     assert torch.equal(run(model), plain)
@@ -59,7 +60,7 @@ def test_replaying_a_models_own_choice_changes_no_bit_of_its_logits_and_gradient
 @pytest.mark.parametrize("family", MIXTURES)
 def test_other_experts_are_used_in_every_layer_and_counted(family: str) -> None:
     model, replay = replayed(family)
-    own, num_experts = own_choice(model, replay), MIXTURES[family].get("num_local_experts", 8)
+    own, num_experts = own_choice(model, replay), FAMILIES[family].get("num_local_experts", 8)
     plain = run(model)
     for layer in range(replay.num_layers):
         other = own.clone()
@@ -75,7 +76,7 @@ def test_other_experts_are_used_in_every_layer_and_counted(family: str) -> None:
 def test_what_was_not_recorded_is_the_routers_own_choice() -> None:
     model, replay = replayed("qwen3_moe")
     plain = run(model)
-    replay.use(torch.full((24, 3, 2), -1, dtype=torch.int16))
+    replay.use(torch.full((24, 4, 2), -1, dtype=torch.int16))
     assert torch.equal(run(model), plain)
     assert int(replay.sums()["routed"]) == 0
 
@@ -84,9 +85,9 @@ def test_chosen_experts_have_their_scores_renormalised_and_the_router_its_gradie
     """By hand: softmax over all, the two that were recorded, divided by their sum."""
     model, replay = replayed("qwen3_moe")
     block = model.model.layers[1].mlp
-    x = torch.randn(4, 64)
+    x = torch.randn(4, model.config.hidden_size)
     recorded = torch.tensor([[0, 1], [7, 2], [3, 4], [5, 6]])
-    replay.use(recorded[:, None].expand(-1, 3, -1))
+    replay.use(recorded[:, None].expand(-1, 4, -1))
     block(x[None]).square().sum().backward()
     found = block.gate.weight.grad.clone()
     weight = block.gate.weight.detach().clone().requires_grad_()
@@ -116,7 +117,7 @@ def test_a_recomputed_layer_sends_its_tokens_where_they_were_sent() -> None:
     replay.use(recorded)
     recomputed = gradients(model)
     assert all(torch.equal(g, recomputed[name]) for name, g in kept.items())
-    assert int(replay.sums()["rerouted"]) <= 24 * 3
+    assert int(replay.sums()["rerouted"]) <= 24 * 4
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -137,7 +138,7 @@ def test_a_router_that_chooses_otherwise_is_refused() -> None:
         return logits, scores[:, :2], indices[:, :2]
 
     router.forward = by_sorting
-    with pytest.raises(UserError, match="2 of the 3 mixtures of Qwen3MoeForCausalLM"):
+    with pytest.raises(UserError, match="3 of the 4 mixtures of Qwen3MoeForCausalLM"):
         RouterReplay(model, lambda: run(model))
 
 
@@ -160,5 +161,5 @@ def test_replay_without_a_mixture_is_refused_from_its_config_json(tmp_path: Path
 
 def test_a_recording_of_other_layers_is_refused() -> None:
     _, replay = replayed("mixtral")
-    with pytest.raises(UserError, match="experts in 2 layers, the trainer's model in 3"):
+    with pytest.raises(UserError, match="experts in 2 layers, the trainer's model in 4"):
         replay.use(torch.zeros(24, 2, 2, dtype=torch.int16))
