@@ -83,7 +83,7 @@ def test_what_was_not_recorded_is_the_routers_own_choice() -> None:
 
 def test_chosen_experts_have_their_scores_renormalised_and_the_router_its_gradient() -> None:
     """By hand: softmax over all, the two that were recorded, divided by their sum."""
-    model, replay = replayed("qwen3_moe")
+    model, replay = replayed("qwen3_moe", norm_topk_prob=True)
     block = model.model.layers[1].mlp
     x = torch.randn(4, model.config.hidden_size)
     recorded = torch.tensor([[0, 1], [7, 2], [3, 4], [5, 6]])
