@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
-    from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
 
@@ -72,6 +70,7 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import connect
+    from trainer.loop import Trainer
     from trainer.record.rank_zero import open_rank_zero
     from trainer.rehearsal import rehearse
     from trainer.save import checkpoint, resume
@@ -105,7 +104,7 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     reference = _reference(config, engine, exchange, tokens)
     progress = progress_of(resume_from, run_id)
     _agree_on_layout(exchange, engine.packing)
-    trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
+    trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
     if progress.step == 0:
         rehearse(trainer)
     return trainer
@@ -118,64 +117,6 @@ def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:
         raise UserError(f"the ranks' processors round differently: this one wants {packing} rows; set trainer.packing")
     if exchange.rank == 0 and not is_shared:
         exits.say("rows are separate: the layers of this model cannot share a group's prompt")
-
-
-def assemble(  # noqa: PLR0913 three models, and all around them
-    config: Config,
-    engine: PolicyEngine,
-    exchange: Exchange,
-    tokenizer: Any,
-    progress: Progress,
-    rank_zero: RankZero | None,
-    reference: Reference | None = None,
-    critic: Critic | None = None,
-) -> Trainer:
-    """The training loop with all that it uses, in the order in which one needs the other. Every rank calls it."""
-    from model.cpu.cores import lent_cores
-    from trainer.batch_training import BatchTraining, Models
-    from trainer.engine.actor_critic import ActorCritic
-    from trainer.engine.ranks import connect
-    from trainer.group_receiver import GroupReceiver
-    from trainer.loop import Trainer
-    from trainer.record.step_records import StepRecords
-    from trainer.record.throughput import StepSeconds
-    from trainer.save.best import Best
-    from trainer.save.moving_reference import MovingReference
-    from trainer.save.publisher import Publisher, writes_behind
-    from trainer.save.saver import Saver
-
-    say: Callable[[str], None] = rank_zero.display.note if rank_zero else lambda _: None
-    seconds = StepSeconds()
-    source = rank_zero.source if rank_zero else None
-    incarnation = exchange.text(source.incarnation if source else None)
-    behind = connect(config) if writes_behind(config) else None
-    publisher = Publisher(config, engine, exchange, behind, source, incarnation, seconds.add)
-    receiver = GroupReceiver(config, rank_zero, exchange)
-    cores = lent_cores(config, exchange, receiver.samplers_rest, publisher.is_writing)
-    cores.watch(engine, *([critic] if critic else []))
-    actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
-    moving = MovingReference(config, engine, exchange, tokenizer, reference)
-    sync = rank_zero.sync if rank_zero else lambda: None
-    return Trainer(
-        config=config,
-        engine=engine,
-        critic=critic,
-        actor_critic=actor_critic,
-        exchange=exchange,
-        tokenizer=tokenizer,
-        progress=progress,
-        rank_zero=rank_zero,
-        records=StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch) if rank_zero else None,
-        receiver=receiver,
-        batch=BatchTraining(config, Models(engine, reference, actor_critic), exchange, receiver, seconds.add, cores),
-        best=Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else []),
-        publisher=publisher,
-        moving_reference=moving,
-        saver=Saver(config, engine, critic, exchange, tokenizer, say, sync, seconds.add, progress.step),
-        lent_cores=cores,
-        seconds=seconds,
-        scores_reference=reference is not None,
-    )
 
 
 def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
