@@ -23,16 +23,16 @@ from common.watchdog import report_progress
 from model.cpu.cores import LentCores
 from model.packing import Packing, common_packing
 from model.reference import Reference
-from trainer.algorithm.losses import Denominator
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
 from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
-from trainer.data.slots import Slots, Source, fill
+from trainer.data.slots import Slots, fill
 from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
 
 RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
@@ -50,14 +50,6 @@ class Models:
         return common_packing(self.policy.packing, *([self.reference.packing] if self.reference else []))
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """What the losses of a whole step are divided by."""
-
-    policy: Denominator
-    critic: int  # tokens at which it learns
-
-
 class BatchTraining:
     """`prepare` a batch, then `train` each of its steps. Every rank calls every method."""
 
@@ -68,19 +60,19 @@ class BatchTraining:
         config: Config,
         models: Models,
         exchange: Exchange,
-        source: Source,
+        receiver: GroupReceiver,
         record_seconds: RecordSeconds,
         lent_cores: LentCores,
     ):
         self.config = config
-        self.models, self._exchange, self._source = models, exchange, source
+        self.models, self._exchange, self._receiver = models, exchange, receiver
         self._record_seconds, self._lent_cores = record_seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
 
     def prepare(self, progress: Progress) -> None:
         """The batch that follows `progress`. Nothing of it is taken yet."""
         self.slots = Slots(self.config, progress.cursor)
-        self._source.begin_batch(progress.cursor)
+        self._receiver.begin_batch(progress.cursor)
         self._at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
@@ -90,35 +82,30 @@ class BatchTraining:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         self._progress = progress
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
-        fill(self.slots, needed[waits_for(self.config.algorithm)], self._at_once, self._source)
-        self._score()
-        sums = self._step_sums(step)
+        self._fill(needed[waits_for(self.config.algorithm)])
+        # once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them
+        self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
+        critic, learned = self.models.critic, self.slots.training(step.places)
+        self._value_tokens = critic.num_tokens(learned) if critic else 0  # of the step, at which the critic learns
         if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
             self._rounds[step.places] = self._plan(step.places)
         if step.places in self._rounds:
             for round_ in self._rounds[step.places]:
-                self._train_round(round_, sums)
+                self._train_round(round_)
         else:
-            self._rounds[step.places] = self._train_as_they_come(step, sums)
+            self._rounds[step.places] = self._train_as_they_come(step)
 
-    def _train_as_they_come(self, step: Step, sums: StepSums) -> list[Round]:
+    def _train_as_they_come(self, step: Step) -> list[Round]:
         """The same, several groups at a time. Returns the rounds, which later passes repeat."""
         planner = Planner(self._exchange.dp_size, self._budget)
         for first in range(0, len(step.places), self._at_once):
             places = step.places[first : first + self._at_once]
-            fill(self.slots, max(places) + 1, self._at_once, self._source)
-            self._score()
+            self._fill(max(places) + 1)
             for round_ in planner.add(self._works(places)):
-                self._train_round(round_, sums)
+                self._train_round(round_)
         for round_ in planner.finish():
-            self._train_round(round_, sums)
+            self._train_round(round_)
         return planner.rounds
-
-    def _step_sums(self, step: Step) -> StepSums:
-        """Once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them."""
-        policy = step_denominator(self.slots.at(step.places), len(step.places), self.config)
-        critic = self.models.critic
-        return StepSums(policy, critic.num_tokens(self.slots.training(step.places)) if critic else 0)
 
     @property
     def critic_only(self) -> bool:
@@ -139,8 +126,9 @@ class BatchTraining:
 
     # ---- score ----
 
-    def _score(self) -> None:
-        """Advantages, as soon as what they depend on is in; then log-probs that must come before the first update."""
+    def _fill(self, count: int) -> None:
+        """So many slots. Advantages come as soon as what they depend on is in, then log-probs that the update needs."""
+        fill(self.slots, count, self._at_once, self._receiver.receive, self._receiver.refill)
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
             new = [experience for experience in batch if experience.advantages is None]
@@ -211,7 +199,7 @@ class BatchTraining:
             if (group_id, dp_rank) not in self._delivered:
                 owners.setdefault(group_id, []).append(dp_rank)
         self._delivered |= set(pairs)
-        self.slots.fill_in(self._source.deliver(owners))
+        self.slots.fill_in(self._receiver.deliver(owners))
 
     def _own(self, round_: Round) -> list[Experience]:
         """This rank's part of a round."""
@@ -219,33 +207,31 @@ class BatchTraining:
 
     # ---- train ----
 
-    def _train_round(self, round_: Round, sums: StepSums) -> None:
+    def _train_round(self, round_: Round) -> None:
         """This rank's part of one round of a step."""
         self._deliver([round_])
         with self._lent_cores.borrowed():
             own = self._own(round_)
-            batch = None if self.critic_only else self._with_reference(self._packed(own, sums.policy))
+            batch = None if self.critic_only else self._packed(own)
             report_progress(f"training a micro-batch of step {self._progress.step + 1}")
             start = time.monotonic()
             if self.models.critic:
-                self.models.critic.backward(own, sums.critic)
+                self.models.critic.backward(own, self._value_tokens)
             if batch:
                 logprobs = self.models.policy.backward(batch, self._progress.policy_version)
                 self._remember(batch, logprobs)
             self._record_seconds("timing/backward_s", time.monotonic() - start)
 
-    def _packed(self, own: Sequence[Experience], denominator: Denominator) -> MicroBatch:
-        awaits_reference = self.models.reference is not None
-        return micro_batch(own, denominator, self.config.algorithm, self.models.packing, awaits_reference)
-
-    def _with_reference(self, batch: MicroBatch) -> MicroBatch:
-        """The same with the log-probs of a reference that this rank scores: once for all passes."""
-        if self.models.reference is None or batch.is_filler:
+    def _packed(self, own: Sequence[Experience]) -> MicroBatch:
+        """With the log-probs of a reference that this rank scores: once for all passes."""
+        reference, algorithm, packing = self.models.reference, self.config.algorithm, self.models.packing
+        batch = micro_batch(own, self._denominator, algorithm, packing, awaits_reference=reference is not None)
+        if reference is None or batch.is_filler:
             return batch
         start = time.monotonic()
         if batch.ref_logprobs is None:
             report_progress("scoring a micro-batch with the reference model")
-            batch = replace(batch, ref_logprobs=self.models.reference.score(batch.row))
+            batch = replace(batch, ref_logprobs=reference.score(batch.row))
             assert batch.ref_logprobs is not None
             for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
                 self.slots.replace([replace(self.slots.of_group(group_id), ref_logprobs=logprobs)])
