@@ -71,9 +71,8 @@ class Trainer:
         say = rank_zero.display.note if rank_zero else lambda _: None
         sync = rank_zero.sync if rank_zero else lambda: None
         self.seconds = StepSeconds()
-        incarnation = exchange.text(source.incarnation if source else None)
         behind = connect(config) if writes_behind(config) else None
-        self.publisher = Publisher(config, engine, exchange, behind, source, incarnation, self.seconds.add)
+        self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds.add)
         self.receiver = GroupReceiver(config, rank_zero, exchange)
         self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
         self.lent_cores.watch(engine, *([critic] if critic else []))

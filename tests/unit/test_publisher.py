@@ -49,7 +49,7 @@ class Bench:
         ranks: Any = Alone()
         rank_zero: Any = self.rank_zero
         behind: Any = Alone() if writes_behind(config) else None
-        ends = ranks, behind, rank_zero, self.rank_zero.incarnation
+        ends = ranks, behind, rank_zero
         self.publisher = Publisher(config, self.policy, *ends, self.seconds.__setitem__)
         self.publish(0)
 

@@ -48,13 +48,12 @@ class Publisher:
         exchange: Exchange,
         exchange_behind: Exchange | None,  # collectives of two threads must not mix: the writing one has its own
         source: GroupSource | None,
-        incarnation: str,  # of rank 0's source, on every rank
         record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
     ):
         self.config, self.engine, self.exchange, self.source = config, engine, exchange, source
         self._record_seconds = record_seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = incarnation
+        self.incarnation = exchange.text(source.incarnation if source else None)
         self.published = Published(-1, "", "")
         self._copies = HostCopies()
         self._changes = Changes(config.weights.full_every)
