@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.run_folder import TRAINER_LOCK, sampler_log
 from common.watchdog import Watchdog
 from model.folder import require_models, vocabulary
-from model.tokenizer import load_tokenizer
+from model.tokenizer import check_vocabulary, load_tokenizer
 from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | Non
     if not config.algorithm.needs_critic:
         return None
     critic = Critic(config, exchange.world_size, exchange.sequence_group).start()
-    critic.check_vocabulary(vocab_size)
+    check_vocabulary(critic.model, vocab_size, "critic")
     return critic
 
 

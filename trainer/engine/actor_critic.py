@@ -47,7 +47,7 @@ class ActorCritic:
         threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
-        values = self._of_every_token(batch, parts, self.critic.score)
+        values = self._of_every_token(batch, parts, self.critic.evaluate)
         if algorithm.adv_estimator == "gae":
             estimates = estimate(groups, values, self.config)
         else:
