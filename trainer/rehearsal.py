@@ -126,8 +126,8 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
 def _require_room(trainer: Trainer) -> None:
     """For final/, and where checkpoints are saved for one of them."""
     output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
-    weights = sum(size for model in models for _, size in model.parameter_names())
-    trained = sum(tensor.form.numel() for model in models for tensor in model.tensors)
+    tensors = [tensor for model in models for tensor in model.tensors]
+    weights, trained = sum(tensor.size for tensor in tensors), sum(tensor.form.numel() for tensor in tensors)
     needs = {output_dir: weights}
     if trainer.config.trainer.saves_checkpoints:
         needs[output_dir / CHECKPOINTS] = weights + _OPTIMIZER * trained

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import blake3
 import torch
@@ -31,6 +31,7 @@ from trainer.engine import other_layout
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
@@ -162,7 +163,7 @@ def save_model(
     """
     settings, lacks = engine.adapter_settings, list[str]()
     written = {} if written is None else written
-    wanted = engine.tensors if settings is None else cast("PolicyEngine", engine).adapters()
+    wanted = engine.tensors if settings is None else adapters(engine.model)
     state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
 
     def write() -> None:

@@ -182,13 +182,12 @@ def snapshot(
     else:
         files = [lora.WEIGHTS]  # peft and vLLM read one file
     scored = canary(engine, min(vocab_size, engine.model.get_input_embeddings().num_embeddings))
-    names = engine.parameter_names()
-    shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
+    shares = dict(zip(files, slices([tensor.size for tensor in engine.tensors], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
-    wanted = {names[i][0] for i in shares[file]} if file is not None else set()
+    own = [engine.tensors[i] for i in shares[file]] if file is not None else []
     memory = memory or HostCopies()
-    memory.make_room([size for name, size in names if name in wanted])
-    tensors, on_device = _on_host(engine, wanted, copies, memory)
+    memory.make_room([tensor.size for tensor in own])
+    tensors, on_device = _on_host(engine, {tensor.name for tensor in own}, copies, memory)
     return Snapshot(name, file, tensors, on_device, scored, settings)
 
 
@@ -204,7 +203,7 @@ def _on_host(
         on_device[key] = describe(tensor)
         return host.copy(key, tensor)
 
-    found = engine.full_parameters(lambda name: name in wanted, to_host)
+    found = engine.whole(engine.tensors, lambda name: name in wanted, to_host)
     tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     devices.synchronize()
     return tensors, on_device
