@@ -119,7 +119,8 @@ def _commit_record(
     engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
 ) -> bytes:
     """written: of files that were digested while they were written; the others are small."""
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
+    names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
     return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
@@ -218,7 +219,3 @@ def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int)
             other_layout.restore(engine, folder / "trainer", stage, ranks)
         elif not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
             raise UserError(f"{folder} holds no DeepSpeed state for this rank")
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT)

@@ -45,8 +45,13 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def save_if_due(self, progress: Progress) -> None:
-        """At the end of a batch of rollouts."""
-        if self._is_due(progress.step):
+        """At the end of a batch of rollouts, which may hold several steps: did one reach a multiple of save_steps?"""
+        every, step = self.config.trainer.save_steps, progress.step
+        if every is None:
+            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
+        else:
+            is_due = every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
+        if is_due:
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
@@ -61,13 +66,6 @@ class Saver:
         elif self.exchange.rank == 0:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
             self._say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
-
-    def _is_due(self, step: int) -> bool:
-        """A batch may hold several steps: did one of them reach a multiple of save_steps?"""
-        every = self.config.trainer.save_steps
-        if every is None:
-            return self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
-        return every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
 
     def _save(self, progress: Progress) -> None:
         report_progress(f"saving the checkpoint of step {progress.step}")
