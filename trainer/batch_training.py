@@ -199,7 +199,8 @@ class BatchTraining:
             if (group_id, dp_rank) not in self._delivered:
                 owners.setdefault(group_id, []).append(dp_rank)
         self._delivered |= set(pairs)
-        self.slots.fill_in(self._receiver.deliver(owners))
+        whole = self._receiver.deliver(owners)
+        self.slots.replace([replace(self.slots.of_group(group_id), group=group) for group_id, group in whole.items()])
 
     def _own(self, round_: Round) -> list[Experience]:
         """This rank's part of a round."""

@@ -33,21 +33,19 @@ def run(config: Config) -> None:
     if config.trainer.epochs is not None:
         raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
     require_models(config)
+    output_dir = config.run.output_dir
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
-    log = sampler_log(config.run.output_dir, "sampler.0")
+    log = sampler_log(output_dir, "sampler.0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
-            stack.enter_context(durable.lock(config.run.output_dir / TRAINER_LOCK, _taken(config)))
+            taken = lambda holder: UserError(  # noqa: E731
+                f"{output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
+            )
+            stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, taken))
             if config.run.replay is None:
                 address.require_free(config)
         _run(config)
-
-
-def _taken(config: Config) -> Any:
-    return lambda holder: UserError(
-        f"{config.run.output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
-    )
 
 
 def _run(config: Config) -> None:

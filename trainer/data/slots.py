@@ -12,8 +12,7 @@ Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from common.config import Config
 from common.failpoints import failpoint
@@ -87,10 +86,6 @@ class Slots:
     def of_group(self, group_id: int) -> Experience:
         """What is known of a group that was taken."""
         return self._experiences[group_id]
-
-    def fill_in(self, groups: Mapping[int, Group]) -> None:
-        """The arrays of these groups have come."""
-        self.replace([replace(self._experiences[group_id], group=group) for group_id, group in groups.items()])
 
     def next_ids(self, count: int, at_once: int) -> range:
         """The groups to take next so that `count` slots are filled; none at the bound."""
