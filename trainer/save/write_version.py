@@ -115,27 +115,22 @@ class Snapshot:
     def write(self, ranks: Exchange, changes: Changes | None = None) -> Published:
         """Writes and commits. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
         changes = changes or Changes(full_every=1)
-        own: dict[str, Any] = {"files": {}, "tensors": {}}
-        of_ranks: list[str] = []
-        published = Published(self.name.version, str(self.name.final), "")
 
         def prepare() -> None:
             durable.remove_dir(self.name.temporary)
             durable.remove_dir(self.name.final)  # of an attempt that failed behind its rename; nobody has heard of it
             self.name.temporary.mkdir(parents=True, mode=0o700)
 
-        def commit() -> None:
-            nonlocal published
-            published = self._commit([json.loads(text) for text in of_ranks], changes.base)
-
-        def attempt() -> None:
-            nonlocal of_ranks
+        def attempt() -> Published:
+            own: dict[str, Any] = {"files": {}, "tensors": {}}
+            found = [Published(self.name.version, str(self.name.final), "")]
             on_rank_0(ranks, prepare)
             together(ranks, lambda: own.update(self._write_own(changes)))
-            of_ranks = ranks.gather(json.dumps(own))
-            on_rank_0(ranks, commit)
+            of_ranks = [json.loads(text) for text in ranks.gather(json.dumps(own))]
+            on_rank_0(ranks, lambda: found.append(self._commit(of_ranks, changes.base)))
+            return found[-1]
 
-        patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
+        published = patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
         changes.committed(published)
         return published
 
