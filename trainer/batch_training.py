@@ -12,7 +12,8 @@ lengths and rewards alone, which every rank has of all groups: all find the same
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,14 +29,19 @@ from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
 from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
 from trainer.data.slots import Slots, fill
-from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
+from trainer.data.tensors import (
+    MicroBatch,
+    micro_batch,
+    num_trained_tokens,
+    num_value_tokens,
+    policy_row,
+    step_denominator,
+)
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
-
-RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,12 @@ class BatchTraining:
         models: Models,
         exchange: Exchange,
         receiver: GroupReceiver,
-        record_seconds: RecordSeconds,
+        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
         lent_cores: LentCores,
     ):
         self.config = config
         self.models, self._exchange, self._receiver = models, exchange, receiver
-        self._record_seconds, self._lent_cores = record_seconds, lent_cores
+        self._seconds, self._lent_cores = seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
 
     def prepare(self, progress: Progress) -> None:
@@ -85,8 +91,8 @@ class BatchTraining:
         self._fill(needed[waits_for(self.config.algorithm)])
         # once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them
         self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
-        critic, learned = self.models.critic, self.slots.training(step.places)
-        self._value_tokens = critic.num_tokens(learned) if critic else 0  # of the step, at which the critic learns
+        if self.models.critic:  # the tokens of the step at which it learns
+            self._value_tokens = max(1, num_value_tokens(self.slots.training(step.places), self.config.algorithm))
         if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
             self._rounds[step.places] = self._plan(step.places)
         if step.places in self._rounds:
@@ -151,7 +157,7 @@ class BatchTraining:
         adapted = self._progress.threshold if params.threshold_lr else None
         threshold = adapted or params.group_variance_threshold
         self.slots.replace(critic.score(self.slots.training(), parts, threshold))
-        self._record_seconds("timing/values_s", time.monotonic() - start)
+        self._seconds["timing/values_s"] += time.monotonic() - start
 
     def _score_proximal(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
@@ -169,7 +175,7 @@ class BatchTraining:
         everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: others add 0
         for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
             self.slots.replace([replace(experience, proximal_logprobs=logprobs)])
-        self._record_seconds("timing/score_s", time.monotonic() - start)
+        self._seconds["timing/score_s"] += time.monotonic() - start
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
         """Those that train the policy, with their number of tokens."""
@@ -221,7 +227,7 @@ class BatchTraining:
             if batch:
                 logprobs = self.models.policy.backward(batch, self._progress.policy_version)
                 self._remember(batch, logprobs)
-            self._record_seconds("timing/backward_s", time.monotonic() - start)
+            self._seconds["timing/backward_s"] += time.monotonic() - start
 
     def _packed(self, own: Sequence[Experience]) -> MicroBatch:
         """With the log-probs of a reference that this rank scores: once for all passes."""
@@ -236,7 +242,7 @@ class BatchTraining:
             assert batch.ref_logprobs is not None
             for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
                 self.slots.replace([replace(self.slots.of_group(group_id), ref_logprobs=logprobs)])
-        self._record_seconds("timing/reference_s", time.monotonic() - start)
+        self._seconds["timing/reference_s"] += time.monotonic() - start
         return batch
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:

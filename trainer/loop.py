@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -39,7 +40,7 @@ from trainer.link.source import GroupSource
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
-from trainer.record.throughput import StepSeconds, num_devices
+from trainer.record.throughput import num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
@@ -70,18 +71,18 @@ class Trainer:
         source = rank_zero.source if rank_zero else None
         say = rank_zero.display.note if rank_zero else lambda _: None
         sync = rank_zero.sync if rank_zero else lambda: None
-        self.seconds = StepSeconds()
+        self.seconds = defaultdict[str, float](float)  # of the step that is recorded next, by their metric's name
         behind = connect(config) if writes_behind(config) else None
-        self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds.add)
+        self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds)
         self.receiver = GroupReceiver(config, rank_zero, exchange)
         self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
         self.lent_cores.watch(engine, *([critic] if critic else []))
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         models = Models(engine, reference, self.actor_critic)
-        self.batch = BatchTraining(config, models, exchange, self.receiver, self.seconds.add, self.lent_cores)
+        self.batch = BatchTraining(config, models, exchange, self.receiver, self.seconds, self.lent_cores)
         self.moving_reference = MovingReference(config, engine, exchange, tokenizer, reference)
         self.best = Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else [])
-        self.saver = Saver(config, engine, critic, exchange, tokenizer, say, sync, self.seconds.add, progress.step)
+        self.saver = Saver(config, engine, critic, exchange, tokenizer, say, sync, self.seconds, progress.step)
         self.records = StepRecords(config, rank_zero, tokenizer, progress.batch) if rank_zero else None
         self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
@@ -157,7 +158,7 @@ class Trainer:
         with self.lent_cores.borrowed():
             result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
-        self.seconds.add("timing/step_s", time.monotonic() - start)
+        self.seconds["timing/step_s"] += time.monotonic() - start
         return result, sums
 
     def _advance(self, result: StepResult, sums: dict[str, float], last: bool) -> None:
@@ -183,7 +184,8 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
-        taken = self.seconds.drain()  # on every rank: what is not taken adds up
+        taken = dict(self.seconds)
+        self.seconds.clear()  # on every rank: what is not taken adds up
         if self.rank_zero is None or self.records is None:
             return
         p, reported = self.progress, self.rank_zero.source.drain_statistics()
@@ -248,4 +250,4 @@ class Trainer:
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)
             self.rank_zero.display.evaluation(record)
-        self.seconds.add("timing/evaluation_s", time.monotonic() - start)
+        self.seconds["timing/evaluation_s"] += time.monotonic() - start

@@ -7,6 +7,7 @@ trains to the same bits with any of them. Minutes are those of rank 0's clock, w
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +36,12 @@ class Saver:
         tokenizer: Any,
         say: Callable[[str], None],
         sync_history: Callable[[], None],  # on rank 0: what was recorded of the steps so far survives a crash
-        record_seconds: Callable[[str, float], None],
+        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
         step: int,
     ):
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
         self.tokenizer, self._say = tokenizer, say
-        self._sync_history, self._record_seconds = sync_history, record_seconds
+        self._sync_history, self._seconds = sync_history, seconds
         self.saved_step = step  # of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
 
@@ -75,4 +76,4 @@ class Saver:
         folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.critic)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
-        self._record_seconds("timing/checkpoint_s", time.monotonic() - start)
+        self._seconds["timing/checkpoint_s"] += time.monotonic() - start
