@@ -12,7 +12,8 @@ lengths and rewards alone, which every rank has of all groups: all find the same
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,19 +24,24 @@ from common.watchdog import report_progress
 from model.cpu.cores import LentCores
 from model.packing import Packing, common_packing
 from model.reference import Reference
-from trainer.algorithm.losses import Denominator
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
 from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
 from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
-from trainer.data.slots import Slots, Source, fill
-from trainer.data.tensors import MicroBatch, micro_batch, num_trained_tokens, policy_row, step_denominator
+from trainer.data.slots import Slots, fill
+from trainer.data.tensors import (
+    MicroBatch,
+    micro_batch,
+    num_trained_tokens,
+    num_value_tokens,
+    policy_row,
+    step_denominator,
+)
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
-
-RecordSeconds = Callable[[str, float], None]  # a metric's name and seconds that belong to it
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,6 @@ class Models:
         return common_packing(self.policy.packing, *([self.reference.packing] if self.reference else []))
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """What the losses of a whole step are divided by."""
-
-    policy: Denominator
-    critic: int  # tokens at which it learns
-
-
 class BatchTraining:
     """`prepare` a batch, then `train` each of its steps. Every rank calls every method."""
 
@@ -68,19 +66,19 @@ class BatchTraining:
         config: Config,
         models: Models,
         exchange: Exchange,
-        source: Source,
-        record_seconds: RecordSeconds,
+        receiver: GroupReceiver,
+        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
         lent_cores: LentCores,
     ):
         self.config = config
-        self.models, self._exchange, self._source = models, exchange, source
-        self._record_seconds, self._lent_cores = record_seconds, lent_cores
+        self.models, self._exchange, self._receiver = models, exchange, receiver
+        self._seconds, self._lent_cores = seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
 
     def prepare(self, progress: Progress) -> None:
         """The batch that follows `progress`. Nothing of it is taken yet."""
         self.slots = Slots(self.config, progress.cursor)
-        self._source.begin_batch(progress.cursor)
+        self._receiver.begin_batch(progress.cursor)
         self._at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
@@ -90,35 +88,30 @@ class BatchTraining:
         """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
         self._progress = progress
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
-        fill(self.slots, needed[waits_for(self.config.algorithm)], self._at_once, self._source)
-        self._score()
-        sums = self._step_sums(step)
+        self._fill(needed[waits_for(self.config.algorithm)])
+        # once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them
+        self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
+        if self.models.critic:  # the tokens of the step at which it learns
+            self._value_tokens = max(1, num_value_tokens(self.slots.training(step.places), self.config.algorithm))
         if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
             self._rounds[step.places] = self._plan(step.places)
         if step.places in self._rounds:
             for round_ in self._rounds[step.places]:
-                self._train_round(round_, sums)
+                self._train_round(round_)
         else:
-            self._rounds[step.places] = self._train_as_they_come(step, sums)
+            self._rounds[step.places] = self._train_as_they_come(step)
 
-    def _train_as_they_come(self, step: Step, sums: StepSums) -> list[Round]:
+    def _train_as_they_come(self, step: Step) -> list[Round]:
         """The same, several groups at a time. Returns the rounds, which later passes repeat."""
         planner = Planner(self._exchange.dp_size, self._budget)
         for first in range(0, len(step.places), self._at_once):
             places = step.places[first : first + self._at_once]
-            fill(self.slots, max(places) + 1, self._at_once, self._source)
-            self._score()
+            self._fill(max(places) + 1)
             for round_ in planner.add(self._works(places)):
-                self._train_round(round_, sums)
+                self._train_round(round_)
         for round_ in planner.finish():
-            self._train_round(round_, sums)
+            self._train_round(round_)
         return planner.rounds
-
-    def _step_sums(self, step: Step) -> StepSums:
-        """Once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them."""
-        policy = step_denominator(self.slots.at(step.places), len(step.places), self.config)
-        critic = self.models.critic
-        return StepSums(policy, critic.num_tokens(self.slots.training(step.places)) if critic else 0)
 
     @property
     def critic_only(self) -> bool:
@@ -139,8 +132,9 @@ class BatchTraining:
 
     # ---- score ----
 
-    def _score(self) -> None:
-        """Advantages, as soon as what they depend on is in; then log-probs that must come before the first update."""
+    def _fill(self, count: int) -> None:
+        """So many slots. Advantages come as soon as what they depend on is in, then log-probs that the update needs."""
+        fill(self.slots, count, self._at_once, self._receiver.receive, self._receiver.refill)
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
             new = [experience for experience in batch if experience.advantages is None]
@@ -163,7 +157,7 @@ class BatchTraining:
         adapted = self._progress.threshold if params.threshold_lr else None
         threshold = adapted or params.group_variance_threshold
         self.slots.replace(critic.score(self.slots.training(), parts, threshold))
-        self._record_seconds("timing/values_s", time.monotonic() - start)
+        self._seconds["timing/values_s"] += time.monotonic() - start
 
     def _score_proximal(self) -> None:
         """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
@@ -181,7 +175,7 @@ class BatchTraining:
         everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: others add 0
         for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
             self.slots.replace([replace(experience, proximal_logprobs=logprobs)])
-        self._record_seconds("timing/score_s", time.monotonic() - start)
+        self._seconds["timing/score_s"] += time.monotonic() - start
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
         """Those that train the policy, with their number of tokens."""
@@ -211,7 +205,8 @@ class BatchTraining:
             if (group_id, dp_rank) not in self._delivered:
                 owners.setdefault(group_id, []).append(dp_rank)
         self._delivered |= set(pairs)
-        self.slots.fill_in(self._source.deliver(owners))
+        whole = self._receiver.deliver(owners)
+        self.slots.replace([replace(self.slots.of_group(group_id), group=group) for group_id, group in whole.items()])
 
     def _own(self, round_: Round) -> list[Experience]:
         """This rank's part of a round."""
@@ -219,37 +214,35 @@ class BatchTraining:
 
     # ---- train ----
 
-    def _train_round(self, round_: Round, sums: StepSums) -> None:
+    def _train_round(self, round_: Round) -> None:
         """This rank's part of one round of a step."""
         self._deliver([round_])
         with self._lent_cores.borrowed():
             own = self._own(round_)
-            batch = None if self.critic_only else self._with_reference(self._packed(own, sums.policy))
+            batch = None if self.critic_only else self._packed(own)
             report_progress(f"training a micro-batch of step {self._progress.step + 1}")
             start = time.monotonic()
             if self.models.critic:
-                self.models.critic.backward(own, sums.critic)
+                self.models.critic.backward(own, self._value_tokens)
             if batch:
                 logprobs = self.models.policy.backward(batch, self._progress.policy_version)
                 self._remember(batch, logprobs)
-            self._record_seconds("timing/backward_s", time.monotonic() - start)
+            self._seconds["timing/backward_s"] += time.monotonic() - start
 
-    def _packed(self, own: Sequence[Experience], denominator: Denominator) -> MicroBatch:
-        awaits_reference = self.models.reference is not None
-        return micro_batch(own, denominator, self.config.algorithm, self.models.packing, awaits_reference)
-
-    def _with_reference(self, batch: MicroBatch) -> MicroBatch:
-        """The same with the log-probs of a reference that this rank scores: once for all passes."""
-        if self.models.reference is None or batch.is_filler:
+    def _packed(self, own: Sequence[Experience]) -> MicroBatch:
+        """With the log-probs of a reference that this rank scores: once for all passes."""
+        reference, algorithm, packing = self.models.reference, self.config.algorithm, self.models.packing
+        batch = micro_batch(own, self._denominator, algorithm, packing, awaits_reference=reference is not None)
+        if reference is None or batch.is_filler:
             return batch
         start = time.monotonic()
         if batch.ref_logprobs is None:
             report_progress("scoring a micro-batch with the reference model")
-            batch = replace(batch, ref_logprobs=self.models.reference.score(batch.row))
+            batch = replace(batch, ref_logprobs=reference.score(batch.row))
             assert batch.ref_logprobs is not None
             for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
                 self.slots.replace([replace(self.slots.of_group(group_id), ref_logprobs=logprobs)])
-        self._record_seconds("timing/reference_s", time.monotonic() - start)
+        self._seconds["timing/reference_s"] += time.monotonic() - start
         return batch
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:

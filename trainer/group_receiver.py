@@ -40,7 +40,10 @@ class GroupReceiver:
 
         def headers_of_all() -> list[bytes]:
             nonlocal received
-            received = self._received(group_ids)
+            assert self._rank_zero is not None
+            received = self._rank_zero.source.receive(group_ids)
+            if self._rank_zero.recorder:
+                self._rank_zero.recorder.append(received)
             self.waited_s += time.monotonic() - start
             return [frame for one in received for frame in (one.frames[0], one.frames[2])]
 
@@ -56,14 +59,6 @@ class GroupReceiver:
         ]
         whole = self.deliver(dict.fromkeys(group_ids, range(self._exchange.dp_size))) if self._all_need_all else {}
         return [whole.get(group.group_id, group) for group in groups]
-
-    def _received(self, group_ids: Sequence[int]) -> Sequence[wire.Received]:
-        """On rank 0."""
-        assert self._rank_zero is not None
-        received = self._rank_zero.source.receive(group_ids)
-        if self._rank_zero.recorder:
-            self._rank_zero.recorder.append(received)
-        return received
 
     def deliver(self, owners: Mapping[int, Collection[int]]) -> dict[int, Group]:
         """Brings arrays. Returns, on other ranks than 0, the groups that are whole there now. Every rank calls it.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,57 +25,66 @@ from common.exits import interrupted, out_of_time
 from common.failpoints import failpoint
 from common.types import EvalResult, Tombstone
 from common.watchdog import report_progress
-from model.cpu.cores import LentCores
+from model.cpu.cores import lent_cores
+from model.reference import Reference
 from report.model_card import write_model_card
-from trainer.batch_training import BatchTraining
+from trainer.batch_training import BatchTraining, Models
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Exchange, connect
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
-from trainer.record.throughput import StepSeconds, num_devices
+from trainer.record.throughput import num_devices
 from trainer.save import checkpoint
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.moving_reference import MovingReference
-from trainer.save.publisher import Publisher
+from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 
 _MAX_SKIPPED_STEPS = 3  # not finite, in a row
 
 
-@dataclass
 class Trainer:
-    """A run on one rank, as start.py assembles it. Every rank calls every method."""
+    """A run on one rank. Every rank calls every method."""
 
-    config: Config
-    engine: PolicyEngine
-    critic: Critic | None
-    actor_critic: ActorCritic | None
-    exchange: Exchange
-    tokenizer: Any
-    progress: Progress
-    rank_zero: RankZero | None
-    records: StepRecords | None  # of rank 0
-    receiver: GroupReceiver
-    batch: BatchTraining
-    best: Best
-    publisher: Publisher
-    moving_reference: MovingReference
-    saver: Saver
-    lent_cores: LentCores
-    seconds: StepSeconds
-    scores_reference: bool  # on the trainer's ranks
-
-    def __post_init__(self) -> None:
-        self._evaluated_version = self.progress.policy_version  # of the newest evaluation, or of the start
+    def __init__(  # noqa: PLR0913 three models, and all around them
+        self,
+        config: Config,
+        engine: PolicyEngine,
+        exchange: Exchange,
+        tokenizer: Any,
+        progress: Progress,
+        rank_zero: RankZero | None,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+    ):
+        self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
+        self.tokenizer, self.progress, self.rank_zero = tokenizer, progress, rank_zero
+        source = rank_zero.source if rank_zero else None
+        say = rank_zero.display.note if rank_zero else lambda _: None
+        sync = rank_zero.sync if rank_zero else lambda: None
+        self.seconds = defaultdict[str, float](float)  # of the step that is recorded next, by their metric's name
+        behind = connect(config) if writes_behind(config) else None
+        self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds)
+        self.receiver = GroupReceiver(config, rank_zero, exchange)
+        self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
+        self.lent_cores.watch(engine, *([critic] if critic else []))
+        self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
+        models = Models(engine, reference, self.actor_critic)
+        self.batch = BatchTraining(config, models, exchange, self.receiver, self.seconds, self.lent_cores)
+        self.moving_reference = MovingReference(config, engine, exchange, tokenizer, reference)
+        self.best = Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else [])
+        self.saver = Saver(config, engine, critic, exchange, tokenizer, say, sync, self.seconds, progress.step)
+        self.records = StepRecords(config, rank_zero, tokenizer, progress.batch) if rank_zero else None
+        self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
         self._is_between_batches = True  # no step of a batch that has begun is in the weights
         self._num_eval_problems = 0
 
@@ -94,7 +104,7 @@ class Trainer:
                 self.stop_if_interrupted()
                 if self.best.stops_early:
                     break
-                self.publish(evaluate=self._evaluates_now())
+                self.publish(evaluate=self._is_due(since=self._evaluated_version))
                 self.saver.save_if_due(self.progress)
                 if self.rank_zero and self.saver.saved_step == self.progress.step:
                     self._source.forget(self.progress.policy_version)
@@ -148,7 +158,7 @@ class Trainer:
         with self.lent_cores.borrowed():
             result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
-        self.seconds.add("timing/step_s", time.monotonic() - start)
+        self.seconds["timing/step_s"] += time.monotonic() - start
         return result, sums
 
     def _advance(self, result: StepResult, sums: dict[str, float], last: bool) -> None:
@@ -174,7 +184,8 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
-        taken = self.seconds.drain()  # on every rank: what is not taken adds up
+        taken = dict(self.seconds)
+        self.seconds.clear()  # on every rank: what is not taken adds up
         if self.rank_zero is None or self.records is None:
             return
         p, reported = self.progress, self.rank_zero.source.drain_statistics()
@@ -185,7 +196,7 @@ class Trainer:
             "tombstones": p.tombstones,
             "step_time": seconds,
             "wait/trainer_s": waited_s,
-            "reference_on_trainer": float(self.scores_reference),
+            "reference_on_trainer": float(self.batch.models.reference is not None),
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
         more |= sampler_values(reported.samplers)
@@ -210,23 +221,21 @@ class Trainer:
 
         A resumed run makes up for it: of its own version, for the weights of the other are gone.
         """
-        version = self.progress.policy_version
         if self.progress.step == 0:
             return self.config.eval.before
-        if self.rank_zero is None or self.rank_zero.log.has_eval(version):
+        if self.rank_zero is None or self.rank_zero.log.has_eval(self.progress.policy_version):
             return False
         recorded = [record["step"] for record in self.rank_zero.log.evaluations()]
         return self._is_due(since=max([0, *recorded])) or (not recorded and self.config.eval.before)
 
-    def _evaluates_now(self) -> bool:
-        """Steps that the critic made alone, or that were skipped, leave the policy, and so its version, as it was."""
-        return self._is_due(since=self._evaluated_version)
-
     def _is_due(self, since: int) -> bool:
-        """Whether versions passed a multiple of eval.steps since that one; a batch may step over it."""
+        """Whether versions passed a multiple of eval.steps since that one; a batch may step over it.
+
+        Steps that the critic made alone, or that were skipped, leave the version as it was.
+        """
         every, version = self.config.eval.steps, self.progress.policy_version
-        due = every is not None and version // every > since // every
-        return due or self.progress.batch == self.config.num_batches
+        is_last = self.progress.batch == self.config.num_batches
+        return is_last or (every is not None and version // every > since // every)
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation of the published version, if there is one, before that version is replaced."""
@@ -241,4 +250,4 @@ class Trainer:
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)
             self.rank_zero.display.evaluation(record)
-        self.seconds.add("timing/evaluation_s", time.monotonic() - start)
+        self.seconds["timing/evaluation_s"] += time.monotonic() - start

@@ -27,7 +27,7 @@ from common.exits import say
 from common.run_folder import CHECKPOINTS, COMMIT
 from common.watchdog import report_progress
 from model import devices
-from model.packing import PackedRow, Packing, pack
+from model.packing import pack
 from model.tokenizer import load_tokenizer
 from report.model_card import write_model_card
 from trainer.data.tensors import MicroBatch, ValueBatch
@@ -48,17 +48,13 @@ def rehearse(trainer: Trainer) -> None:
         say(f"rehearsal: the longest row and a save work ({time.monotonic() - start:.1f} s)")
 
 
-def longest_row(config: Config, packing: Packing) -> PackedRow:
-    """On a CPU one completion is enough: it is about time there, and about memory on a GPU."""
-    count = config.sampler.num_generations if devices.count() else 1
-    completion = [0] * config.sampler.max_completion_length
-    return pack([([0] * config.data.max_prompt_length, [completion] * count)], packing)
-
-
 def _train_longest(trainer: Trainer) -> None:
     report_progress("rehearsing the longest row")
-    models = trainer.batch.models
-    row = longest_row(trainer.config, models.packing)
+    config, models = trainer.config, trainer.batch.models
+    # on a CPU one completion is enough: it is about time there, and about memory on a GPU
+    count = config.sampler.num_generations if devices.count() else 1
+    completion = [0] * config.sampler.max_completion_length
+    row = pack([([0] * config.data.max_prompt_length, [completion] * count)], models.packing)
     zeros = torch.zeros(sum(row.lengths))
     if models.reference:
         models.reference.score(row)
@@ -66,7 +62,6 @@ def _train_longest(trainer: Trainer) -> None:
         trainer.critic.backward(ValueBatch(row, zeros, zeros, zeros))
     found = trainer.engine.backward(MicroBatch(row, zeros, None, zeros, zeros, zeros.long()))
     if not found.isfinite().all():
-        config = trainer.config
         raise UserError(
             f"{config.model.path} has no finite log-probs for {config.data.max_prompt_length} + "
             f"{config.sampler.max_completion_length} tokens (data.max_prompt_length, sampler.max_completion_length): "
@@ -126,8 +121,8 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
 def _require_room(trainer: Trainer) -> None:
     """For final/, and where checkpoints are saved for one of them."""
     output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
-    weights = sum(size for model in models for _, size in model.parameter_names())
-    trained = sum(tensor.form.numel() for model in models for tensor in model.tensors)
+    tensors = [tensor for model in models for tensor in model.tensors]
+    weights, trained = sum(tensor.size for tensor in tensors), sum(tensor.form.numel() for tensor in tensors)
     needs = {output_dir: weights}
     if trainer.config.trainer.saves_checkpoints:
         needs[output_dir / CHECKPOINTS] = weights + _OPTIMIZER * trained

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from common.errors import UserError
 from common.run_folder import TRAINER_LOCK, sampler_log
 from common.watchdog import Watchdog
 from model.folder import require_models, vocabulary
-from model.tokenizer import load_tokenizer
+from model.tokenizer import check_vocabulary, load_tokenizer
 from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
-    from trainer.record.rank_zero import RankZero
     from trainer.save.checkpoint import Progress
 
 
@@ -35,21 +33,19 @@ def run(config: Config) -> None:
     if config.trainer.epochs is not None:
         raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
     require_models(config)
+    output_dir = config.run.output_dir
     rank, limits = int(os.environ.get("RANK", "0")), config.channel
-    log = sampler_log(config.run.output_dir, "sampler.0")
+    log = sampler_log(output_dir, "sampler.0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
-            stack.enter_context(durable.lock(config.run.output_dir / TRAINER_LOCK, _taken(config)))
+            taken = lambda holder: UserError(  # noqa: E731
+                f"{output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
+            )
+            stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, taken))
             if config.run.replay is None:
                 address.require_free(config)
         _run(config)
-
-
-def _taken(config: Config) -> Any:
-    return lambda holder: UserError(
-        f"{config.run.output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
-    )
 
 
 def _run(config: Config) -> None:
@@ -72,6 +68,7 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import connect
+    from trainer.loop import Trainer
     from trainer.record.rank_zero import open_rank_zero
     from trainer.rehearsal import rehearse
     from trainer.save import checkpoint, resume
@@ -105,7 +102,7 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     reference = _reference(config, engine, exchange, tokens)
     progress = progress_of(resume_from, run_id)
     _agree_on_layout(exchange, engine.packing)
-    trainer = assemble(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
+    trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
     if progress.step == 0:
         rehearse(trainer)
     return trainer
@@ -120,71 +117,13 @@ def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:
         exits.say("rows are separate: the layers of this model cannot share a group's prompt")
 
 
-def assemble(  # noqa: PLR0913 three models, and all around them
-    config: Config,
-    engine: PolicyEngine,
-    exchange: Exchange,
-    tokenizer: Any,
-    progress: Progress,
-    rank_zero: RankZero | None,
-    reference: Reference | None = None,
-    critic: Critic | None = None,
-) -> Trainer:
-    """The training loop with all that it uses, in the order in which one needs the other. Every rank calls it."""
-    from model.cpu.cores import lent_cores
-    from trainer.batch_training import BatchTraining, Models
-    from trainer.engine.actor_critic import ActorCritic
-    from trainer.engine.ranks import connect
-    from trainer.group_receiver import GroupReceiver
-    from trainer.loop import Trainer
-    from trainer.record.step_records import StepRecords
-    from trainer.record.throughput import StepSeconds
-    from trainer.save.best import Best
-    from trainer.save.moving_reference import MovingReference
-    from trainer.save.publisher import Publisher, writes_behind
-    from trainer.save.saver import Saver
-
-    say: Callable[[str], None] = rank_zero.display.note if rank_zero else lambda _: None
-    seconds = StepSeconds()
-    source = rank_zero.source if rank_zero else None
-    incarnation = exchange.text(source.incarnation if source else None)
-    behind = connect(config) if writes_behind(config) else None
-    publisher = Publisher(config, engine, exchange, behind, source, incarnation, seconds.add)
-    receiver = GroupReceiver(config, rank_zero, exchange)
-    cores = lent_cores(config, exchange, receiver.samplers_rest, publisher.is_writing)
-    cores.watch(engine, *([critic] if critic else []))
-    actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
-    moving = MovingReference(config, engine, exchange, tokenizer, reference)
-    sync = rank_zero.sync if rank_zero else lambda: None
-    return Trainer(
-        config=config,
-        engine=engine,
-        critic=critic,
-        actor_critic=actor_critic,
-        exchange=exchange,
-        tokenizer=tokenizer,
-        progress=progress,
-        rank_zero=rank_zero,
-        records=StepRecords(config, rank_zero.log, rank_zero.display, tokenizer, progress.batch) if rank_zero else None,
-        receiver=receiver,
-        batch=BatchTraining(config, Models(engine, reference, actor_critic), exchange, receiver, seconds.add, cores),
-        best=Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else []),
-        publisher=publisher,
-        moving_reference=moving,
-        saver=Saver(config, engine, critic, exchange, tokenizer, say, sync, seconds.add, progress.step),
-        lent_cores=cores,
-        seconds=seconds,
-        scores_reference=reference is not None,
-    )
-
-
 def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
     from trainer.engine.critic import Critic
 
     if not config.algorithm.needs_critic:
         return None
     critic = Critic(config, exchange.world_size, exchange.sequence_group).start()
-    critic.check_vocabulary(vocab_size)
+    check_vocabulary(critic.model, vocab_size, "critic")
     return critic
 
 

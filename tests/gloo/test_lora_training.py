@@ -24,6 +24,7 @@ from tests.support.rank import Worker
 from tests.support.replay_worker import Seen, stack
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, dense_logprobs, difference, tiny_model
+from trainer.engine.exported import adapters
 
 LORA = {"lora": {"r": 4, "alpha": 12}}
 MERGED = {"lora": LORA["lora"] | {"sync": "merged"}, "model": {"gradient_checkpointing": True}}
@@ -75,7 +76,7 @@ def work(folder: Path) -> None:
             continue
         trainers = [worker.train(name, stage, **LORA | sections)]
         engine = trainers[0].engine
-        worker.write(f"{name}/adapters", dict(engine.whole(engine.adapters(), lambda _: True)))
+        worker.write(f"{name}/adapters", dict(engine.whole(adapters(engine.model), lambda _: True)))
         if name not in RESUMED_LIKE_ZERO_1:
             found = run_folder.step_dir(folder / name / "checkpoints", NUM_STEPS - 1)
             trainers.append(worker.resume(name, stage, found, **LORA | sections))

@@ -81,7 +81,7 @@ class GlooWorker(Worker):
         name = f"begin{stage}"
         engine = self.trainer(settings(self.folder, name, stage, **HALF), group).engine
         self.write(f"{name}/masters", master_weights(engine))
-        self.write(f"{name}/model", dict(engine.full_parameters(lambda _: True)))
+        self.write(f"{name}/model", dict(engine.whole(engine.tensors, lambda _: True)))
 
     def accumulate(self, stage: int) -> None:
         """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""
@@ -105,7 +105,7 @@ class GlooWorker(Worker):
         for _ in range(2):
             trainer.publish(evaluate=False)
             trainer.train_batch()
-            due.append(trainer._evaluates_now())
+            due.append(trainer._is_due(trainer._evaluated_version))
             hashes.append([state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)])
         self.tell_steps("warm_up", trainer, hashes=hashes, due=due)
 

@@ -54,11 +54,8 @@ class PlainPolicy:
     def score(self, row, temperature):
         return score_logprobs(self.model, row, temperature, 64)
 
-    def parameter_names(self):
-        return [(t.name, t.size) for t in self.tensors]
-
-    def full_parameters(self, wanted, to_host=None):
-        return ((t.name, t.make()) for t in self.tensors if wanted(t.name))
+    def whole(self, tensors, wanted, to_host=None):
+        return ((t.name, t.make()) for t in tensors if wanted(t.name))
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""
@@ -97,8 +94,8 @@ class DevicePolicy(PlainPolicy):
     def score(self, row: Any, temperature: float) -> Any:
         return super().score(row.to(self.model.device), temperature).float().cpu()
 
-    def full_parameters(self, wanted: Callable[[str], bool], to_host: Any = lambda _, tensor: tensor.cpu()) -> Any:
-        return ((n, to_host(n, t)) for n, t in super().full_parameters(wanted))
+    def whole(self, tensors: Any, wanted: Callable[[str], bool], to_host: Any = lambda _, t: t.cpu()) -> Any:
+        return ((n, to_host(n, t)) for n, t in super().whole(tensors, wanted))
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

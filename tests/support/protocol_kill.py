@@ -30,7 +30,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,8 +147,9 @@ def sampled(folder: Path) -> dict[str, int]:
 
 def train_step(inbox: Inbox, config: Config, state: State, rounding: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
-    source: Any = SimpleNamespace(receive=partial(receive, inbox), refill=inbox.refill)
-    fill(batch, PER_STEP, at_once=1, source=source)  # with trainer.micro_batch after each
+    fill(
+        batch, PER_STEP, at_once=1, receive=partial(receive, inbox), refill=inbox.refill
+    )  # with trainer.micro_batch after each
     for group in batch.groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"

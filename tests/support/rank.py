@@ -94,9 +94,10 @@ class Worker:
         self.exchange.add([0.0])  # a barrier
 
     def trainer(self, config: Config, stream: Stream) -> Any:
-        """As trainer/start.py makes it. results: what each of its steps was; scored: rows of its reference."""
+        """A run on this rank. results: what each of its steps was; scored: rows of its reference."""
         from trainer import start
         from trainer.engine.policy import PolicyEngine
+        from trainer.loop import Trainer
         from trainer.save.checkpoint import Progress
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
@@ -106,7 +107,7 @@ class Worker:
         at = rank_zero(stream) if self.exchange.rank == 0 else None
         critic = start._critic(config, self.exchange, len(self.tokenizer))
         reference: Any = start._reference(config, engine, self.exchange, len(self.tokenizer))
-        trainer: Any = start.assemble(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        trainer: Any = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
         trainer.scored = []
         if reference:
             score = reference.score
@@ -232,7 +233,7 @@ def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
 def state_hash(engine: Any, has_moments: bool = True) -> str:
     """SHA-256 of weights, both moments (none before the first step) and the learning rate: all the next step needs."""
     digest = hashlib.sha256(repr(engine.learning_rate).encode())
-    parts = [master_weights(engine), dict(engine.full_parameters(lambda _: True))]
+    parts = [master_weights(engine), dict(engine.whole(engine.tensors, lambda _: True))]
     parts += [moments(engine, which) for which in ("exp_avg", "exp_avg_sq") if has_moments]
     for part in parts:
         for name in sorted(part):

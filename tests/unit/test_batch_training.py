@@ -1,6 +1,7 @@
 """The way of a batch from its source to the backward of each rank, with models that only write down what they get."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ class Run:
         source = SimpleNamespace(receive=receive, **nothing)
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None, packing="shared")
         self.of = of
-        self.training = BatchTraining(of, models, exchange, source, lambda *_: None, lent)  # type: ignore[arg-type]
+        self.training = BatchTraining(of, models, exchange, source, defaultdict(float), lent)  # type: ignore[arg-type]
         self.training.prepare(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:

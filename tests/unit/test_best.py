@@ -23,7 +23,6 @@ from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far
 from trainer.save.checkpoint import Progress
 from trainer.save.write_version import Changes
-from trainer.start import assemble
 
 
 def config_for(output_dir: Path, trainer: Any = None, **evaluation: Any) -> Config:
@@ -186,7 +185,7 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
     monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
     monkeypatch.setattr(Best, "_keep", lambda *_: None)
     rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
-    assemble(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
+    Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published, leased
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from common.config import Config
 from common.errors import UserError
 from model.packing import pack
+from model.tokenizer import check_vocabulary
 from tests.support.configs import config_of
 from tests.support.tiny import VOCAB_SIZE, dense_values, tiny_model, tiny_reward_model
-from trainer.engine.critic import Critic, ValueModel, load_value_model
+from trainer.engine.critic import ValueModel, load_value_model
 from trainer.engine.deepspeed_model import DeepSpeedModel
 
 
@@ -96,10 +97,10 @@ def test_what_is_no_critic_is_refused_with_what_to_do(folder: Path, tmp_path: Pa
 
 
 def test_a_critic_with_fewer_embeddings_than_the_tokenizer_has_tokens_is_refused(folder: Path) -> None:
-    critic = SimpleNamespace(model=load_value_model(settings(folder)))
-    Critic.check_vocabulary(critic, VOCAB_SIZE)  # type: ignore[arg-type]
+    critic = load_value_model(settings(folder))
+    check_vocabulary(critic, VOCAB_SIZE, "critic")
     with pytest.raises(UserError, match=f"the critic model knows {VOCAB_SIZE} tokens, the policy's tokenizer 321"):
-        Critic.check_vocabulary(critic, VOCAB_SIZE + 1)  # type: ignore[arg-type]
+        check_vocabulary(critic, VOCAB_SIZE + 1, "critic")
 
 
 def test_a_gradient_that_is_infinite_under_a_finite_loss_is_seen() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(rate: flo
         _progress=SimpleNamespace(threshold=0.7),
         _settings=SimpleNamespace(rewards=None),
         _plan=lambda _: [],
-        _record_seconds=lambda *_: None,
+        _seconds=defaultdict(float),
     )
     critic = SimpleNamespace(score=lambda *given: seen.append(given[-1]))
     BatchTraining._score_values(training, critic)  # type: ignore[arg-type]

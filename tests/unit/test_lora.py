@@ -66,7 +66,7 @@ def test_layers_that_do_not_exist_or_are_of_a_vision_tower_are_refused_by_name(t
 def test_layers_that_tower_and_language_model_have_get_adapters_in_the_language_model(tmp_path: Path) -> None:
     seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
     policy = AdaptedPolicy(config_for(seeing, tmp_path, lora={"r": 4, "target_modules": ["up_proj"]}))
-    names = [name for name, _ in policy.parameter_names()]
+    names = [tensor.name for tensor in policy.tensors]
     assert len(names) == 2 * 3 and all("model.language_model.layers." in name for name in names)
 
 
@@ -98,7 +98,8 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
     def draw(seed: int) -> dict[str, torch.Tensor]:
         config = config_for(model, tmp_path, run={"output_dir": str(tmp_path), "seed": seed})
         torch.manual_seed(torch.seed())  # whatever was drawn before
-        return dict(AdaptedPolicy(config).full_parameters(lambda _: True))
+        policy = AdaptedPolicy(config)
+        return dict(policy.whole(policy.tensors, lambda _: True))
 
     first, again, other = draw(0), draw(0), draw(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -135,7 +136,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
     assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
     copy_files(published, manifest, folder)
     found = checked_tensors(folder, manifest, config)
-    expected = dict(policy.full_parameters(lambda _: True))
+    expected = dict(policy.whole(policy.tensors, lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     for change, said in WRONG.values():
         wrong = {name: tensor.clone() for name, tensor in expected.items()}

@@ -30,7 +30,6 @@ def trainer_of(folder: Path, **sections: Any) -> Any:
     config.run.output_dir.mkdir()
     engine, rows = engine_of(given), list[Any]()
     engine.backward = lambda batch: rows.append(batch.row) or torch.full((sum(batch.row.lengths),), -1.0)
-    engine.parameter_names = lambda: [(tensor.name, tensor.size) for tensor in engine.tensors]
     models = SimpleNamespace(reference=None, packing="shared")
     batch = SimpleNamespace(models=models)
     parts = {"config": config, "engine": engine, "critic": None, "exchange": OneRank(), "rows": rows, "batch": batch}

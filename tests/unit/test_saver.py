@@ -1,5 +1,6 @@
 """When a checkpoint is written, and that it makes no difference to what is trained."""
 
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ class Run:
         config = config_of(trainer=trainer)
         exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
         engine: Any = None
-        self.saver = Saver(config, engine, None, exchange, None, print, lambda: None, lambda *_: None, step=0)
+        self.saver = Saver(config, engine, None, exchange, None, print, lambda: None, defaultdict(float), step=0)
 
     def batch_of_minutes(self, minutes: float, step: int) -> None:
         self.clock.now += 60 * minutes

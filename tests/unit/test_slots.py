@@ -57,7 +57,8 @@ class Source:
 
 def filled(config: Config, kinds: str) -> Slots:
     slots = Slots(config, FIRST)
-    fill(slots, slots.size, at_once=2, source=Source(kinds, slots.size))
+    source = Source(kinds, slots.size)
+    fill(slots, slots.size, at_once=2, receive=source.receive, refill=source.refill)
     return slots
 
 
@@ -136,7 +137,7 @@ def test_a_resampled_batch_is_the_next_alive_groups_however_they_are_taken(
     slots, source = Slots(config(size, dead_groups="resample", max_resamples=resamples), FIRST), Source(kinds, size)
     while slots.num_filled < size:
         at_once = amounts[len(source.received) % len(amounts)]
-        fill(slots, min(size, slots.num_filled + at_once), at_once, source)
+        fill(slots, min(size, slots.num_filled + at_once), at_once, source.receive, source.refill)
     assert [g.group_id for g in trained(slots) if isinstance(g, Group)] == expected
     assert source.received == list(range(FIRST, FIRST + taken)), "in order, each once"
     assert (slots.num_taken, slots.num_empty) == (taken, size - len(expected))

@@ -19,13 +19,14 @@ def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[s
     """The line of one step on a rollout of a single turn and one of two, and its samples."""
     config = config_of(rewards={"reward_funcs": ["answer"]}, rollout=rollout)
     log, display = MetricsLog(folder), SimpleNamespace(advice=lambda *_: {}, step=lambda *_: None)
+    rank_zero: Any = SimpleNamespace(log=log, display=display)
     tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     trained = TrainedStep(
         Step(0, 0, (0,), True), [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())], {}, {}, "", ""
     )
     sums = dict.fromkeys([*TOKEN_SUMS, *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES)], 0.0)
     more = {"step_time": 1.0, "policy_version": 1.0}
-    StepRecords(config, log, display, tokenizer, 0).write(1, 1, trained, StepResult(True, 1.0, 1e-6), sums, more, 1)
+    StepRecords(config, rank_zero, tokenizer, 0).write(1, 1, trained, StepResult(True, 1.0, 1e-6), sums, more, 1)
     log.close()
     (row,) = read_jsonl(folder / "metrics.jsonl")
     return row, list(read_jsonl(folder / "samples.jsonl"))

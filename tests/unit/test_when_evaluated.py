@@ -64,4 +64,5 @@ def test_a_resumed_run_evaluates_its_version_if_that_was_due_and_is_not_on_recor
 def test_a_version_is_evaluated_once_when_a_multiple_was_reached_or_stepped_over(
     given: dict[str, Any], expected: bool
 ) -> None:
-    assert trainer(**given)._evaluates_now() == expected
+    found = trainer(**given)
+    assert found._is_due(found._evaluated_version) == expected

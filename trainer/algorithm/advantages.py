@@ -74,15 +74,11 @@ def rloo(rewards: Floats) -> Floats:
     return centred(rewards) * len(rewards) / (len(rewards) - 1)
 
 
-def without_baseline(rewards: Floats) -> Floats:
-    return rewards
-
-
 ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
     "grpo": centred,
     "dr_grpo": centred,
     "rloo": rloo,
-    "reinforce_plus_plus": without_baseline,
+    "reinforce_plus_plus": lambda rewards: rewards,  # without a baseline
     "reinforce_plus_plus_baseline": centred,
 }
 

@@ -11,7 +11,7 @@ group baseline; completions that are masked (mask_truncated_completions) count n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +99,10 @@ def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm)
 
 def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
     """Of the batch, before the first update on it: explained_variance = 1 − var(return − V) / var(return)."""
+    alive, masks = [g for g in groups if isinstance(g, Group)], config.algorithm.mask_truncated_completions
+    kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if trains(rollout, masks)]
     values, returns = (
-        np.concatenate([*_trained(groups, of, config), np.empty(0)]) for of in (estimates.values, estimates.returns)
+        np.concatenate([*(of[g][i] for g, i in kept), np.empty(0)]) for of in (estimates.values, estimates.returns)
     )
     if not len(returns):
         return {}
@@ -110,13 +112,3 @@ def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, con
     if spread > 0:  # equal returns leave nothing to explain
         metrics["explained_variance"] = float(1 - (returns - values).var() / spread)
     return metrics
-
-
-def _trained(
-    groups: Sequence[Group | Tombstone], of: Mapping[int, Sequence[Floats]], config: Config
-) -> Iterator[Floats]:
-    masks = config.algorithm.mask_truncated_completions
-    for group in groups:
-        if isinstance(group, Group):
-            pairs = zip(group.rollouts, of[group.group_id], strict=True)
-            yield from (array for rollout, array in pairs if trains(rollout, masks))

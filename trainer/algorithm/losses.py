@@ -13,7 +13,7 @@ B counts the completions of the step. The critic's loss is always a token mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from common.config import Algorithm
 from trainer.algorithm.mismatch import bounded, k3
 from trainer.algorithm.user_functions import own_objective
+
+TOKEN_MEAN = ("dapo", "bnpo", "cispo")  # their denominator is known only with the last completion of the step
 
 
 @dataclass(frozen=True)
@@ -33,35 +35,16 @@ class Denominator:
     num_tokens: int  # Σ |o_i|; only the token means need it
     max_completion_length: int  # L_max; only dr_grpo needs it
 
-
-def _mean_of_sequence_means(length: int, d: Denominator) -> float:
-    return 1.0 / (d.num_completions * length)
-
-
-def _mean_of_tokens(length: int, d: Denominator) -> float:
-    return 1.0 / d.num_tokens
-
-
-def _constant(length: int, d: Denominator) -> float:
-    return 1.0 / (d.num_completions * d.max_completion_length)
-
-
-# of a token in a completion of this length
-WEIGHTS: dict[str, Callable[[int, Denominator], float]] = {
-    "grpo": _mean_of_sequence_means,
-    "dapo": _mean_of_tokens,
-    "bnpo": _mean_of_tokens,
-    "cispo": _mean_of_tokens,
-    "dr_grpo": _constant,
-}
-# their denominator is known only with the last completion of the step
-TOKEN_MEAN = tuple(name for name, weight in WEIGHTS.items() if weight is _mean_of_tokens)
+    def of(self, length: int) -> int:
+        """Of a token in a completion of this length."""
+        if self.loss_type in TOKEN_MEAN:
+            return self.num_tokens
+        return self.num_completions * (self.max_completion_length if self.loss_type == "dr_grpo" else length)
 
 
 def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
     """w_it for the tokens of completions of these lengths: [Σ lengths].  grpo, B=2, (2, 1) -> (.25, .25, .5)"""
-    weight = WEIGHTS[denominator.loss_type]
-    per_completion = [weight(length, denominator) for length in lengths]
+    per_completion = [1.0 / denominator.of(length) for length in lengths]
     return torch.repeat_interleave(torch.tensor(per_completion), torch.tensor(lengths))
 
 

@@ -7,7 +7,7 @@ Experience is PPO's word for it. Everything here is by completion of the group, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -52,11 +52,7 @@ def training(experiences: Iterable[Experience], algorithm: Algorithm) -> list[Ex
 
 def score_rewards(experiences: Sequence[Experience], config: Config) -> list[Experience]:
     """With advantages from rewards alone. Give it all of the batch where advantages depend on all."""
-    return with_advantages(experiences, step_advantages([e.group for e in experiences], config))
-
-
-def with_advantages(experiences: Sequence[Experience], advantages: Mapping[int, PerCompletion]) -> list[Experience]:
-    """advantages: by group id."""
+    advantages = step_advantages([e.group for e in experiences], config)
     return [replace(e, advantages=advantages.get(e.group.group_id)) for e in experiences]
 
 

@@ -12,9 +12,7 @@ Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from common.config import Config
 from common.failpoints import failpoint
@@ -24,30 +22,23 @@ from trainer.data.experience import Experience, training
 from trainer.data.mini_batches import Step
 
 
-class Source(Protocol):
-    """As GroupReceiver. Every rank calls every method."""
+def fill(
+    slots: Slots,
+    count: int,
+    at_once: int,
+    receive: Callable[[Sequence[int]], Iterable[Group | Tombstone]],
+    refill: Callable[[int], None],
+) -> None:
+    """Takes the next groups until `count` slots are filled, at most at_once at a time.
 
-    def begin_batch(self, first: int, /) -> None:
-        """Groups below `first` will not be asked for any more."""
-
-    def receive(self, group_ids: Sequence[int], /) -> list[Group | Tombstone]:
-        """The groups with these ids; what other ranks than 0 may get is without arrays."""
-
-    def deliver(self, owners: Mapping[int, Collection[int]], /) -> dict[int, Group]:
-        """The groups that are whole on this rank now. owners: by group id the dp_ranks that train it."""
-
-    def refill(self, count: int, /) -> None:
-        """As many more groups will be taken, beyond the batch."""
-
-
-def fill(slots: Slots, count: int, at_once: int, source: Source) -> None:
-    """Takes the next groups until `count` slots are filled, at most at_once at a time."""
+    refill: hears how many more groups will be taken, beyond the batch.
+    """
     while slots.num_filled < count:
         ids = slots.next_ids(count, at_once)
         if not ids:
             return slots.close()
-        if more := slots.add(source.receive(ids)):
-            source.refill(more)
+        if more := slots.add(receive(ids)):
+            refill(more)
         failpoint("trainer.micro_batch")
 
 
@@ -95,10 +86,6 @@ class Slots:
     def of_group(self, group_id: int) -> Experience:
         """What is known of a group that was taken."""
         return self._experiences[group_id]
-
-    def fill_in(self, groups: Mapping[int, Group]) -> None:
-        """The arrays of these groups have come."""
-        self.replace([replace(self._experiences[group_id], group=group) for group_id, group in groups.items()])
 
     def next_ids(self, count: int, at_once: int) -> range:
         """The groups to take next so that `count` slots are filled; none at the bound."""

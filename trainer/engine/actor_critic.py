@@ -21,7 +21,7 @@ from model.packing import PackedRow, common_packing
 from trainer.algorithm.critic_advantages import ByGroup, estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
 from trainer.data.experience import Experience, with_estimates
-from trainer.data.tensors import num_value_tokens, unmasked_completions, value_batch, value_row
+from trainer.data.tensors import unmasked_completions, value_batch, value_row
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
 from trainer.engine.policy import PolicyEngine
@@ -47,7 +47,7 @@ class ActorCritic:
         threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
-        values = self._of_every_token(batch, parts, self.critic.score)
+        values = self._of_every_token(batch, parts, self.critic.evaluate)
         if algorithm.adv_estimator == "gae":
             estimates = estimate(groups, values, self.config)
         else:
@@ -90,10 +90,6 @@ class ActorCritic:
         total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
         for array, of_all in zip(arrays, total.split(list(map(len, arrays))), strict=True):
             array[:] = of_all.numpy()
-
-    def num_tokens(self, step: Experiences) -> int:
-        """At which the critic learns in a step."""
-        return max(1, num_value_tokens(step, self.config.algorithm))
 
     def backward(self, own: Experiences, num_tokens: int) -> None:
         """The critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the whole step."""

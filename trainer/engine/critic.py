@@ -22,7 +22,6 @@ from model.layout import backbone, hidden_at_sources
 from model.logprobs import load_settled
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
-from model.tokenizer import check_vocabulary
 from model.transformers_internals import value_class
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS
@@ -57,13 +56,6 @@ class Critic(DeepSpeedModel):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), model, ValueModel(model), sequence_group)
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
-
-    def check_vocabulary(self, tokenizer_size: int) -> None:
-        check_vocabulary(self.model, tokenizer_size, "critic")
-
-    def score(self, row: PackedRow) -> Tensor:
-        """Values [N] of the row's targets, as `evaluate`."""
-        return self.evaluate(row)
 
     def backward(self, batch: ValueBatch) -> None:
         """Forward and backward of one micro-batch; its metrics are added to `sums`."""

@@ -123,7 +123,7 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.tensors = self._exported()
+        self.tensors = self._exported()  # what others read
 
     def start(self) -> Self:
         """Joins the other ranks: each calls it once, before anything else. Returns itself."""
@@ -233,23 +233,13 @@ class DeepSpeedModel:
         """What others read of this model: with adapters, those or the weights merged with them."""
         return under_checkpoint_names(self.model, parameters(self.model))
 
-    def parameter_names(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every tensor that others read."""
-        return [(tensor.name, tensor.size) for tensor in self.tensors]
-
-    def full_parameters(
-        self, wanted: Callable[[str], bool], to_host: ToHost | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of those wanted. Every rank iterates to the end (ZeRO-3 gathers).
-
-        to_host: is given each where it is, and makes the CPU tensor.
-        """
-        return self.whole(self.tensors, wanted, to_host)
-
     def whole(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The same of any tensors that are made of this model's parameters."""
+        """(name, whole CPU tensor) of those wanted. tensors: made of this model's parameters, as `self.tensors`.
+
+        Every rank iterates to the end (ZeRO-3 gathers). to_host: is given each where it is, and makes the CPU tensor.
+        """
         import deepspeed
 
         for _, found in itertools.groupby(tensors, key=lambda tensor: [id(p) for p in tensor.parameters]):

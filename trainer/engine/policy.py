@@ -25,7 +25,7 @@ from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import Exported, adapters, base, exported
+from trainer.engine.exported import Exported, base, exported
 
 
 class Policy(torch.nn.Module):
@@ -75,9 +75,6 @@ class PolicyEngine(DeepSpeedModel):
 
     def _exported(self) -> list[Exported]:
         return exported(self.model, self.config.lora)
-
-    def adapters(self) -> list[Exported]:
-        return adapters(self.model)
 
     def base_checksums(self) -> dict[str, str]:
         """Of the frozen weights, summed where they are. Every rank calls it; the result is rank 0's."""

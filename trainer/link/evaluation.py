@@ -48,12 +48,10 @@ class Evaluation:
             mine.append(chunk)
         return [self.requests[chunk] for chunk in mine if chunk not in self.results]
 
-    def open_leases(self, sampler_id: str) -> list[int]:
-        return [chunk for chunk, owner in self.leases.items() if owner == sampler_id and chunk not in self.results]
-
     def release(self, sampler_id: str) -> list[int]:
         """Frees a lost sampler's open leases for others. Returns them."""
-        lost = self.open_leases(sampler_id)
+        leased = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
+        lost = [chunk for chunk in leased if chunk not in self.results]
         for chunk in lost:
             del self.leases[chunk]
         return lost

@@ -183,20 +183,15 @@ class Inbox(GroupSource):
                 if interrupted():
                     raise Interrupted
                 self.state.changed.wait(timeout=0.5)
-                peers = self._describe_peers()
+                known = describe(self.state.peers, time.monotonic(), self.state.works())
+            peers = known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
             report_progress(f"waiting for {what}")  # this wait has a deadline of its own; other ranks may hear of it
             now = time.monotonic()
             if what != last_missing:
                 last_missing, moved = what, now
             if now - moved > deadline:
-                raise Retryable(f"waited {now - start:.0f} s for {what}; {peers}.{self._sampler_log()}")
+                log = last_lines(sampler_log(self.config.run.output_dir, "sampler.0"))
+                log = log or " Is `python sampling.py` running with the same --config?"
+                raise Retryable(f"waited {now - start:.0f} s for {what}; {peers}.{log}")
             if is_due():
                 self.say(f"waiting {now - start:.0f} s for {what}; {peers}")
-
-    def _describe_peers(self) -> str:
-        known = describe(self.state.peers, time.monotonic(), self.state.works())
-        return known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
-
-    def _sampler_log(self) -> str:
-        log = sampler_log(self.config.run.output_dir, "sampler.0")
-        return last_lines(log) or " Is `python sampling.py` running with the same --config?"

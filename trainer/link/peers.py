@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from common import wire
@@ -44,14 +44,6 @@ class Peer:
         if beat.progress != self.progress:
             self.progress, self.progressed_at = beat.progress, self.heard_at
         self.phase, self.loaded_version = beat.phase, beat.loaded_version
-
-
-def welcomed(hello: wire.Hello, old: Peer | None, now: float) -> tuple[Peer, bool]:
-    """The sampler that says hello, and whether it is news: one that is new, was lost, or was started again."""
-    peer = Peer(hello, now, progressed_at=now)
-    if old is None or old.lost or old.process != peer.process:
-        return peer, True
-    return replace(old, heard_at=now), False
 
 
 def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from common.group_limits import Limits, check_group, too_many
 from common.run_folder import sampler_log
 from common.transcript import last_lines
 from common.types import EvalFailure, EvalResult, Group, Tombstone
-from trainer.link.peers import SharedState, refusal, welcomed
+from trainer.link.peers import Peer, SharedState, refusal
 
 _POLL_S = 0.2
 _READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
@@ -154,12 +154,15 @@ class SocketThread(threading.Thread):
             self._send(name, wire.Bye(reason, 2))
             raise WireError(what, reason)
         self._first_hello = first
-        old = peers.get(name)
-        peer, is_news = welcomed(hello, old, time.monotonic())
-        if old is not None and old.process != peer.process:
+        old, now = peers.get(name), time.monotonic()
+        peer = Peer(hello, now, progressed_at=now)
+        is_known = old is not None and old.process == peer.process
+        if old is not None and not is_known:
             self.say(f"sampler {name} is back as pid {hello.pid}")
-        self.state.peers = {**peers, name: peer}
-        if is_news:
+        if old is not None and is_known and not old.lost:
+            old.heard_at = now
+        else:
+            self.state.peers = {**peers, name: peer}
             self.state.ledger.is_due = True
 
     def _part(self, name: str, bye: wire.Bye) -> None:

@@ -84,7 +84,10 @@ def _leave_no_versions(weights_dir: Path) -> None:
 
 
 def _limits(config: Config) -> Limits:
-    replays = config.algorithm.router_replay
+    replays, vision, images = config.algorithm.router_replay, vision_of(config), None
+    if vision is not None:
+        sizes = config.data.limit_images, config.data.max_pixels
+        images = ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)
     return Limits(
         vocab_size=vocabulary(config.model),
         num_generations=config.sampler.num_generations,
@@ -93,16 +96,8 @@ def _limits(config: Config) -> Limits:
         needs_ref_logprobs=config.reference_on == "sampler",
         reward_funcs=tuple(config.rewards.names),
         max_sampling_mask=config.sampler.max_sampling_mask,
-        images=_image_limits(config),
+        images=images,
         max_turns=config.max_turns,
         in_flight_updates=config.sampler.in_flight_updates,
         experts=experts_in(config.model) if replays else None,
     )
-
-
-def _image_limits(config: Config) -> ImageLimits | None:
-    vision = vision_of(config)
-    if vision is None:
-        return None
-    sizes = config.data.limit_images, config.data.max_pixels
-    return ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.config import Config
-from report.display import StepDisplay
-from report.run_log import MetricsLog
 from trainer.algorithm import mismatch
 from trainer.data.mini_batches import TrainedStep
 from trainer.engine.deepspeed_model import StepResult
 from trainer.record import stats
+from trainer.record.rank_zero import RankZero
 from trainer.record.throughput import Throughput
 
 SAMPLER_TOTALS = {
@@ -28,8 +27,9 @@ _SHOWN_GROUPS = 2  # of a step, in samples.jsonl
 class StepRecords:
     """Only rank 0 has them."""
 
-    def __init__(self, config: Config, log: MetricsLog, display: StepDisplay, tokenizer: Any, batch: int):
-        self._config, self._log, self._display, self._tokenizer = config, log, display, tokenizer
+    def __init__(self, config: Config, rank_zero: RankZero, tokenizer: Any, batch: int):
+        self._config, self._log, self._display = config, rank_zero.log, rank_zero.display
+        self._tokenizer = tokenizer
         self._throughput = Throughput(batch, time.monotonic())
         self._has_warned_of_size = False
 
@@ -53,22 +53,25 @@ class StepRecords:
         self._log.log(number, values)
         self._log.log_samples(stats.samples_records(trained.groups, number, _SHOWN_GROUPS, self._tokenizer.decode))
         self._display.step(number, values)
-        self._warn(trained)
+        if trained.empty_slots:
+            self._display.note(trained.empty_slots)
+        if trained.oversized_groups and not self._has_warned_of_size:
+            self._display.note(trained.oversized_groups)
+            self._has_warned_of_size = True
 
     def _learning(
         self, trained: TrainedStep, result: StepResult, sums: Mapping[str, float], version: int
     ) -> dict[str, float]:
         """What the step trained on and what came of it. version: of the policy before it."""
-        step, groups, algorithm = trained.step, trained.groups, self._config.algorithm
-        config = self._config
+        step, groups, config, algorithm = trained.step, trained.groups, self._config, self._config.algorithm
         scoring = lambda source: config.of_source(source).rewards.names  # noqa: E731
         values = stats.rollout_metrics(groups, version, config.rewards.full_mark, scoring)
-        values |= stats.source_metrics(groups, self._config)
-        if self._config.max_turns:
+        values |= stats.source_metrics(groups, config)
+        if config.max_turns:
             values |= stats.turn_metrics(groups, config)
-        if self._config.sampler.in_flight_updates:
+        if config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
-        values |= stats.shaping_metrics(groups, self._config) | trained.dead_group_metrics
+        values |= stats.shaping_metrics(groups, config) | trained.dead_group_metrics
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
             values |= mismatch.cause_metrics(sums)
@@ -77,13 +80,6 @@ class StepRecords:
         if algorithm.steps_per_batch > 1:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
         return values
-
-    def _warn(self, trained: TrainedStep) -> None:
-        if trained.empty_slots:
-            self._display.note(trained.empty_slots)
-        if trained.oversized_groups and not self._has_warned_of_size:
-            self._display.note(trained.oversized_groups)
-            self._has_warned_of_size = True
 
 
 def sampler_values(samplers: Mapping[str, float]) -> dict[str, float]:

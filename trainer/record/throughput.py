@@ -59,21 +59,6 @@ class Throughput:
         return metrics
 
 
-class StepSeconds:
-    """Seconds of the step that is recorded next, by their metric's name. Every rank counts; rank 0's are recorded."""
-
-    def __init__(self) -> None:
-        self._seconds: collections.Counter[str] = collections.Counter()
-
-    def add(self, name: str, seconds: float) -> None:
-        self._seconds[name] += seconds  # type: ignore[assignment]
-
-    def drain(self) -> dict[str, float]:
-        """And begins anew."""
-        taken, self._seconds = self._seconds, collections.Counter()
-        return dict(taken)
-
-
 def process_age_s() -> float:
     return time.time() - psutil.Process().create_time()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import blake3
 import torch
@@ -31,6 +31,7 @@ from trainer.engine import other_layout
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
@@ -118,7 +119,8 @@ def _commit_record(
     engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
 ) -> bytes:
     """written: of files that were digested while they were written; the others are small."""
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
+    names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
     record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
     return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
@@ -162,7 +164,7 @@ def save_model(
     """
     settings, lacks = engine.adapter_settings, list[str]()
     written = {} if written is None else written
-    wanted = engine.tensors if settings is None else cast("PolicyEngine", engine).adapters()
+    wanted = engine.tensors if settings is None else adapters(engine.model)
     state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
 
     def write() -> None:
@@ -217,7 +219,3 @@ def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int)
             other_layout.restore(engine, folder / "trainer", stage, ranks)
         elif not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
             raise UserError(f"{folder} holds no DeepSpeed state for this rank")
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMMIT)

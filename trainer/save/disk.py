@@ -14,12 +14,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from common import durable
 from common.errors import Interrupted, Retryable
 from common.exits import every, interrupted, say
 from common.watchdog import progress_heard_by, report_progress
+from trainer.engine.ranks import Exchange
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
@@ -31,21 +32,7 @@ class DiskTrouble(Retryable):
     """The disk failed at least one rank. Says which one and how."""
 
 
-class Ranks(Protocol):
-    """What is needed of an Exchange."""
-
-    rank: int
-    world_size: int
-    stall_timeout_s: float
-
-    def add(self, values: list[float]) -> list[float]: ...
-
-    def agree(self, value: bool) -> bool: ...
-
-    def any(self, value: bool) -> bool: ...
-
-
-def together(ranks: Ranks, work: Callable[[], None]) -> None:
+def together(ranks: Exchange, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier.
 
     Parts may take as long as they report progress, of which the ranks that are done hear every few seconds, and people
@@ -81,11 +68,11 @@ def together(ranks: Ranks, work: Callable[[], None]) -> None:
         raise DiskTrouble(f"{'; '.join(of_rank.values())}. Make room or repair the disk")
 
 
-def on_rank_0(ranks: Ranks, work: Callable[[], None]) -> None:
+def on_rank_0(ranks: Exchange, work: Callable[[], None]) -> None:
     together(ranks, work if ranks.rank == 0 else lambda: None)
 
 
-def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
+def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
     """The result of the first attempt that the disk takes; what others left in `temporary` would keep it full.
 
     Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
@@ -112,7 +99,7 @@ def patiently(ranks: Ranks, what: str, attempt: Callable[[], T], temporary: Path
 
 
 def write_folder(
-    ranks: Ranks, final: Path, finish: Callable[[Path], object], fill: Callable[[Path], object] = lambda _: None
+    ranks: Exchange, final: Path, finish: Callable[[Path], object], fill: Callable[[Path], object] = lambda _: None
 ) -> None:
     """Makes the folder `final`, or puts a new one in its place, as a whole. When it returns it survives a crash.
 

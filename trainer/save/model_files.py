@@ -9,6 +9,7 @@ which trainer/save/disk.py waits for.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 
 _WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as transformers
 _TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
-_said = set[str]()
+_say_once = functools.cache(say)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = True) -> dict[str, Any]:
@@ -126,9 +127,3 @@ def _copy(engine: DeepSpeedModel, patterns: tuple[str, ...], folder: Path) -> bo
     for file in files:
         shutil.copyfile(file, folder / file.name)
     return bool(files)
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        say(text)

@@ -21,14 +21,15 @@ from common.weights import MANIFEST, Published, tensors_of
 from model.checksum import describe
 from model.reference import Reference
 from trainer.engine.exported import exported
+from trainer.engine.ranks import Exchange
 from trainer.save.best import keep_version
-from trainer.save.disk import Ranks, may_stay, write_folder
+from trainer.save.disk import may_stay, write_folder
 
 
 class MovingReference:
     """Every rank calls every method."""
 
-    def __init__(self, config: Config, engine: Any, ranks: Ranks, tokenizer: Any, reference: Reference | None):
+    def __init__(self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Reference | None):
         self.config, self._engine, self._ranks, self._tokenizer = config, engine, ranks, tokenizer
         self._reference, self._every = reference, config.reference.sync_steps
         self._folder, self._present = config.run.output_dir / "reference", 0

@@ -14,7 +14,7 @@ raised is raised. Left out: more than one version in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -48,13 +48,12 @@ class Publisher:
         exchange: Exchange,
         exchange_behind: Exchange | None,  # collectives of two threads must not mix: the writing one has its own
         source: GroupSource | None,
-        incarnation: str,  # of rank 0's source, on every rank
-        record_seconds: Callable[[str, float], None],  # seconds of a part, under its metric's name
+        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
     ):
         self.config, self.engine, self.exchange, self.source = config, engine, exchange, source
-        self._record_seconds = record_seconds
+        self._seconds = seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = incarnation
+        self.incarnation = exchange.text(source.incarnation if source else None)
         self.published = Published(-1, "", "")
         self._copies = HostCopies()
         self._changes = Changes(config.weights.full_every)
@@ -86,7 +85,7 @@ class Publisher:
         if version != self.published.version:
             name = VersionName(self.dir, run_id, self.incarnation, version)
             taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
-        self._record_seconds("sync/snapshot_s", time.monotonic() - start)
+        self._seconds["sync/snapshot_s"] += time.monotonic() - start
 
         def deliver() -> None:
             begun = time.monotonic()
@@ -101,8 +100,8 @@ class Publisher:
             self._behind = self._thread.submit(deliver)
         else:
             deliver()
-            self._record_seconds("sync/write_s", self._write_s)
-        self._record_seconds("sync/publish_s", time.monotonic() - start)
+            self._seconds["sync/write_s"] += self._write_s
+        self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def finish(self) -> None:
         """Waits for the version on its way. Raises what ended it."""
@@ -115,8 +114,8 @@ class Publisher:
         wait([behind])  # a disk that is slow or fails moves the watchdog; one that hangs is the watchdog's
         self._behind = None  # and not before: after an interrupt `close` waits for it
         behind.result()
-        self._record_seconds("sync/write_s", self._write_s)
-        self._record_seconds("sync/publish_s", time.monotonic() - start)
+        self._seconds["sync/write_s"] += self._write_s
+        self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def close(self) -> None:
         """At the end, whatever its reason: no folder may appear behind those who clean up."""

@@ -74,13 +74,10 @@ def stream_settings(config: Config) -> dict[str, Any]:
 def _recorded(name: str, config: Config) -> Any:
     section, _, field = name.partition(".")
     value = getattr(getattr(config, section), field)
-    plain = getattr(config, section).model_dump(mode="json", include={field})[field]
-    return _contents(value) if isinstance(value, Path) else redacted(plain, field)
-
-
-def _contents(file: Path) -> str:
+    if not isinstance(value, Path):
+        return redacted(getattr(config, section).model_dump(mode="json", include={field})[field], field)
     try:
-        return f"a file with BLAKE3 {blake3.blake3(file.expanduser().read_bytes()).hexdigest()[:16]}"
+        return f"a file with BLAKE3 {blake3.blake3(value.expanduser().read_bytes()).hexdigest()[:16]}"
     except OSError:
         return "a file that is not here"  # the process that needs it says so
 

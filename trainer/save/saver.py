@@ -7,6 +7,7 @@ trains to the same bits with any of them. Minutes are those of rank 0's clock, w
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,18 +36,23 @@ class Saver:
         tokenizer: Any,
         say: Callable[[str], None],
         sync_history: Callable[[], None],  # on rank 0: what was recorded of the steps so far survives a crash
-        record_seconds: Callable[[str, float], None],
+        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
         step: int,
     ):
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
         self.tokenizer, self._say = tokenizer, say
-        self._sync_history, self._record_seconds = sync_history, record_seconds
+        self._sync_history, self._seconds = sync_history, seconds
         self.saved_step = step  # of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
 
     def save_if_due(self, progress: Progress) -> None:
-        """At the end of a batch of rollouts."""
-        if self._is_due(progress.step):
+        """At the end of a batch of rollouts, which may hold several steps: did one reach a multiple of save_steps?"""
+        every, step = self.config.trainer.save_steps, progress.step
+        if every is None:
+            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
+        else:
+            is_due = every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
+        if is_due:
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
@@ -62,13 +68,6 @@ class Saver:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
             self._say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
 
-    def _is_due(self, step: int) -> bool:
-        """A batch may hold several steps: did one of them reach a multiple of save_steps?"""
-        every = self.config.trainer.save_steps
-        if every is None:
-            return self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
-        return every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
-
     def _save(self, progress: Progress) -> None:
         report_progress(f"saving the checkpoint of step {progress.step}")
         start = time.monotonic()
@@ -77,4 +76,4 @@ class Saver:
         folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.critic)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
-        self._record_seconds("timing/checkpoint_s", time.monotonic() - start)
+        self._seconds["timing/checkpoint_s"] += time.monotonic() - start

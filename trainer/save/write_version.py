@@ -115,27 +115,22 @@ class Snapshot:
     def write(self, ranks: Exchange, changes: Changes | None = None) -> Published:
         """Writes and commits. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
         changes = changes or Changes(full_every=1)
-        own: dict[str, Any] = {"files": {}, "tensors": {}}
-        of_ranks: list[str] = []
-        published = Published(self.name.version, str(self.name.final), "")
 
         def prepare() -> None:
             durable.remove_dir(self.name.temporary)
             durable.remove_dir(self.name.final)  # of an attempt that failed behind its rename; nobody has heard of it
             self.name.temporary.mkdir(parents=True, mode=0o700)
 
-        def commit() -> None:
-            nonlocal published
-            published = self._commit([json.loads(text) for text in of_ranks], changes.base)
-
-        def attempt() -> None:
-            nonlocal of_ranks
+        def attempt() -> Published:
+            own: dict[str, Any] = {"files": {}, "tensors": {}}
+            found = [Published(self.name.version, str(self.name.final), "")]
             on_rank_0(ranks, prepare)
             together(ranks, lambda: own.update(self._write_own(changes)))
-            of_ranks = ranks.gather(json.dumps(own))
-            on_rank_0(ranks, commit)
+            of_ranks = [json.loads(text) for text in ranks.gather(json.dumps(own))]
+            on_rank_0(ranks, lambda: found.append(self._commit(of_ranks, changes.base)))
+            return found[-1]
 
-        patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
+        published = patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
         changes.committed(published)
         return published
 
@@ -182,13 +177,12 @@ def snapshot(
     else:
         files = [lora.WEIGHTS]  # peft and vLLM read one file
     scored = canary(engine, min(vocab_size, engine.model.get_input_embeddings().num_embeddings))
-    names = engine.parameter_names()
-    shares = dict(zip(files, slices([size for _, size in names], len(files)), strict=True))
+    shares = dict(zip(files, slices([tensor.size for tensor in engine.tensors], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
-    wanted = {names[i][0] for i in shares[file]} if file is not None else set()
+    own = [engine.tensors[i] for i in shares[file]] if file is not None else []
     memory = memory or HostCopies()
-    memory.make_room([size for name, size in names if name in wanted])
-    tensors, on_device = _on_host(engine, wanted, copies, memory)
+    memory.make_room([tensor.size for tensor in own])
+    tensors, on_device = _on_host(engine, {tensor.name for tensor in own}, copies, memory)
     return Snapshot(name, file, tensors, on_device, scored, settings)
 
 
@@ -204,7 +198,7 @@ def _on_host(
         on_device[key] = describe(tensor)
         return host.copy(key, tensor)
 
-    found = engine.full_parameters(lambda name: name in wanted, to_host)
+    found = engine.whole(engine.tensors, lambda name: name in wanted, to_host)
     tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     devices.synchronize()
     return tensors, on_device
