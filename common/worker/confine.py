@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ctypes  # here and not in a function that runs after the fork: importing is not safe there
+import struct
 import sys
 
 _PR_SET_NO_NEW_PRIVS = 38  # <linux/prctl.h>
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
 _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
-
-
-class _Ruleset(ctypes.Structure):
-    """struct landlock_ruleset_attr"""
-
-    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
-
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -31,8 +25,8 @@ def confine_signals() -> None:
     """
     if _libc is None or not can_confine_signals():
         return
-    rules = _Ruleset(0, 0, _SCOPE_SIGNAL)
-    descriptor = _libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.sizeof(rules), 0)
+    rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
+    descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
     if descriptor >= 0:
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _libc.syscall(_RESTRICT_SELF, descriptor, 0)

@@ -111,14 +111,15 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Every child that has ended: with its group, before its id can be another's."""
-        while (ended := _next_ended()) is not None:
-            kill_group(ended)
-            _, status = os.waitpid(ended, 0)
-            if (lifeline := self._lifelines.pop(ended, None)) is not None:
-                with contextlib.suppress(KeyError):  # let go
-                    self._poller.unregister(lifeline)
-                _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
-                lifeline.close()
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # its id stays its own
+                kill_group(ended.si_pid)
+                _, status = os.waitpid(ended.si_pid, 0)
+                if (lifeline := self._lifelines.pop(ended.si_pid, None)) is not None:
+                    with contextlib.suppress(KeyError):  # let go
+                        self._poller.unregister(lifeline)
+                    _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
+                    lifeline.close()
         self._kill_detached()
 
     def _kill_detached(self) -> None:
@@ -178,15 +179,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _next_ended() -> int | None:
-    """The id of a child that has ended, which stays its own until it is reaped."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
-
-
 def _children() -> set[int]:
     """Of this process, which has one thread that forks; those that have ended too."""
     with contextlib.suppress(OSError):
@@ -205,18 +197,13 @@ def _die_with(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _close_standard_streams() -> None:
-    """0 reads nothing and 1 is stderr, so that a print never goes where the run's own lines go."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-
-
 def main(parent_pid: int, descriptor: int) -> None:
     _die_with(parent_pid)  # while the user's file is imported; afterwards SIGTERM, for there is something to clean up
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
-    _close_standard_streams()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # a print never goes where the run's own lines go
     control = socket.socket(fileno=descriptor)
     module, _, name = setup.service.partition(":")
     try:
