@@ -51,15 +51,12 @@ def run(name: str, main: Callable[[], None]) -> int:
     try:
         main()
         return DONE
-    except UserError as error:
-        say(f"{name}: {error}")
-        return USER_ERROR
     except PeerEnded as ended:
         say(f"{name}: the peer ended: {ended}" if ended.exit_code else f"{name}: {ended}")
         return ended.exit_code
-    except Retryable as error:
+    except (UserError, Retryable) as error:
         say(f"{name}: {error}")
-        return RETRYABLE
+        return code_of(error)
     except (KeyboardInterrupt, Interrupted) as error:
         code = code_of(error)
         say(f"{name}: {(str(error) or 'trainer.max_hours is over') if code == RETRYABLE else 'interrupted'}")
