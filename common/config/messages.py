@@ -26,12 +26,11 @@ def explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     if error["type"] == "missing":
         return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {name}: {message}{_got(error['input'], where)}" if where else f"{place}: {message}"
-
-
-def _got(value: Any, where: tuple[str, ...]) -> str:
-    """The value that was refused; of a section nothing, because any of its values may be a secret."""
-    return "" if isinstance(value, dict) else f", got {redacted(value, secret_part(where))!r}"
+    if not where:
+        return f"{place}: {message}"
+    if isinstance(error["input"], dict):  # of a section nothing is shown: any of its values may be a secret
+        return f"{place}: {name}: {message}"
+    return f"{place}: {name}: {message}, got {redacted(error['input'], secret_part(where))!r}"
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
