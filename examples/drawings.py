@@ -25,7 +25,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw
 
@@ -127,8 +127,8 @@ def _draw(pen: ImageDraw.ImageDraw, shapes: Shapes, left: int, top: int) -> None
 class Drawings(Example):
     """A warm start with a vision tower before the language model."""
 
-    name: ClassVar[str] = "quick start with images"
-    folder: ClassVar[Path] = Path(".cache/quickstart_vlm")
+    name: str = "quick start with images"
+    folder: Path = Path(".cache/quickstart_vlm")
 
     num_train: int = 2048
     vocab_size: int = 400

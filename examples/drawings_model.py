@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.settings import WarmStart
+from examples.example import Example
 from examples.warm_start import language_settings
 from model.images import ImageFormat, decode_patches, encode_image
 
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def random_model(
-    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, tower: tuple[int, int]
+    tokenizer: PreTrainedTokenizerFast, settings: Example, tower: tuple[int, int]
 ) -> Qwen2_5_VLForConditionalGeneration:
     """float32. Draws from torch's global generator. tower: its width and its layers."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
@@ -62,7 +62,7 @@ def random_model(
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _vision_tower(settings: WarmStart, hidden_size: int, num_layers: int) -> dict[str, Any]:
+def _vision_tower(settings: Example, hidden_size: int, num_layers: int) -> dict[str, Any]:
     return {
         "depth": num_layers,
         "hidden_size": hidden_size,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from examples.settings import WarmStart
+from examples.example import Example
 from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -42,7 +42,7 @@ class Shown:
 Lessons = Callable[[random.Random, float, float], list[Shown]]
 
 
-def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
+def teach(model: Model, settings: Example, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
     """Both lessons, in place. Returns the model in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -103,7 +103,7 @@ def answered(prompts: Sequence[Shown], texts: list[str], tokenizer: PreTrainedTo
 
 
 def answer_lessons(
-    settings: WarmStart,
+    settings: Example,
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     prompt: Callable[[Problem], Shown],
@@ -129,13 +129,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_decoder(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def random_decoder(settings: Example, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """float32, of settings.family. Draws from torch's global generator."""
     given = language_settings(settings, tokenizer) | FAMILIES[settings.family]
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.family, **given, dtype="float32"))
 
 
-def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def language_settings(settings: Example, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
