@@ -174,7 +174,7 @@ class Drawings(Example):
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         from examples.drawings_model import random_model
 
-        return random_model(tokenizer, self, (self.vision_hidden_size, self.vision_layers))
+        return random_model(tokenizer, self, self.vision_hidden_size, self.vision_layers)
 
     def lessons(self, problems: Sequence[Drawing], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from examples.drawings_model import prompt_ids, seen_by_model
