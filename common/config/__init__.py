@@ -2,7 +2,7 @@
 
     sections.py data.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
-    loading.py messages.py                              reading a file; errors in words
+    loading.py                                          reading a file; errors in words
     reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
