@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.trl_formulas import install, python
+from tools.benchmarks.trl_formulas import PYTHON, install
 from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_flops
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
@@ -52,7 +52,7 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     here = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
         install()
-        return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+        return [str(PYTHON), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
     return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 

@@ -103,7 +103,10 @@ def prepare(cell: Cell) -> Path:
     folder = ROOT / ".cache" / "bench" / f"{cell.shape}-p{cell.prompt}"
     if not (folder / "train.jsonl").is_file():
         make_model(cell.shape, folder / "model")
-        _make_data(cell, folder)
+        random = Random(0)
+        rows = ["".join(random.choices("0123456789", k=cell.prompt)) for _ in range(1024)]
+        lines = [json.dumps({"question": row, "answer": row[0]}) for row in rows]
+        (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -121,13 +124,6 @@ def make_model(shape: str, folder: Path) -> None:
     config = Qwen2Config(**SHAPES[shape], **ids, tie_word_embeddings=True, max_position_embeddings=4096)
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def _make_data(cell: Cell, folder: Path) -> None:
-    random = Random(0)
-    rows = ["".join(random.choices("0123456789", k=cell.prompt)) for _ in range(1024)]
-    lines = [json.dumps({"question": row, "answer": row[0]}) for row in rows]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
