@@ -104,10 +104,6 @@ class Workers:
         if self._server is not None:
             self._server.close()
 
-    @property
-    def server_pid(self) -> int | None:
-        return self._server.pid if self._server is not None else None
-
 
 class _Server:
     """`python -m common.worker.server`, in a session of its own: Ctrl-C in the terminal does not reach it."""
