@@ -98,7 +98,7 @@ class ForkServer:
         os.close(self._wakes)
         os.setsid()
         _die_with(parent)
-        if self._setup.max_memory and sys.platform == "linux":  # what the worker starts inherits it
+        if self._setup.max_memory:  # what the worker starts inherits it
             resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
         if self._setup.confine_signals:
             confine_signals()
@@ -190,9 +190,8 @@ def _die_with(parent_pid: int) -> None:
     """End when the parent does, even inside a call that never returns, and before it when memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     die_with_parent()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     if os.getppid() != parent_pid:  # it died before prctl
         sys.exit(1)
 
@@ -213,8 +212,7 @@ def main(parent_pid: int, descriptor: int) -> None:
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     die_with_parent(signal.SIGTERM)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     gc.freeze()  # a collection in a worker would copy every page that all of them share
     server = ForkServer(control, service, setup)
     control.send(READY)
