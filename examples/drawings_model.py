@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.example import Example
+from examples.settings import WarmStart
 from examples.warm_start import language_settings
 from model.images import ImageFormat, decode_patches, encode_image
 
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def random_model(
-    tokenizer: PreTrainedTokenizerFast, settings: Example, vision_hidden_size: int, vision_layers: int
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
 ) -> Qwen2_5_VLForConditionalGeneration:
     """float32. Draws from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import durable, exits
+from examples.settings import WarmStart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,29 +36,11 @@ _MAX_THREADS = 4  # more only wait for each other in a model this small
 
 
 @dataclass(frozen=True)
-class Example(ABC):
-    """Problems, model, and how it is taught. Lesson one is clean; lesson two is long enough to pick up bad habits.
-
-    All fields are part of its stamp: a change of one rebuilds it.
-    """
+class Example(WarmStart, ABC):
+    """What one example adds to the warm start that all share."""
 
     name: str = ""
     folder: Path = Path()  # as the config names it
-    seed: int = 0
-    family: str = "qwen2"  # of FAMILIES in warm_start.py
-    num_train: int = 8192
-    num_test: int = 512
-    vocab_size: int = 512  # at most: byte-pair merges end when every word is one token
-    num_clean_steps: int = 280
-    num_careless_steps: int = 80
-    batch_size: int = 64
-    learning_rate: float = 2e-3
-    wrong_fraction: float = 0.25  # of the answers of lesson two
-    malformed_fraction: float = 0.45  # of the answers of lesson two
-    hidden_size: int = 128  # heads of 32, the smallest that vLLM's CPU attention takes
-    num_layers: int = 4
-    init_std: float = 0.06  # transformers' 0.02 suits wide models; a narrow one learns far slower from it
-    context_length: int = 256  # tokens
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:

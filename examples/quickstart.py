@@ -142,9 +142,9 @@ def prompt_ids(said: Sequence[str], tokenizer: PreTrainedTokenizerFast, **argume
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-MIXTURE = QuickStart("quick start with experts", Path(".cache/quickstart_moe"), family="qwen3_moe")
+MIXTURE = QuickStart(name="quick start with experts", folder=Path(".cache/quickstart_moe"), family="qwen3_moe")
 """Two of eight experts a token: configs/quickstart_moe.yaml."""
-HYBRID = QuickStart("quick start with convolutions", Path(".cache/quickstart_hybrid"), family="lfm2")
+HYBRID = QuickStart(name="quick start with convolutions", folder=Path(".cache/quickstart_hybrid"), family="lfm2")
 """Short convolutions and attention: configs/quickstart_hybrid.yaml."""
 
 if __name__ == "__main__":

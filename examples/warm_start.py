@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from examples.example import Example
+from examples.settings import WarmStart
 from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -42,7 +42,7 @@ class Shown:
 Lessons = Callable[[random.Random, float, float], list[Shown]]
 
 
-def teach(model: Model, settings: Example, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
+def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
     """Both lessons, in place. Returns the model in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -97,7 +97,7 @@ def asked(ids: list[int], patches: torch.Tensor | None = None) -> Shown:
 
 
 def answer_lessons(
-    settings: Example,
+    settings: WarmStart,
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     prompt: Callable[[Problem], Shown],
@@ -124,7 +124,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def language_settings(settings: Example, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,

@@ -1,0 +1,26 @@
+"""The numbers of an example. Part of its stamp: a change here rebuilds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Problems, model, and how it is taught. Lesson one is clean; lesson two is long enough to pick up bad habits."""
+
+    seed: int = 0
+    family: str = "qwen2"  # of FAMILIES in warm_start.py
+    num_train: int = 8192
+    num_test: int = 512
+    vocab_size: int = 512  # at most: byte-pair merges end when every word is one token
+    num_clean_steps: int = 280
+    num_careless_steps: int = 80
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    wrong_fraction: float = 0.25  # of the answers of lesson two
+    malformed_fraction: float = 0.45  # of the answers of lesson two
+    hidden_size: int = 128  # heads of 32, the smallest that vLLM's CPU attention takes
+    num_layers: int = 4
+    init_std: float = 0.06  # transformers' 0.02 suits wide models; a narrow one learns far slower from it
+    context_length: int = 256  # tokens
