@@ -52,7 +52,7 @@ class ToolProblem:
 
     @property
     def needs_call(self) -> bool:
-        return self.kind == "product"
+        return self.kind not in ("add", "sub")  # which it knows by heart
 
     @property
     def expression(self) -> str:

@@ -60,10 +60,6 @@ class Shapes:
     colour: str
     cells: tuple[int, ...]  # row by row, 0 to 8, ascending
 
-    @property
-    def count(self) -> int:
-        return len(self.cells)
-
 
 @dataclass(frozen=True)
 class Drawing:
@@ -77,7 +73,7 @@ class Drawing:
     @property
     def description(self) -> str:
         """What a pupil notes before the answer: "2 red circle"."""
-        return f"{self.asked.count} {self.asked.colour} {self.asked.kind}"
+        return f"{len(self.asked.cells)} {self.asked.colour} {self.asked.kind}"
 
     def image(self) -> Image.Image:
         """[84, 84] pixels, RGB."""
@@ -105,7 +101,7 @@ def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed:
 def _ask(asked: Shapes, about: str) -> tuple[str, str]:
     """A question and its answer. It names what tells the asked sort from the other, and not what is asked for."""
     if about == "count":
-        return f"How many {asked.colour} {asked.kind}s are there?", str(asked.count)
+        return f"How many {asked.colour} {asked.kind}s are there?", str(len(asked.cells))
     if about == "colour":
         return f"What colour is every {asked.kind}?", asked.colour
     return f"Which shape is {asked.colour}?", asked.kind

@@ -40,10 +40,6 @@ class Lookup(ToolProblem):
     town: str
 
     @property
-    def needs_call(self) -> bool:
-        return True
-
-    @property
     def expression(self) -> str:
         return f"{self.thing} of {self.town}"
 
