@@ -23,9 +23,8 @@ from report.run_log import read_jsonl
 from report.step_text import clock, comparison, wall_s
 
 
-def final_summary(output_dir: Path) -> str:
+def final_summary(folder: Path) -> str:
     """First and last held-out evaluation for every reward function, and where the curves are. For the terminal."""
-    folder = Path(output_dir)
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     rows = read_jsonl(folder / "metrics.jsonl")
