@@ -128,9 +128,7 @@ def make_model(shape: str, folder: Path) -> None:
 
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
     """What `tandem_config` names, for TRL."""
-    if not cell.is_natural:
-        return [even]
-    return [right, formatted]
+    return [right, formatted] if cell.is_natural else [even]
 
 
 def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
