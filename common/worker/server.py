@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -26,10 +27,13 @@ import msgspec
 from common.errors import UserError
 from common.exits import die_with_parent, kill_group
 from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
-from common.worker.confine import confine_signals
 
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
+_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
+_SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _MAX_REASON = 1 << 14
+_libc = ctypes.CDLL(None)  # here and not in a function that runs after the fork
 
 
 class ForkServer:
@@ -147,6 +151,24 @@ def cause(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
+def can_confine_signals() -> bool:
+    return _libc.syscall(_CREATE_RULESET, None, 0, _VERSION) >= 6
+
+
+def confine_signals() -> None:
+    """From now on this process and its children can signal nobody else: `kill -9 -1` ends the environment alone.
+
+    Does nothing where the kernel cannot. Programs with setuid run without it from here on, which Landlock asks for.
+    """
+    if not can_confine_signals():
+        return
+    rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
+    descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
+    if descriptor >= 0:
+        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _libc.syscall(_RESTRICT_SELF, descriptor, 0)
+
+
 def _serve(channel: socket.socket, service: Service) -> NoReturn:
     """Answers requests until the owner closes the channel."""
     pid, requests = os.getpid(), channel.makefile("rb")
@@ -212,7 +234,7 @@ def main(parent_pid: int, descriptor: int) -> None:
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     die_with_parent(signal.SIGTERM)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     gc.freeze()  # a collection in a worker would copy every page that all of them share
     server = ForkServer(control, service, setup)
     control.send(READY)

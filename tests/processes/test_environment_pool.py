@@ -11,7 +11,7 @@ import pytest
 from common.config import Rollouts
 from common.errors import UserError
 from common.worker import owner
-from common.worker.confine import can_confine_signals
+from common.worker.server import can_confine_signals
 from environments import Done, Failed, Turn
 from environments.pool import EnvironmentPool
 from tests.support.speed import limit, overdue, until
