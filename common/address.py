@@ -72,21 +72,11 @@ def remove_dead_socket(path: Path) -> None:
     """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
     if path.exists() and not path.is_socket():
         raise cannot_bind(f"ipc://{path}", "the file there is not a socket")
-    if _answers(path):
-        raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
-    path.unlink(missing_ok=True)
-
-
-def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:  # too busy to answer is alive
-            pass
-        return True
+        if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):  # too busy to answer is alive
+            raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
+    path.unlink(missing_ok=True)
 
 
 def holder(address: str) -> str:

@@ -51,15 +51,12 @@ def run(name: str, main: Callable[[], None]) -> int:
     try:
         main()
         return DONE
-    except UserError as error:
-        say(f"{name}: {error}")
-        return USER_ERROR
     except PeerEnded as ended:
         say(f"{name}: the peer ended: {ended}" if ended.exit_code else f"{name}: {ended}")
         return ended.exit_code
-    except Retryable as error:
+    except (UserError, Retryable) as error:
         say(f"{name}: {error}")
-        return RETRYABLE
+        return code_of(error)
     except (KeyboardInterrupt, Interrupted) as error:
         code = code_of(error)
         say(f"{name}: {(str(error) or 'trainer.max_hours is over') if code == RETRYABLE else 'interrupted'}")
@@ -149,18 +146,16 @@ def end_in_time(launcher: str = "") -> None:
     import psutil  # here, for launch.sh comes by this file before anything is installed
 
     parent = psutil.Process().parent() if launcher else None
-    if launcher and (parent is None or launcher not in parent.cmdline() or _is_orphan(parent.pid, parent.ppid())):
+    if launcher and (parent is None or launcher not in parent.cmdline()):
+        raise KeyboardInterrupt
+    # Who started the parent is gone, as far as that shows: one that leads no session has that of who started it.
+    if parent and os.getsid(parent.pid) not in (parent.pid, os.getsid(parent.ppid())):
         raise KeyboardInterrupt
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     above = parent.ppid if parent else os.getpid
     threading.Thread(target=_look_after_signals, args=(reader, above, above()), name="signals", daemon=True).start()
-
-
-def _is_orphan(pid: int, parent: int) -> bool:
-    """Whether who started it is gone, as far as that shows: one that leads no session has that of who started it."""
-    return os.getsid(pid) not in (pid, os.getsid(parent))
 
 
 def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) -> None:
@@ -235,9 +230,8 @@ def every(seconds: float) -> Callable[[], bool]:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to signal this process when its parent ends: a killed launcher leaves no orphan. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    """Asks the kernel to signal this process when its parent ends: a killed launcher leaves no orphan."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def kill_group(pid: int, number: int = signal.SIGKILL) -> None:

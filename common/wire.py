@@ -67,11 +67,16 @@ WireMessage = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
 _Body = Hello | Credit | Beat | Bye | GroupHeader | Tombstone | EvalResult
 
 
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    proto: int
+class Envelope(msgspec.Struct, frozen=True):
+    """Who speaks, and to which start of the trainer it belongs."""
+
     run_id: str
     incarnation: str  # of the trainer: a new one each time it starts; empty in a HELLO that has not met one yet
     sampler_id: str
+
+
+class _Header(Envelope, frozen=True, forbid_unknown_fields=True):
+    proto: int
     body: _Body
 
 
@@ -85,25 +90,13 @@ class _About(msgspec.Struct):
     chunk: int = -1
 
 
-class _Readable(msgspec.Struct):
-    run_id: str
-    incarnation: str
-    sampler_id: str
+class _Readable(Envelope, frozen=True):
     body: _About
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=float)  # of numpy's numbers
 _decoder = msgspec.msgpack.Decoder(_Header)
 _reader = msgspec.msgpack.Decoder(_Readable)
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """Who speaks, and to which start of the trainer it belongs."""
-
-    run_id: str
-    incarnation: str
-    sampler_id: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Received:
 def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     """Three frames. Inverse of `decode`."""
     body, arrays = write_group(message) if isinstance(message, Group) else (message, b"")
-    whole = _Header(PROTO, envelope.run_id, envelope.incarnation, envelope.sampler_id, body)
+    whole = _Header(envelope.run_id, envelope.incarnation, envelope.sampler_id, PROTO, body)
     try:
         header = _encoder.encode(whole)
     except UnicodeEncodeError:  # half a surrogate, in a text that a row or a user's function made

@@ -52,7 +52,7 @@ class ToolProblem:
 
     @property
     def needs_call(self) -> bool:
-        return self.kind == "product"
+        return self.kind not in ("add", "sub")  # which it knows by heart
 
     @property
     def expression(self) -> str:
@@ -114,8 +114,8 @@ CHAT_TEMPLATE = (
 class Calculator(Example):
     """Lesson one is right in all it shows; lesson two guesses products, and slips in the form of calls."""
 
-    name: ClassVar[str] = "quick start with tools"
-    folder: ClassVar[Path] = Path(".cache/quickstart_tools")
+    name: str = "quick start with tools"
+    folder: Path = Path(".cache/quickstart_tools")
     tool: ClassVar[staticmethod[[str], str]] = staticmethod(calculator)
     call: ClassVar[str] = CALL
 

@@ -25,7 +25,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw
 
@@ -60,10 +60,6 @@ class Shapes:
     colour: str
     cells: tuple[int, ...]  # row by row, 0 to 8, ascending
 
-    @property
-    def count(self) -> int:
-        return len(self.cells)
-
 
 @dataclass(frozen=True)
 class Drawing:
@@ -77,7 +73,7 @@ class Drawing:
     @property
     def description(self) -> str:
         """What a pupil notes before the answer: "2 red circle"."""
-        return f"{self.asked.count} {self.asked.colour} {self.asked.kind}"
+        return f"{len(self.asked.cells)} {self.asked.colour} {self.asked.kind}"
 
     def image(self) -> Image.Image:
         """[84, 84] pixels, RGB."""
@@ -105,7 +101,7 @@ def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed:
 def _ask(asked: Shapes, about: str) -> tuple[str, str]:
     """A question and its answer. It names what tells the asked sort from the other, and not what is asked for."""
     if about == "count":
-        return f"How many {asked.colour} {asked.kind}s are there?", str(asked.count)
+        return f"How many {asked.colour} {asked.kind}s are there?", str(len(asked.cells))
     if about == "colour":
         return f"What colour is every {asked.kind}?", asked.colour
     return f"Which shape is {asked.colour}?", asked.kind
@@ -127,8 +123,8 @@ def _draw(pen: ImageDraw.ImageDraw, shapes: Shapes, left: int, top: int) -> None
 class Drawings(Example):
     """A warm start with a vision tower before the language model."""
 
-    name: ClassVar[str] = "quick start with images"
-    folder: ClassVar[Path] = Path(".cache/quickstart_vlm")
+    name: str = "quick start with images"
+    folder: Path = Path(".cache/quickstart_vlm")
 
     num_train: int = 2048
     vocab_size: int = 400
@@ -174,7 +170,7 @@ class Drawings(Example):
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         from examples.drawings_model import random_model
 
-        return random_model(tokenizer, self, (self.vision_hidden_size, self.vision_layers))
+        return random_model(tokenizer, self, self.vision_hidden_size, self.vision_layers)
 
     def lessons(self, problems: Sequence[Drawing], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from examples.drawings_model import prompt_ids, seen_by_model

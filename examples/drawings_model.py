@@ -38,9 +38,9 @@ CHAT_TEMPLATE = (
 
 
 def random_model(
-    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, tower: tuple[int, int]
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """float32. Draws from torch's global generator. tower: its width and its layers."""
+    """float32. Draws from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
@@ -50,7 +50,18 @@ def random_model(
             # A head of 32 has 16 frequencies: 4 turn with time, 6 with the row and 6 with the column.
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         },
-        vision_config=_vision_tower(settings, *tower),
+        vision_config={
+            "depth": vision_layers,
+            "hidden_size": vision_hidden_size,
+            "intermediate_size": 2 * vision_hidden_size,
+            "num_heads": 2,
+            "patch_size": FORMAT.patch_size,
+            "spatial_merge_size": FORMAT.merge_size,
+            "temporal_patch_size": FORMAT.temporal_patch_size,
+            "out_hidden_size": settings.hidden_size,
+            "fullatt_block_indexes": [vision_layers - 1],
+            "initializer_range": settings.init_std,
+        },
         image_token_id=ids[IMAGE],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -60,21 +71,6 @@ def random_model(
         **ends,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def _vision_tower(settings: WarmStart, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    return {
-        "depth": num_layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_heads": 2,
-        "patch_size": FORMAT.patch_size,
-        "spatial_merge_size": FORMAT.merge_size,
-        "temporal_patch_size": FORMAT.temporal_patch_size,
-        "out_hidden_size": settings.hidden_size,
-        "fullatt_block_indexes": [num_layers - 1],
-        "initializer_range": settings.init_std,
-    }
 
 
 def write_image_settings(folder: Path) -> None:

@@ -8,7 +8,6 @@ matches, nothing is done and torch is not imported. Library versions are not in 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import durable, exits
 from examples.settings import WarmStart
@@ -40,8 +39,8 @@ _MAX_THREADS = 4  # more only wait for each other in a model this small
 class Example(WarmStart, ABC):
     """What one example adds to the warm start that all share."""
 
-    name: ClassVar[str]
-    folder: ClassVar[Path]  # as the config names it
+    name: str = ""
+    folder: Path = Path()  # as the config names it
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
@@ -53,7 +52,14 @@ class Example(WarmStart, ABC):
 
     def split(self, name: str, size: int) -> list[Any]:
         """`size` different problems of the split "train" or "test"."""
-        return distinct(name, size, self.seed, self.draw, lambda problem: one_in_eight(self.decides(problem)))
+
+        def held_out(problem: Any) -> bool:  # the same for every seed and on every machine
+            return zlib.crc32(self.decides(problem).encode()) % HELD_OUT_ONE_IN == 0
+
+        return distinct(name, size, self.seed, self.draw, held_out)
+
+    def report(self, line: str) -> None:
+        print(f"tandem: {self.name}: {line}", flush=True)
 
     def row(self, problem: Any, place: str, folder: Path) -> dict[str, Any]:
         """The columns of a problem. place: as train-0000, for files that the row names below the folder."""
@@ -64,10 +70,13 @@ class Example(WarmStart, ABC):
         """One of at most vocab_size tokens, trained on these problems."""
 
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        """float32. Draws from torch's global generator."""
-        from examples.warm_start import random_decoder
+        """float32, of its family. Draws from torch's global generator."""
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        return random_decoder(self, tokenizer)
+        from examples.warm_start import FAMILIES, language_settings
+
+        given = language_settings(self, tokenizer) | FAMILIES[self.family]
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **given, dtype="float32"))
 
     @abstractmethod
     def lessons(self, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast) -> Lessons:
@@ -104,8 +113,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
         temporary.mkdir()
         _fill(temporary, example, report)
         (temporary / "stamp").write_text(wanted)
-        durable.remove_dir(folder)
-        durable.commit_dir(temporary, folder)
+        durable.replace_dir(temporary, folder)
         report(f"built {folder} in {time.perf_counter() - began:.0f} s")
     return True
 
@@ -125,13 +133,9 @@ def main(example: Example, *others: Example) -> None:
     def make() -> None:
         for each in (example, *others) if paths else (example,):
             if is_wanted(each.folder, paths):
-                build(each, each.folder, functools.partial(_say, each.name))
+                build(each, each.folder, each.report)
 
     sys.exit(exits.run(example.name, make))
-
-
-def _say(name: str, line: str) -> None:
-    print(f"tandem: {name}: {line}", flush=True)
 
 
 def distinct(
@@ -147,11 +151,6 @@ def distinct(
     return list(found)
 
 
-def one_in_eight(text: str) -> bool:
-    """Whether what this text says is held out; the same for every seed and on every machine."""
-    return zlib.crc32(text.encode()) % HELD_OUT_ONE_IN == 0
-
-
 def _is_made(folder: Path, wanted: str) -> bool:
     try:
         return (folder / "stamp").read_text() == wanted
@@ -165,20 +164,16 @@ def _fill(folder: Path, example: Example, report: Callable[[str], None]) -> None
         rows = (example.row(problem, f"{name}-{i:04d}", folder) for i, problem in enumerate(problems))
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report(f"{example.num_train} training and {example.num_test} held-out problems")
-    prepare_torch()
-    tokenizer = example.train_tokenizer(splits["train"])
-    report(f"tokenizer: {len(tokenizer)} tokens")
-    example.save(folder / "model", warm_start(example, splits["train"], tokenizer, report), tokenizer)
-
-
-def prepare_torch() -> None:
-    """The imports that cost seconds, and torch and transformers as a small model needs them: quiet, on few threads."""
+    # The imports that cost seconds, and torch and transformers as a small model needs them: quiet, on few threads.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
+    tokenizer = example.train_tokenizer(splits["train"])
+    report(f"tokenizer: {len(tokenizer)} tokens")
+    example.save(folder / "model", warm_start(example, splits["train"], tokenizer, report), tokenizer)
 
 
 def warm_start(

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from examples.example import Example, main
 
@@ -88,8 +88,8 @@ def completion(problem: WordProblem, rng: random.Random, *, wrong: float, malfor
 
 @dataclass(frozen=True)
 class QuickStart(Example):
-    name: ClassVar[str] = "quick start"
-    folder: ClassVar[Path] = Path(".cache/quickstart")
+    name: str = "quick start"
+    folder: Path = Path(".cache/quickstart")
 
     def draw(self, rng: random.Random) -> WordProblem:
         """No result is negative or above 81."""
@@ -142,23 +142,10 @@ def prompt_ids(said: Sequence[str], tokenizer: PreTrainedTokenizerFast, **argume
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@dataclass(frozen=True)
-class MixtureQuickStart(QuickStart):
-    """Two of eight experts a token: configs/quickstart_moe.yaml."""
-
-    name: ClassVar[str] = "quick start with experts"
-    folder: ClassVar[Path] = Path(".cache/quickstart_moe")
-    family: str = "qwen3_moe"
-
-
-@dataclass(frozen=True)
-class HybridQuickStart(QuickStart):
-    """Short convolutions and attention: configs/quickstart_hybrid.yaml."""
-
-    name: ClassVar[str] = "quick start with convolutions"
-    folder: ClassVar[Path] = Path(".cache/quickstart_hybrid")
-    family: str = "lfm2"
-
+MIXTURE = QuickStart(name="quick start with experts", folder=Path(".cache/quickstart_moe"), family="qwen3_moe")
+"""Two of eight experts a token: configs/quickstart_moe.yaml."""
+HYBRID = QuickStart(name="quick start with convolutions", folder=Path(".cache/quickstart_hybrid"), family="lfm2")
+"""Short convolutions and attention: configs/quickstart_hybrid.yaml."""
 
 if __name__ == "__main__":
-    main(QuickStart(), MixtureQuickStart(), HybridQuickStart())
+    main(QuickStart(), MIXTURE, HYBRID)

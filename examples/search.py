@@ -40,10 +40,6 @@ class Lookup(ToolProblem):
     town: str
 
     @property
-    def needs_call(self) -> bool:
-        return True
-
-    @property
     def expression(self) -> str:
         return f"{self.thing} of {self.town}"
 
@@ -61,8 +57,8 @@ def facts() -> list[tuple[str, str, int]]:
 
 @dataclass(frozen=True)
 class Search(Calculator):
-    name: ClassVar[str] = "quick start with a search"
-    folder: ClassVar[Path] = Path(".cache/quickstart_search")
+    name: str = "quick start with a search"
+    folder: Path = Path(".cache/quickstart_search")
     tool: ClassVar[staticmethod[[str], str]] = staticmethod(search)
     call: ClassVar[str] = _of_search(CALL)
 

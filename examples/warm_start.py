@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.settings import WarmStart
 from model.cpu.linear import use_faster_linear
@@ -96,12 +96,6 @@ def asked(ids: list[int], patches: torch.Tensor | None = None) -> Shown:
     return Shown(ids, [False] * len(ids), patches)
 
 
-def answered(prompts: Sequence[Shown], texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[Shown]:
-    """Every prompt with its answer, which ends its turn."""
-    answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [row.plus([*ids, tokenizer.eos_token_id], True) for row, ids in zip(prompts, answers, strict=True)]
-
-
 def answer_lessons(
     settings: WarmStart,
     problems: Sequence[Problem],
@@ -115,7 +109,8 @@ def answer_lessons(
     def batch(rng: random.Random, wrong: float, malformed: float) -> list[Shown]:
         chosen = rng.sample(range(len(problems)), min(settings.batch_size, len(problems)))
         texts = [completion(problems[i], rng, wrong=wrong, malformed=malformed) for i in chosen]
-        return answered([prompts[i] for i in chosen], texts, tokenizer)
+        answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [prompts[i].plus([*ids, tokenizer.eos_token_id], True) for i, ids in zip(chosen, answers, strict=True)]
 
     return batch
 
@@ -127,12 +122,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
     | {name: 128 for name in ("conv_dim", "conv_dim_out", "block_dim")},  # as published files have them
 }
-
-
-def random_decoder(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """float32, of settings.family. Draws from torch's global generator."""
-    given = language_settings(settings, tokenizer) | FAMILIES[settings.family]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.family, **given, dtype="float32"))
 
 
 def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -7,8 +7,7 @@ docs/metrics.md has a line for each. Left out: anything that would act by itself
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 
@@ -27,65 +26,45 @@ def advise(h: History) -> dict[str, str]:
     return {cause: sentence for cause, rule in RULES.items() if cause not in silent and (sentence := rule(h))}
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """A rule that speaks while one metric, over so many steps, is at its limit or above."""
-
-    metric: str
-    steps: int
-    measure: Callable[[Sequence[float]], float]  # fmean; min: in every one of them
-    limit: float
-    sentence: Callable[[Config, list[float]], str]
-
-    def __call__(self, h: History) -> str:
-        values = h.last(self.metric, self.steps)
-        return self.sentence(h.config, values) if values and self.measure(values) >= self.limit else ""
-
-
 def _samples(config: Config, which: str) -> str:
     return f"bash launch.sh samples {one_line(config.run.output_dir)} --{which}"
 
 
-THRESHOLDS = {
-    # less than a tenth of the samples has a gradient at all
-    "dead_groups": Threshold(
-        "frac_reward_zero_std",
-        5,
-        fmean,
-        0.9,
-        lambda config, dead: (
-            f"{fmean(dead):.0%} of the groups scored the same in the last 5 steps: no gradient. If all answers are "
-            "wrong, is the answer never found, or the problem too hard? If all are right, too easy? See "
-            f"{_samples(config, 'worst')}; or sample more per problem: "
-            f"sampler.num_generations={2 * config.sampler.num_generations}"
-        ),
-    ),
-    # it calls in a loop, or the task needs more turns
-    "turns_exhausted": Threshold(
-        "rollout/max_turns_ratio",
-        5,
-        fmean,
-        0.5,
-        lambda config, cut: (
-            f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {config.max_turns}: the "
-            f"model calls in a loop, or the task needs more turns. See {_samples(config, 'worst')}; if it was about "
-            f"to finish set rollout.max_turns={2 * config.max_turns}, if not reward only what ends with an "
-            "answer"
-        ),
-    ),
-    # a sampled token is on average e times as likely as it was
-    "kl_high": Threshold(
-        "kl",
-        5,
-        min,
-        1.0,
-        lambda config, kl: (
-            f"the KL to the reference has been {fmean(kl):.2f} nats per token for 5 steps: the model loses what it "
-            f"knew. Start again with trainer.learning_rate={config.trainer.learning_rate / 10:.2g}, or hold it with "
-            f"algorithm.beta={4 * config.algorithm.beta or 0.04:.2g}"
-        ),
-    ),
-}
+def dead_groups(h: History) -> str:
+    """≥ 90 % of the groups of 5 steps scored the same: less than a tenth of the samples has a gradient at all."""
+    dead = h.last("frac_reward_zero_std", 5)
+    if not dead or fmean(dead) < 0.9:
+        return ""
+    return (
+        f"{fmean(dead):.0%} of the groups scored the same in the last 5 steps: no gradient. If all answers are "
+        "wrong, is the answer never found, or the problem too hard? If all are right, too easy? See "
+        f"{_samples(h.config, 'worst')}; or sample more per problem: "
+        f"sampler.num_generations={2 * h.config.sampler.num_generations}"
+    )
+
+
+def turns_exhausted(h: History) -> str:
+    """≥ 50 % of the rollouts of 5 steps: the model calls in a loop, or the task needs more turns."""
+    cut, most = h.last("rollout/max_turns_ratio", 5), h.config.max_turns
+    if not cut or fmean(cut) < 0.5:
+        return ""
+    return (
+        f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {most}: the model calls in a loop, "
+        f"or the task needs more turns. See {_samples(h.config, 'worst')}; if it was about to finish set "
+        f"rollout.max_turns={2 * most}, if not reward only what ends with an answer"
+    )
+
+
+def kl_high(h: History) -> str:
+    """≥ 1 nat per token in each of 5 steps: a sampled token is on average e times as likely as it was."""
+    kl = h.last("kl", 5)
+    if not kl or min(kl) < 1.0:
+        return ""
+    return (
+        f"the KL to the reference has been {fmean(kl):.2f} nats per token for 5 steps: the model loses what it "
+        f"knew. Start again with trainer.learning_rate={h.config.trainer.learning_rate / 10:.2g}, or hold it with "
+        f"algorithm.beta={4 * h.config.algorithm.beta or 0.04:.2g}"
+    )
 
 
 def constant_reward(h: History) -> str:
@@ -223,7 +202,9 @@ def mismatch_growing(h: History) -> str:
 
 
 RULES: dict[str, Callable[[History], str]] = {
-    **THRESHOLDS,
+    "dead_groups": dead_groups,
+    "turns_exhausted": turns_exhausted,
+    "kl_high": kl_high,
     "constant_reward": constant_reward,
     "unscored": unscored,
     "truncated": truncated,

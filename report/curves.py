@@ -81,7 +81,7 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [row_without(row, names) for row in rows], [record_without(record, names) for record in evaluations]
 
 
-def write_curves(output_dir: Path) -> Path:
+def write_curves(folder: Path) -> Path:
     """Draws curves.png: one plot per reward function, then what was measured of PLOTS.
 
     Raises UserError without a run.
@@ -90,7 +90,6 @@ def write_curves(output_dir: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    folder = Path(output_dir)
     rows, evaluations = history_of(folder)
     if not rows and not evaluations:
         raise UserError(f"{folder}: no metrics.jsonl and no eval.jsonl; name a run folder such as runs/quickstart")

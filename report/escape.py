@@ -21,7 +21,7 @@ def visible(text: object) -> str:
     string = str(text)
     if _PLAIN.match(string):
         return string
-    return "".join(char if char in "\n\t" or _is_visible(char) else _mark(char) for char in string)
+    return "".join(map(_seen, string))
 
 
 def one_line(text: object) -> str:
@@ -29,12 +29,10 @@ def one_line(text: object) -> str:
     return visible(text).replace("\n", "␊").replace("\t", "␉")
 
 
-def _is_visible(char: str) -> bool:
-    """No control, format (direction, zero width), surrogate, private or unassigned one, no line or paragraph end."""
-    return char.isprintable() or unicodedata.category(char) == "Zs"
-
-
-def _mark(char: str) -> str:
+def _seen(char: str) -> str:
+    """A mark for controls, formats (direction, zero width), surrogates, private and unassigned ones, paragraph ends."""
+    if char in "\n\t" or char.isprintable() or unicodedata.category(char) == "Zs":
+        return char
     code = ord(char)
     if code < 32:
         return chr(0x2400 + code)  # Unicode's pictures of the controls

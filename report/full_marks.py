@@ -84,12 +84,6 @@ def reward_functions(rows: Records, evaluations: Records = ()) -> list[str]:
     return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
 
 
-def compared(evaluations: Records) -> list[str]:
-    """The functions of these evaluations, those with shares of full marks first."""
-    marks = [name for record in evaluations for name in record["full_marks"]]
-    return list(dict.fromkeys([*marks, *(name for record in evaluations for name in record.get("mean", {}))]))
-
-
 def row_without(row: Record, names: set[str]) -> dict[str, Any]:
     """A line of metrics.jsonl whose readers find the means of these functions and no accuracy."""
     dropped = {f"rewards/{name}/accuracy" for name in names}

@@ -16,17 +16,15 @@ from statistics import median
 
 from common import exits
 from common.paid_calls import PaidCalls
-from report.comparison import comparison
 from report.curves import history_of, rewards_of, write_curves
 from report.escape import strip_escapes
 from report.full_marks import Records
 from report.run_log import read_jsonl
-from report.step_text import clock, wall_s
+from report.step_text import clock, comparison, wall_s
 
 
-def final_summary(output_dir: Path) -> str:
+def final_summary(folder: Path) -> str:
     """First and last held-out evaluation for every reward function, and where the curves are. For the terminal."""
-    folder = Path(output_dir)
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     rows = read_jsonl(folder / "metrics.jsonl")

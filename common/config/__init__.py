@@ -2,7 +2,7 @@
 
     sections.py data.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
-    loading.py messages.py                              reading a file; errors in words
+    loading.py                                          reading a file; errors in words
     reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
@@ -10,6 +10,7 @@ once and reports all errors together, with file, line and "did you mean". Nothin
 costs milliseconds, not the start of two processes.
 """
 
+# ruff: noqa: F401 - the names that other packages import from here
 from common.config.algorithm import Algorithm, GroupParams
 from common.config.checks import Config
 from common.config.data import Data
@@ -18,26 +19,3 @@ from common.config.sampling import MAX_ENVIRONMENTS, MAX_REWARD_WORKERS, ROUNDIN
 from common.config.sections import MAX_LORA_RANK, MAX_SOCKET_PATH, Lora, Model, PromptTemplate, ReferenceSettings
 from common.config.settings import world_size
 from common.config.training import CriticSettings
-
-__all__ = [
-    "MAX_ENVIRONMENTS",
-    "MAX_LORA_RANK",
-    "MAX_REWARD_WORKERS",
-    "MAX_SOCKET_PATH",
-    "ROUNDING",
-    "TIES",
-    "Algorithm",
-    "Config",
-    "CriticSettings",
-    "Data",
-    "Eval",
-    "GroupParams",
-    "Lora",
-    "Model",
-    "PromptTemplate",
-    "ReferenceSettings",
-    "Rewards",
-    "Rollouts",
-    "load",
-    "world_size",
-]

@@ -1,4 +1,4 @@
-"""A YAML file and `key=value` overrides -> the checked configuration."""
+"""A YAML file and `key=value` overrides -> the checked configuration, or its errors in words."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from common.config.checks import Config
-from common.config.messages import explain
+from common.config.sections import Section
 from common.errors import UserError
-from common.redact import redacted_words
+from common.redact import redacted, redacted_words, secret_part
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -24,7 +24,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise UserError("\n".join(explain(e, path, lines) for e in error.errors())) from None
+        raise UserError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -108,3 +108,33 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
             lines[where] = line
             lines.update(_line_numbers(value, path, where))
     return lines
+
+
+def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+    """Pydantic's error in our words: file, line, the value, and "did you mean"."""
+    where = tuple(str(part) for part in error["loc"])
+    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
+    place = f"{path}:{line}" if line and where in lines else str(path)
+    name = ".".join(where)
+    if error["type"] == "extra_forbidden":
+        known = known_keys()
+        elsewhere = [k for k in known if k.split(".")[-1] == where[-1]]
+        near = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        return f"{place}: {name}: no such option." + (f" Did you mean {near[0]}?" if near else "")
+    if error["type"] == "missing":
+        return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"
+    message = error["msg"].removeprefix("Value error, ")
+    if not where:
+        return f"{place}: {message}"
+    if isinstance(error["input"], dict):  # of a section nothing is shown: any of its values may be a secret
+        return f"{place}: {name}: {message}"
+    return f"{place}: {name}: {message}, got {redacted(error['input'], secret_part(where))!r}"
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -16,12 +16,6 @@ from common.errors import UserError
 from common.functions import short_name
 
 
-def default_reference_side(kl_in_reward: bool, max_staleness: int) -> Literal["sampler", "trainer"]:
-    """Where nobody chose. On policy the trainer waits for the groups, so it has the time; one batch ahead both compute
-    all the time, and the trainer is mostly the slower one. A KL in the reward is needed before a group is trained."""
-    return "sampler" if kl_in_reward or max_staleness > 0 else "trainer"
-
-
 class Settings(Section):
     run: Run = Run()
     model: Model
@@ -45,10 +39,16 @@ class Settings(Section):
 
     @property
     def reference_on(self) -> Literal["sampler", "trainer"] | None:
-        """The process that loads the reference model; None at beta 0."""
+        """The process that loads the reference model; None at beta 0.
+
+        Where nobody chose: on policy the trainer waits for the groups, so it has the time; one batch ahead both compute
+        all the time, and the trainer is mostly the slower one. A KL in the reward is needed before a group is trained.
+        """
         if self.algorithm.beta == 0:
             return None
-        return self.reference.on or default_reference_side(self.algorithm.kl_in_reward, self.trainer.max_staleness)
+        if self.reference.on is not None:
+            return self.reference.on
+        return "sampler" if self.algorithm.kl_in_reward or self.trainer.max_staleness > 0 else "trainer"
 
     @property
     def learns_from_rewards(self) -> bool:

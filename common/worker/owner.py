@@ -104,17 +104,13 @@ class Workers:
         if self._server is not None:
             self._server.close()
 
-    @property
-    def server_pid(self) -> int | None:
-        return self._server.pid if self._server is not None else None
-
 
 class _Server:
     """`python -m common.worker.server`, in a session of its own: Ctrl-C in the terminal does not reach it."""
 
     def __init__(self, setup: WorkerSetup, title: str) -> None:
         """Raises StartError when the system has no more processes."""
-        self._name = f"the process that {title} are forked from"
+        self.name = f"the process that {title} are forked from"
         self._killing = threading.Lock()  # its id must not be reaped, and given to another, while it gets a signal
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
@@ -129,7 +125,7 @@ class _Server:
                 )
             except OSError as error:
                 self.control.close()
-                raise StartError(f"{self._name} cannot start: {error}") from error
+                raise StartError(f"{self.name} cannot start: {error}") from error
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has died, the control socket says so
             stdin.write(msgspec.msgpack.encode(setup))
@@ -151,12 +147,12 @@ class _Server:
         except TimeoutError:
             self.kill()
             more = f"; allow more: {setting}={2 * timeout_s:g}" if setting else ""
-            raise StartError(f"{self._name} was not ready after {timeout_s:g} s of importing{more}") from None
+            raise StartError(f"{self.name} was not ready after {timeout_s:g} s of importing{more}") from None
         except OSError:  # closed by another thread
             word = b""
         if word != READY:
             ended = self.kill()
-            raise StartError(word.decode(errors="replace") or f"{self._name} {ended}")
+            raise StartError(word.decode(errors="replace") or f"{self.name} {ended}")
 
     def kill(self, patience_s: float = _CAUSE_PATIENCE_S) -> str:
         """End it by force, unless it ends by itself within patience_s. What it died of."""
@@ -168,10 +164,6 @@ class _Server:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: leave it
                     self._process.wait(5.0)
             return cause(self._process.returncode)
-
-    def death(self) -> str:
-        """How its end is the end of a worker."""
-        return f"is lost: {self._name} {self.kill()}"
 
     def close(self) -> None:
         """It kills its workers and ends, or is killed."""
@@ -262,7 +254,7 @@ class Worker:
         with contextlib.suppress(OSError):
             if word := self._lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
                 return word.decode(errors="replace")
-        return self._server.death()
+        return f"is lost: {self._server.name} {self._server.kill()}"
 
     def cancel(self) -> None:
         """From another thread: an `ask` under way raises LostError."""

@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -26,10 +27,13 @@ import msgspec
 from common.errors import UserError
 from common.exits import die_with_parent, kill_group
 from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
-from common.worker.confine import confine_signals
 
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
+_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
+_SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _MAX_REASON = 1 << 14
+_libc = ctypes.CDLL(None)  # here and not in a function that runs after the fork
 
 
 class ForkServer:
@@ -98,7 +102,7 @@ class ForkServer:
         os.close(self._wakes)
         os.setsid()
         _die_with(parent)
-        if self._setup.max_memory and sys.platform == "linux":  # what the worker starts inherits it
+        if self._setup.max_memory:  # what the worker starts inherits it
             resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
         if self._setup.confine_signals:
             confine_signals()
@@ -111,14 +115,15 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Every child that has ended: with its group, before its id can be another's."""
-        while (ended := _next_ended()) is not None:
-            kill_group(ended)
-            _, status = os.waitpid(ended, 0)
-            if (lifeline := self._lifelines.pop(ended, None)) is not None:
-                with contextlib.suppress(KeyError):  # let go
-                    self._poller.unregister(lifeline)
-                _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
-                lifeline.close()
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # its id stays its own
+                kill_group(ended.si_pid)
+                _, status = os.waitpid(ended.si_pid, 0)
+                if (lifeline := self._lifelines.pop(ended.si_pid, None)) is not None:
+                    with contextlib.suppress(KeyError):  # let go
+                        self._poller.unregister(lifeline)
+                    _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
+                    lifeline.close()
         self._kill_detached()
 
     def _kill_detached(self) -> None:
@@ -144,6 +149,24 @@ def cause(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         return f"died of signal {-returncode} ({signal.strsignal(-returncode)})"
     return f"ended with exit code {returncode}"
+
+
+def can_confine_signals() -> bool:
+    return _libc.syscall(_CREATE_RULESET, None, 0, _VERSION) >= 6
+
+
+def confine_signals() -> None:
+    """From now on this process and its children can signal nobody else: `kill -9 -1` ends the environment alone.
+
+    Does nothing where the kernel cannot. Programs with setuid run without it from here on, which Landlock asks for.
+    """
+    if not can_confine_signals():
+        return
+    rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
+    descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
+    if descriptor >= 0:
+        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _libc.syscall(_RESTRICT_SELF, descriptor, 0)
 
 
 def _serve(channel: socket.socket, service: Service) -> NoReturn:
@@ -178,15 +201,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _next_ended() -> int | None:
-    """The id of a child that has ended, which stays its own until it is reaped."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
-
-
 def _children() -> set[int]:
     """Of this process, which has one thread that forks; those that have ended too."""
     with contextlib.suppress(OSError):
@@ -198,25 +212,19 @@ def _die_with(parent_pid: int) -> None:
     """End when the parent does, even inside a call that never returns, and before it when memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     die_with_parent()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     if os.getppid() != parent_pid:  # it died before prctl
         sys.exit(1)
-
-
-def _close_standard_streams() -> None:
-    """0 reads nothing and 1 is stderr, so that a print never goes where the run's own lines go."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
 
 
 def main(parent_pid: int, descriptor: int) -> None:
     _die_with(parent_pid)  # while the user's file is imported; afterwards SIGTERM, for there is something to clean up
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
-    _close_standard_streams()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # a print never goes where the run's own lines go
     control = socket.socket(fileno=descriptor)
     module, _, name = setup.service.partition(":")
     try:
@@ -226,8 +234,7 @@ def main(parent_pid: int, descriptor: int) -> None:
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     die_with_parent(signal.SIGTERM)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     gc.freeze()  # a collection in a worker would copy every page that all of them share
     server = ForkServer(control, service, setup)
     control.send(READY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, Rewards, load, reference_page
-from common.config.messages import known_keys
+from common.config.loading import known_keys
 from launcher.__main__ import COMMANDS
 from report.advice import RULES
 from rewards.find import BUILT_IN

@@ -23,7 +23,7 @@ from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
 from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
-from examples.quickstart import MixtureQuickStart, completion, prompt_ids
+from examples.quickstart import MIXTURE, completion, prompt_ids
 from examples.search import Lookup, facts
 from examples.search_tool import search
 from examples.thinking import Story
@@ -356,7 +356,7 @@ def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) ->
 
 
 def test_the_mixture_has_a_quick_start_with_its_own_config_and_a_million_parameters(folder_of: Any) -> None:
-    example = MixtureQuickStart()
+    example = MIXTURE
     settings = config.load(ROOT / "configs" / f"{example.folder.name}.yaml", [])
     assert Path(settings.model.path) == example.folder / "model" and settings.model.builder == "examples.quickstart"
     model = example.random_model(tokenizer_of(folder_of("quickstart")))

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from common import durable, failpoints
 from common.config import Config, load
 from common.redact import redacted
-from report.model_card import write_model_card
-from report.public_settings import hub_id
+from report.model_card import hub_id, write_model_card
 from report.run_log import MetricsLog
 from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
 from trainer.save import checkpoint

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.trl_formulas import install, python
+from tools.benchmarks.trl_formulas import PYTHON, install
 from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_flops
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
@@ -52,7 +52,7 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     here = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
         install()
-        return [str(python()), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+        return [str(PYTHON), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
     return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
@@ -98,7 +98,12 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
                 fresh.unlink(missing_ok=True)
-                done = _run(row, command(row, cell, warmup + steps, fresh))
+                # TRL has all cores; Tandem's processes share them as launch.sh says.
+                threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+                inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+                environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
+                argv = command(row, cell, warmup + steps, fresh)
+                done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
@@ -106,14 +111,6 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
                 with open(out, "a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > warmup)
     fresh.unlink(missing_ok=True)
-
-
-def _run(row: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """One process of a row. TRL has all cores; Tandem's processes share them as launch.sh says."""
-    threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
-    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:

@@ -103,7 +103,10 @@ def prepare(cell: Cell) -> Path:
     folder = ROOT / ".cache" / "bench" / f"{cell.shape}-p{cell.prompt}"
     if not (folder / "train.jsonl").is_file():
         make_model(cell.shape, folder / "model")
-        _make_data(cell, folder)
+        random = Random(0)
+        rows = ["".join(random.choices("0123456789", k=cell.prompt)) for _ in range(1024)]
+        lines = [json.dumps({"question": row, "answer": row[0]}) for row in rows]
+        (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -123,18 +126,9 @@ def make_model(shape: str, folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def _make_data(cell: Cell, folder: Path) -> None:
-    random = Random(0)
-    rows = ["".join(random.choices("0123456789", k=cell.prompt)) for _ in range(1024)]
-    lines = [json.dumps({"question": row, "answer": row[0]}) for row in rows]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
     """What `tandem_config` names, for TRL."""
-    if not cell.is_natural:
-        return [even]
-    return [right, formatted]
+    return [right, formatted] if cell.is_natural else [even]
 
 
 def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:

@@ -26,37 +26,34 @@ PARTS = ("timing/sampler_generate_s", "timing/sampler_reference_s", "timing/back
 
 
 def main() -> None:
+    import yaml
+
     parser = cell_parser(__doc__)
     parser.add_argument("--row", default="tandem")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
-        run(arguments.cell, arguments.steps, arguments.out, arguments.row, arguments.overrides, Path(scratch))
-
-
-def run(cell: Cell, steps: int, out: Path, row: str, overrides: list[str], scratch: Path) -> None:
-    import yaml
-
-    folder, config = scratch / "run", scratch / "config.yaml"
-    config.write_text(yaml.safe_dump(tandem_config(cell, prepare(cell), steps + 1, folder)))
-    command = [sys.executable, "-m", "launcher.run", str(config), *overrides]
-    with open(scratch / "log", "wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    cell: Cell = arguments.cell
     cpu: list[float] = []
-    try:
-        while process.poll() is None:
-            if len(lines(folder)) > len(cpu):
-                cpu.append(cpu_seconds(process.pid))
-            time.sleep(0.01)
-    finally:
-        process.terminate()
-        process.wait()
-    if process.returncode:
-        raise SystemExit(f"the run ended with {process.returncode}:\n{(scratch / 'log').read_text()[-3000:]}")
-    records = [json.loads(line) for line in lines(folder)][:-1]
-    with open(out, "a") as file:
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
+        folder, config, said = Path(scratch, "run"), Path(scratch, "config.yaml"), Path(scratch, "log")
+        config.write_text(yaml.safe_dump(tandem_config(cell, prepare(cell), arguments.steps + 1, folder)))
+        command = [sys.executable, "-m", "launcher.run", str(config), *arguments.overrides]
+        with open(said, "wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                if len(lines(folder)) > len(cpu):
+                    cpu.append(cpu_seconds(process.pid))
+                time.sleep(0.01)
+        finally:
+            process.terminate()
+            process.wait()
+        if process.returncode:
+            raise SystemExit(f"the run ended with {process.returncode}:\n{said.read_text()[-3000:]}")
+        records = [json.loads(line) for line in lines(folder)][:-1]
+    with open(arguments.out, "a") as file:
         for i, (before, now) in enumerate(itertools.pairwise(records), start=2):
-            values = {"row": row, "cell": cell.name, "step": i, "wall_s": now["time"] - before["time"]}
+            values = {"row": arguments.row, "cell": cell.name, "step": i, "wall_s": now["time"] - before["time"]}
             values["cpu_s"] = cpu[i - 1] - cpu[i - 2] if i <= len(cpu) else None
             values["completion_tokens"] = now["completion_tokens"]
             file.write(json.dumps(values | {part: now.get(part) for part in PARTS}) + "\n")

@@ -27,6 +27,7 @@ import yaml
 
 from common.config import Config, load
 from common.types import Group, Rollout
+from model import devices
 from tools.benchmarks.cells import SHAPES, Cell, cell_parser, prepare, tandem_config
 from tools.benchmarks.work import FORWARDS_OF_TRAINING, forward_flops, measured_flops
 
@@ -87,21 +88,16 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
     size, seconds = config.groups_at_once, []
     for step in range(steps):
         groups = make_groups(cell, step)
-        _synchronise()
+        devices.synchronize()
         start = time.perf_counter()
         for first in range(0, cell.prompts, size * exchange.world_size):
             mine = groups[first + exchange.rank * size : first + (exchange.rank + 1) * size]
             scored = score_rewards([Experience(group) for group in mine], config)
             engine.backward(micro_batch(scored, denominator, config.algorithm, engine.packing))
         assert engine.step().applied, "a step was skipped: the measurement is of nothing"
-        _synchronise()
+        devices.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, Any]:

@@ -17,10 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TRL = "1.16.0"
 ENVIRONMENT = ROOT / ".cache" / f"trl-{TRL}"
-
-
-def python() -> Path:
-    return ENVIRONMENT / "bin" / "python"
+PYTHON = ENVIRONMENT / "bin" / "python"
 
 
 def install() -> None:
@@ -32,7 +29,7 @@ def install() -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
     (packages,) = ENVIRONMENT.glob("lib/python3*/site-packages")
     (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [str(python()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
     done = subprocess.run(pip, capture_output=True, text=True)  # on success it only warns of the project's own pins
     if done.returncode:
         sys.exit(f"tandem: TRL {TRL} could not be installed by {' '.join(pip)}:\n{done.stderr}")
@@ -42,4 +39,4 @@ def install() -> None:
 if __name__ == "__main__":
     install()
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    os.execve(python(), [str(python()), "-W", "ignore", "-m", "tools.benchmarks.trl_comparison"], environment)
+    os.execve(PYTHON, [str(PYTHON), "-W", "ignore", "-m", "tools.benchmarks.trl_comparison"], environment)
