@@ -221,10 +221,6 @@ class Engine:
             self._expanded.pop(request_id, None)
         self._early = [(key, completions) for key, completions in self._early if key not in keys]
 
-    def abort_all(self) -> None:
-        """Drops everything that is queued or running."""
-        self.abort({*self._keys.values(), *(key for key, _ in self._early)})
-
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
     ) -> str:

@@ -62,8 +62,8 @@ class SingleTurns:
         return f"generating {self.num_running} prompts"
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
-        self._prompts[key] = prompt
         self._engine.submit(key, prompt.token_ids, params, prompt.images)
+        self._prompts[key] = prompt  # behind it: an engine may refuse a prompt
 
     def step(self, finished: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
         """One engine step, or what it gave; the prompts whose completions are all finished."""
@@ -76,10 +76,6 @@ class SingleTurns:
         self._engine.abort(keys)
         for key in keys:
             del self._prompts[key]
-
-    def abort_all(self) -> None:
-        self._engine.abort_all()
-        self._prompts.clear()
 
 
 @dataclass
@@ -161,11 +157,6 @@ class Episodes:
         self._engine.abort(rollouts)
         for rollout in rollouts:
             self._pool.close(rollout)
-
-    def abort_all(self) -> None:
-        self._engine.abort_all()
-        self._pool.close_all()
-        self._groups.clear()
 
     def _sampled(self, key: Any, i: int, completion: Completion) -> None:
         """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
