@@ -84,25 +84,23 @@ class WeightExtension:
         compared. tensors: the files' own; without them the files are mapped here.
         """
         weights = tensors or _mapped(Path(folder))
-        if self.layout is None:
-            self.layout = Layout()
+        self.layout = self.layout or Layout()
         is_first = self.layout.is_new
-        self._load(weights)
+        self._load(weights, self.layout)
         if not expected:
             return Proof()
         proof = prove(model_of(self), expected, self.layout, weights)
         if is_first and self.layout.computed:  # once more: does a load reach them?
-            self._load(weights)
+            self._load(weights, self.layout)
             proof = prove(model_of(self), expected, self.layout, weights)
         if tensors is None:
             other = [name for name, info in expected.items() if checksum(weights[name]) != info.checksum]
             proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
         return proof
 
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
+    def _load(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
         model = model_of(self)
-        if self.layout is not None:
-            spoil(model, self.layout)
+        spoil(model, layout)
         forget_packed_experts(model)
         self.reload_weights(weights_iterator=by_expert(model, _one_by_one(weights)))
         copy_sinks(model, weights)
