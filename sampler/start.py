@@ -8,7 +8,6 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -39,7 +38,6 @@ from sampler.reading import said_reader
 from sampler.task import Task, parts_of
 
 _ROWS_TRIED = 4
-_SILENT_S = 5.0
 _JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
 _JUDGES["accuracy_reward"] = "solution"  # the column that each reads
 _FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
@@ -69,29 +67,11 @@ def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManage
     )
 
 
-class _Preparation:
-    """What the trainer hears of long work on the rows, before there is a hello: nothing of a short one."""
-
-    def __init__(self, config: Config, sampler_id: str) -> None:
-        self._config, self._sampler_id = config, sampler_id
-        self._begun, self._progress = time.monotonic(), 0
-        self._link: Link | None = None
-
-    def __call__(self, doing: str) -> None:
-        self._progress += 1
-        if time.monotonic() - self._begun > _SILENT_S:
-            self.link().prepare(doing, self._progress)
-
-    def link(self) -> Link:
-        self._link = self._link or Link(self._config, self._sampler_id)
-        return self._link
-
-
 def _run(config: Config, sampler_id: str) -> None:
-    preparation = _Preparation(config, sampler_id)
+    link = Link(config, sampler_id)
     with contextlib.ExitStack() as stack:
         heard = stack.enter_context(contextlib.ExitStack())
-        heard.enter_context(progress_heard_by(preparation))
+        heard.enter_context(progress_heard_by(link.prepare))
         problems = load_data("data.train", config.data.train, config.data)
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
         parts_of(config, problems)
@@ -135,7 +115,6 @@ def _run(config: Config, sampler_id: str) -> None:
             eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
         heard.close()
-        link = preparation.link()
         link.introduce(hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
