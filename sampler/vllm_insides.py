@@ -34,10 +34,6 @@ _PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _SLOT = 0  # of the only adapter
 
 
-def model_of(worker: Any) -> Any:
-    return worker.model_runner.model
-
-
 def language_model(model: Any) -> Any:
     """The part with embedding and head: a vision model has it one level down."""
     return getattr(model, "language_model", model)
