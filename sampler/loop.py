@@ -228,7 +228,7 @@ class Sampler:
     def rest_if_done(self) -> None:
         """Before the last groups are sent, with which the trainer goes on alone."""
         sleeps = self.config.vllm.get("enable_sleep_mode")
-        if sleeps and not self.turns.num_running and not self._held_out.num_waiting:
+        if sleeps and not self.turns.num_running and not self._held_out.waiting:
             self.engine.rest()
 
     def send_scored(self) -> None:
