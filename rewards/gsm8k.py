@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.answers import judged
-from rewards.numbers import last_number, plain_number
-
-__all__ = ["answer", "last_number", "plain_number"]
 
 RIGHT, WRONG = 1.0, -1.0
 
