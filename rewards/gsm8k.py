@@ -7,8 +7,6 @@ from typing import Any
 
 from rewards.answers import judged
 
-RIGHT, WRONG = 1.0, -1.0
-
 
 def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """+1 for the right answer, −1 for a wrong one or none; None where nobody can judge the row's `answer`.
@@ -18,4 +16,4 @@ def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | No
 
         "<answer>$1,200.00</answer>" for "… #### 1200" → 1.0        "It is 71 or 72." for "72" → 1.0
     """
-    return judged(completions, answer, {True: RIGHT, False: WRONG})
+    return judged(completions, answer, {True: 1.0, False: -1.0})
