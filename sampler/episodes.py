@@ -235,9 +235,8 @@ class Episodes:
 
 def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
     """Why environments left too few rollouts to be scored, if they did: each number of an evaluation is of all."""
-    if not sampled.failures:
-        return None
-    if isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS:
+    are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
+    if not sampled.failures or are_enough:
         return None
     return f"{len(sampled.failures)} environments failed; the first: {sampled.failures[0]}"
 

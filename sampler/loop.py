@@ -130,7 +130,11 @@ class Sampler:
         try:
             with progress_heard_by(self._beat_at_work):
                 self.stats.update(reload(self.engine, published, self.config, self._fetcher))
-            self._note_reload()
+            self._bad_weights, self._invisible_since = 0, None
+            self.progress += 1
+            if self.turns.num_running:
+                self.stats["total/in_flight_updates"] += 1
+            self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
@@ -159,13 +163,6 @@ class Sampler:
             raise Retryable(f"{self.phase}. Is weights.dir on a file system that both hosts share?")
         if not self.turns.num_running:  # what decodes under the old weights goes on
             time.sleep(0.2)
-
-    def _note_reload(self) -> None:
-        self._bad_weights, self._invisible_since = 0, None
-        self.progress += 1
-        if self.turns.num_running:
-            self.stats["total/in_flight_updates"] += 1
-        self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
 
     def start_leased_work(self) -> None:
         credit = self.link.credit
