@@ -19,7 +19,7 @@ from common.functions import check_parameters, describe, parameters_of, short_na
 from common.outcomes import await_all, finite_number, shorten
 from common.worker import encode
 from environments import Done, Message, Turn
-from environments.tools import NO_CALLS, Calls, Toolbox
+from environments.tools import NO_CALLS, Calls, Function, answer_calls
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
 _LARGEST_STATE = 1 << 16  # bytes of an attribute
@@ -57,11 +57,13 @@ class Found:
     def instance(self) -> Instance:
         """A fresh one. Raises BrokenEnvironment."""
         if self._make is None:
-            return Instance(None, Toolbox(self._tools))
+            return Instance(None, self._tools)
         target = called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
-        return Instance(target, Toolbox(_methods(target)))
+        names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]  # no property is evaluated
+        public = [name for name in names if name[0] != "_" and name not in _NOT_TOOLS]
+        return Instance(target, {name: getattr(target, name) for name in public})
 
     def checked(self) -> Instance:
         """A first instance, with everything looked at that a run will call. Raises UserError."""
@@ -75,11 +77,11 @@ class Found:
         reset = getattr(instance.target, "reset", None)
         if not callable(reset):
             raise UserError(f"environment {name} has no reset; write def reset(self, **row)")
-        if instance.toolbox is not None and not instance.toolbox.tools:
+        if instance.tools is not None and not instance.tools:
             raise UserError(
                 f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
             )
-        if instance.toolbox is None:
+        if instance.tools is None:
             _check_step(name, instance.target.step)
         if self._setup.columns is not None:
             self._check_reset(name, reset, self._setup.columns)
@@ -99,8 +101,9 @@ class Found:
 class Instance:
     """One rollout's environment: the user's object, its tools, or both. Every method raises BrokenEnvironment."""
 
-    def __init__(self, target: Any, toolbox: Toolbox | None) -> None:
-        self.target, self.toolbox = target, toolbox
+    def __init__(self, target: Any, tools: Mapping[str, Function] | None) -> None:
+        """tools: by name; None of a class with `step`."""
+        self.target, self.tools = target, tools
 
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
@@ -108,13 +111,13 @@ class Instance:
         given = called("reset", self.target.reset, **wanted(self.target.reset, row))
         if given is None:
             return Turn()
-        if isinstance(given, str) and self.toolbox is not None:
+        if isinstance(given, str) and self.tools is not None:
             return Turn(appended=given)
         return Turn(messages_of(given, "reset"))
 
     def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
-        if self.toolbox is not None:
-            return self.toolbox.answer(calls) or self.finish()
+        if self.tools is not None:
+            return answer_calls(self.tools, calls) or self.finish()
         given = called("step", self.target.step, completion)
         if not isinstance(given, Done):
             given, reward = given if _has_reward(given) else (given, None)
@@ -126,7 +129,7 @@ class Instance:
         has not given its reward yet."""
         if hasattr(self.target, "get_reward"):
             return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
-        return Done(None if self.toolbox is not None else 0.0)
+        return Done(None if self.tools is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
         """Its public attributes that are plain values: TRL's reward functions read environments[i].counter.
@@ -199,12 +202,6 @@ def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, An
     if takes_all(parameters):
         return dict(row)
     return {p.name: row[p.name] for p in parameters or () if p.name in row}
-
-
-def _methods(target: Any) -> dict[str, Callable[..., Any]]:
-    """Its public methods, listed on the class so that no property is evaluated."""
-    names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]
-    return {name: getattr(target, name) for name in names if name[0] != "_" and name not in _NOT_TOOLS}
 
 
 def _reward(value: Any, what: str) -> float | None:

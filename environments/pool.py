@@ -14,7 +14,7 @@ import queue
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -33,14 +33,14 @@ _BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
 _MAX_MEMORY = 2 << 30  # of each environment's process
 
 
+@dataclass(eq=False)
 class _Rollout:
-    """One key from its start until it is over. worker: None before its process exists."""
+    """One key from its start until it is over."""
 
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # None: it is closed
-        self.is_closed = False
-        self.worker: Worker | None = None
+    key: Hashable
+    requests: queue.SimpleQueue[Request | None] = field(default_factory=queue.SimpleQueue)  # None: it is closed
+    is_closed: bool = False
+    worker: Worker | None = None  # before its process exists
 
 
 class EnvironmentPool:

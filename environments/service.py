@@ -65,7 +65,7 @@ class EnvironmentService:
     def _answer(self, request: Request, begun: float) -> Answer:
         if request.kind == "describe":
             instance = self._instance = self._found.checked()
-            return Answer(tools=schemas(instance.toolbox.tools) if instance.toolbox else [])
+            return Answer(tools=schemas(instance.tools or {}))
         if request.kind == "reset":
             seed_generators(request.seed)
             self._instance = self._found.instance()

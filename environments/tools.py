@@ -38,41 +38,36 @@ Calls = tuple[str, Sequence[Call]]  # of a turn: what stands around them, and th
 NO_CALLS: Calls = ("", ())
 
 
-class Toolbox:
-    """Tools by name, and how calls become their answers."""
+def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
+    """The tools' messages, in the order of the calls. None: the turn has no call, so it is the last."""
+    content, calls = said
+    if not calls:
+        return None
+    outcomes = await_all([_start(tools, call) for call in calls])
+    failed = [isinstance(outcome, BaseException) for outcome in outcomes]
+    messages = [_message(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+    readable = [call.for_message() for call in calls if call.name]
+    assistant = {"role": "assistant", "content": content, "tool_calls": readable} if readable else None
+    return Turn(messages, assistant=assistant, num_calls=len(calls), num_call_errors=sum(failed))
 
-    def __init__(self, tools: Mapping[str, Function]) -> None:
-        self.tools = dict(tools)
 
-    def answer(self, said: Calls) -> Turn | None:
-        """The tools' messages, in the order of the calls. None: the turn has no call, so it is the last."""
-        content, calls = said
-        if not calls:
-            return None
-        outcomes = await_all([self._start(call) for call in calls])
-        failed = [isinstance(outcome, BaseException) for outcome in outcomes]
-        messages = [_message(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
-        readable = [call.for_message() for call in calls if call.name]
-        assistant = {"role": "assistant", "content": content, "tool_calls": readable} if readable else None
-        return Turn(messages, assistant=assistant, num_calls=len(calls), num_call_errors=sum(failed))
-
-    def _start(self, call: Call) -> Any:
-        """What the tool returns, still to be awaited if it is async, or what went wrong."""
-        if call.problem:
-            return ValueError(call.problem)
-        arguments = dict(call.arguments or {})
-        try:
-            inspect.signature(self.tools[call.name]).bind(**arguments)
-        except TypeError as error:
-            return TypeError(f"{call.name}: {error}")
-        except ValueError:  # a function written in C may have no signature
-            pass
-        try:
-            return self.tools[call.name](**arguments)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit included: a tool must not end its process in silence
-            return error
+def _start(tools: Mapping[str, Function], call: Call) -> Any:
+    """What the tool returns, still to be awaited if it is async, or what went wrong."""
+    if call.problem:
+        return ValueError(call.problem)
+    arguments = dict(call.arguments or {})
+    try:
+        inspect.signature(tools[call.name]).bind(**arguments)
+    except TypeError as error:
+        return TypeError(f"{call.name}: {error}")
+    except ValueError:  # a function written in C may have no signature
+        pass
+    try:
+        return tools[call.name](**arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: a tool must not end its process in silence
+        return error
 
 
 def _message(call: Call, outcome: Any) -> Message:

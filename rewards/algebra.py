@@ -21,8 +21,6 @@ IN_LATEX = str.maketrans(
     | {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 )
 _TYPED = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")  # without a backslash
-
-
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline ?\{(\d+)\}")
 _ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
 

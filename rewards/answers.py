@@ -15,7 +15,7 @@ from typing import Any
 from common.time_limits import within
 from rewards import text_of
 from rewards.algebra import mentions
-from rewards.gold import MAX_CHARS, golds, has_unit, is_expression, kind_of, same
+from rewards.gold import MAX_CHARS, golds, is_expression, kind_of, plainly, same, split_unit
 from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 from rewards.times import TIME
@@ -130,6 +130,7 @@ def _last_number_is(text: str, gold: str) -> bool:
     before, behind = text[max(0, start - 40) : start], text[end : end + 40]
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
-    unit = _UNIT.match(behind) if has_unit(gold) or _SCALE.match(behind) else None
+    _, gold_unit = split_unit(plainly(gold))
+    unit = _UNIT.match(behind) if gold_unit or _SCALE.match(behind) else None
     money = before[-1:] if before[-1:] in "€£¥₹$" else ""
     return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

@@ -55,16 +55,14 @@ def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[floa
 
 def strict_format(completions: Sequence[Any]) -> list[float]:
     r"""1 for `<think>…</think><answer>…\boxed{…}…</answer>` with each part exactly once and nothing else, else −0.5."""
-    return [1.0 if _is_strict(text_of(completion)) else -0.5 for completion in completions]
+    texts = [text_of(completion) for completion in completions]
+    strict = [is_formatted(t) and t.count(r"\boxed{") == 1 and last_boxed(answer_part(t)) is not None for t in texts]
+    return [1.0 if one else -0.5 for one in strict]
 
 
 def boxed_format(completions: Sequence[Any]) -> list[float]:
     r"""1 for one `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
-
-
-def _is_strict(text: str) -> bool:
-    return is_formatted(text) and text.count(r"\boxed{") == 1 and last_boxed(answer_part(text)) is not None
 
 
 def _is_thought_then_box(text: str) -> bool:

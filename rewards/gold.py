@@ -82,10 +82,6 @@ def _bracket(text: str) -> str:
     return "{" if text.startswith(r"\{") else "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") else ""
 
 
-def has_unit(text: str) -> bool:
-    return bool(split_unit(plainly(text))[1])
-
-
 def unreadable(gold: Any) -> str:
     """Why it cannot be judged, as far as that shows without reading mathematics; "" if it does not."""
     if isinstance(gold, dict | set | bytes):

@@ -211,22 +211,21 @@ def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
         sums = [total for _, total in one.scores]
         right, wrong, empty = one.split(sums)
         if max(sums) - min(sums) <= ROUNDING:
-            flat.append(one)
+            flat.append(one.row)
         elif not any(score > wrong[form] + ROUNDING and score > empty + ROUNDING for form, score in right.items()):
-            lost.append(one)
+            lost.append(one.row)
         elif right["sentence"] > wrong["sentence"] and max(wrong.values()) > right["sentence"] + ROUNDING:
-            outranked.append(one)
+            outranked.append(one.row)
     won = len(scored) - len(lost) - len(flat)
     findings.lines += [f"weighted sum: a right answer beats a wrong and an empty one on {won} of {len(scored)} rows"]
     if flat:
         findings.problems.append(
             f"on {len(flat)} of {len(scored)} rows right, wrong and empty completions all score the same: no gradient "
-            f"({named_rows([one.row for one in flat])})"
+            f"({named_rows(flat)})"
         )
     if lost:
         findings.problems.append(
-            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one "
-            f"({named_rows([one.row for one in lost])})"
+            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one ({named_rows(lost)})"
         )
     if outranked:
         findings.warnings.append(

@@ -6,11 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.answers import judged
-from rewards.numbers import last_number, plain_number
-
-__all__ = ["answer", "last_number", "plain_number"]
-
-RIGHT, WRONG = 1.0, -1.0
 
 
 def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -21,4 +16,4 @@ def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | No
 
         "<answer>$1,200.00</answer>" for "… #### 1200" → 1.0        "It is 71 or 72." for "72" → 1.0
     """
-    return judged(completions, answer, {True: RIGHT, False: WRONG})
+    return judged(completions, answer, {True: 1.0, False: -1.0})

@@ -12,6 +12,7 @@ The key of the address is OPENAI_API_KEY of the environment.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -47,7 +48,6 @@ class Judge:
     def __post_init__(self) -> None:
         if len(self.price) != 2 or (self.budget is not None and not (self.cache and any(self.price))):
             raise UserError("a budget needs a cache, where costs are kept, and price: [USD for 1M tokens in, out]")
-        self._client: Any = None
         self._paid = PaidCalls(Path(self.cache).expanduser()) if self.cache else None
         try:
             self._rubric = f"{Path(self.rubric).expanduser().read_text().strip()}\n\n{_FORM}"
@@ -101,7 +101,7 @@ class Judge:
     async def _ask(self, request: dict[str, Any], key: str, count: int) -> str:
         if self._paid and self.budget is not None and (usd := self._paid.spent().usd) >= self.budget:
             raise ValueError(f"{usd:.2f} USD are spent ({self.cache}) of a budget of {self.budget:g}; make it larger")
-        response = await self._connected().chat.completions.create(**request)
+        response = await self._client.chat.completions.create(**request)
         message, usage = response.choices[0].message if response.choices else None, response.usage
         said = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # of an error
         sent, got = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
@@ -110,17 +110,14 @@ class Judge:
             self._paid.add(key, said if read_scores(said, count) is not None else None, sent, got, usd)
         return str(said)
 
-    def _connected(self) -> Any:
-        """One client for the process: it belongs to its event loop."""
-        if self._client is None:
-            import openai
+    @functools.cached_property
+    def _client(self) -> Any:
+        """One for the process: it belongs to its event loop."""
+        import openai
 
-            key = os.environ.get("OPENAI_API_KEY", "none")  # servers of one's own want none
-            timeout = _SHARE_OF_TRY * self.timeout_s
-            self._client = openai.AsyncOpenAI(
-                api_key=key, base_url=self.base_url, timeout=timeout, max_retries=_TRIES - 1
-            )
-        return self._client
+        key = os.environ.get("OPENAI_API_KEY", "none")  # servers of one's own want none
+        timeout = _SHARE_OF_TRY * self.timeout_s
+        return openai.AsyncOpenAI(api_key=key, base_url=self.base_url, timeout=timeout, max_retries=_TRIES - 1)
 
 
 def read_scores(text: str, count: int) -> list[float] | None:

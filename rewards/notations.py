@@ -254,7 +254,7 @@ def wrong_answer(gold: str) -> str:
     """Another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
     value = plain_number(gold)
     if value is not None:
-        return _fraction(value + 1)
+        return str(value + 1)
     letter = re.fullmatch(r"\(?([A-Za-z])\)?", gold)
     integers = list(_INTEGER.finditer(gold))
     if integers and not letter:
@@ -264,7 +264,3 @@ def wrong_answer(gold: str) -> str:
         old = letter[1]
         return gold.replace(old, chr(ord(old) + 1) if old not in "zZ" else chr(ord(old) - 1))
     return "none of these" if gold != "none of these" else "something else"
-
-
-def _fraction(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"

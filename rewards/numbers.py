@@ -30,16 +30,12 @@ def plain_number(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, whole, top, bottom, numerator, denominator = match.groups()
-    value = _fraction(False, top or numerator, bottom or denominator)
-    if value is not None and whole:
-        value += int(whole)
-    return value if value is None or sign in ("", "+") else -value
+    return _fraction(sign not in ("", "+"), top or numerator, bottom or denominator, whole)
 
 
-def _fraction(is_negative: bool, top: str, bottom: str | None) -> Fraction | None:
+def _fraction(is_negative: bool, top: str, bottom: str | None, whole: str | None = None) -> Fraction | None:
     try:
-        value = Fraction(top.translate(_JOINED))
-        value = value / Fraction(bottom.translate(_JOINED)) if bottom else value
+        value = Fraction(top.translate(_JOINED)) / Fraction((bottom or "1").translate(_JOINED)) + int(whole or 0)
     except ZeroDivisionError:
         return None
     return -value if is_negative else value

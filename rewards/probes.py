@@ -38,11 +38,9 @@ FORMS = {  # the thought comes before, except of the last two
 _THOUGHTLESS = ("sentence", "alone")
 EMPTY = "empty"
 UNIT = "another unit"
-NEAR, OTHER, THOUGHT_OF = (
-    "a near miss",
-    "the answer of another row",
-    "another answer, with the right one in its thought",
-)
+NEAR = "a near miss"
+OTHER = "the answer of another row"
+THOUGHT_OF = "another answer, with the right one in its thought"
 UNFINISHED = "a guess in an unfinished thought"
 
 _LATEX = re.compile(r"[\\^_{]")

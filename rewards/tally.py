@@ -67,18 +67,15 @@ class Tally:
     @classmethod
     def of(cls, one: ScoredRow, scores: Sequence[float], full_mark: float) -> Tally:
         right, _, _ = one.split(scores)
-        is_full = [score >= full_mark - ROUNDING for score in scores]
-        full_forms = {form for form, score in right.items() if score >= full_mark - ROUNDING}
-        forms = [
-            form for form, score in right.items() if form in full_forms and score >= max(right.values()) - ROUNDING
-        ]
-        pairs = list(zip(one.probes, is_full, strict=True))
+        best = max(right.values())
+        full_forms = [form for form, score in right.items() if score >= full_mark - ROUNDING]
+        pairs = [(probe, score >= full_mark - ROUNDING) for probe, score in zip(one.probes, scores, strict=True)]
         rights = [(probe, full) for probe, full in pairs if probe.is_right and probe.form in full_forms]
         wrongs = [(probe, full) for probe, full in pairs if not probe.is_right]
         return cls(
             one.row,
-            max(right.values()),
-            tuple(forms),
+            best,
+            tuple(form for form in full_forms if right[form] >= best - ROUNDING),
             _tells_apart(one, scores, full_mark),
             len(rights),
             len(wrongs),

@@ -157,7 +157,7 @@ class Agents(Episodes):
     def _over(self, group: RunningGroup) -> Sampled:
         """The prompt is what the first requests of all begin with: the same, unless agents make another each time."""
         if not group.ended:
-            return group.sampled()
+            return super()._over(group)
         ended, limit, longest = group.ended, group.params.max_tokens, self._config.data.max_prompt_length
         [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in ended.values()).most_common(1)
         firsts = [rollout.first for rollout, _ in ended.values() if rollout.first[0] == begin]
@@ -171,7 +171,7 @@ class Agents(Episodes):
                 group.failures[i] = f"{what}, more than sampler.max_completion_length {limit}"
         group.ended = {i: whole for i, whole in ended.items() if i not in group.failures}
         group.prompt = replace(group.prompt, token_ids=prompt_ids)
-        return group.sampled()
+        return super()._over(group)
 
 
 def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
@@ -185,7 +185,7 @@ def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
     for turn in sorted(turns, key=place):
         if episode.parts or len(turn.asked.ids) > len(prompt_ids):
             episode = episode.asked(prompt_ids, turn.asked.ids)
-        episode = episode.sampled(turn.completion, turn.begun + turn.text)
+        episode = episode.sampled(turn.completion, turn.asked.begun + turn.text)
     last, begin = [*turns[-1].asked.ask.messages, turns[-1].message], turns[0].asked.ask.messages
     return replace(
         episode.played(),

@@ -42,8 +42,7 @@ class AgentTurn:
 
     asked: Asked
     completion: Completion
-    begun: str  # what of its text the prompt holds
-    text: str  # the rest, as it was read off the tokens
+    text: str  # behind what the prompt holds of it, as it was read off the tokens
     message: Message  # as the agent was told
     calls: list[Call]
     is_parted: bool  # its message is how the chat template takes it, and not its text
@@ -75,7 +74,7 @@ class Chat:
         for i, message in enumerate(ask.messages):
             told = [turn for turn in turns if turn.is_told_by(message)]  # of several the one that said it there
             if turn := max(told, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
-                as_text: Message = {"role": "assistant", "content": turn.begun + turn.text}
+                as_text: Message = {"role": "assistant", "content": turn.asked.begun + turn.text}
                 messages[i], (written, ids) = turn.message if turn.is_parted else as_text, turn.written
                 goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without what ended it
                 sampled[i] = written, ids[:-1] if goes_on else ids
@@ -119,7 +118,7 @@ class Chat:
                 | call.for_message()  # as Mistral's are
                 for i, call in enumerate(calls)
             ]
-        turn = AgentTurn(asked, completion, begun, text, message, list(found), fields is not None, (written, kept))
+        turn = AgentTurn(asked, completion, text, message, list(found), fields is not None, (written, kept))
         usage = {"prompt_tokens": (p := len(asked.ids)), "completion_tokens": len(ids), "total_tokens": p + len(ids)}
         return turn, Said(message, "tool_calls" if calls else completion.finish_reason, usage)
 

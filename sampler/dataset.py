@@ -240,14 +240,10 @@ def fingerprint(problems: Sequence[Problem], data: Data) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
         columns = dict(problem.columns)
-        digest.update(json.dumps(columns, sort_keys=True, default=_without_address).encode())
+        # of objects the repr that the next process gives, too
+        digest.update(json.dumps(columns, sort_keys=True, default=lambda o: _ADDRESS.sub("", repr(o))).encode())
         digest.update(b"\n")
         for image in map(read_file, problem.images):  # with other limits of pixels they are other data
             digest.update(f"{data.min_pixels} {data.max_pixels} {len(image)}\n".encode() + image)
             report_progress("comparing rows")
     return digest.hexdigest()
-
-
-def _without_address(value: Any) -> str:
-    """An object's repr that the next process gives too."""
-    return _ADDRESS.sub("", repr(value))

@@ -25,7 +25,7 @@ from common.types import EncodedImage
 from common.watchdog import report_progress
 from model import cpu
 from model.folder import load_config
-from model.images import vision_of
+from model.images import as_picture, vision_of
 from sampler import routing, vllm_images, vllm_insides
 from sampler.cache_sleep import CacheSleep
 from sampler.completions import Completion, SamplingParams, completions_of
@@ -221,10 +221,6 @@ class Engine:
             self._expanded.pop(request_id, None)
         self._early = [(key, completions) for key, completions in self._early if key not in keys]
 
-    def abort_all(self) -> None:
-        """Drops everything that is queued or running."""
-        self.abort({*self._keys.values(), *(key for key, _ in self._early)})
-
     def _add(
         self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
     ) -> str:
@@ -235,7 +231,8 @@ class Engine:
         prompt = cast("TokensPrompt", {"prompt_token_ids": ids})
         if images:
             assert self._vision is not None, "an engine of a text model has no place for images"
-            prompt = cast("TokensPrompt", vllm_images.prompt_of(self._vision, ids, images))
+            prompt["prompt_token_ids"] = self._vision.shortened(ids, images)
+            prompt["multi_modal_data"] = {"image": [as_picture(image) for image in images]}
             self._expanded[request_id] = ids
         of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
         self._engine.add_request(request_id, prompt, parameters, lora_request=self.weights.adapter, **of_version)

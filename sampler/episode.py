@@ -109,6 +109,8 @@ class Episode:
         """What trains: every token, with log-prob 0 where it was observed."""
         turns = [part for part in self.parts if isinstance(part, Completion)]
         replies = [reply for _, reply in self.replies if reply is not None]
+        ends = np.cumsum([len(_ids(part)) for part in self.parts]).tolist()
+        spans = zip([0, *ends], ends, self.parts, strict=False)
         by_turn = [math.fsum(reward for at, reward in self.rewards if at == turn) for turn in range(self.num_turns)]
         return Played(
             self.token_ids,
@@ -118,7 +120,7 @@ class Episode:
             self.finish_reason,
             _joined_masks(self.parts),
             sum(turn.incomplete_support for turn in turns),
-            observed=_observed_spans(self.parts),
+            observed=tuple((start, end) for start, end, part in spans if not isinstance(part, Completion)),
             turns=self.num_turns,
             tool_calls=sum(reply.num_calls for reply in replies),
             tool_errors=sum(reply.num_call_errors for reply in replies),
@@ -177,13 +179,6 @@ def shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 def _ids(part: EpisodePart) -> NDArray[np.int32]:
     return part.token_ids if isinstance(part, Completion) else part
-
-
-def _observed_spans(parts: Sequence[EpisodePart]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of every observation, counted over all parts."""
-    ends = np.cumsum([len(_ids(part)) for part in parts]).tolist()
-    spans = zip([0, *ends], ends, parts, strict=False)
-    return tuple((start, end) for start, end, part in spans if not isinstance(part, Completion))
 
 
 def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:

@@ -62,8 +62,8 @@ class SingleTurns:
         return f"generating {self.num_running} prompts"
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
-        self._prompts[key] = prompt
         self._engine.submit(key, prompt.token_ids, params, prompt.images)
+        self._prompts[key] = prompt  # behind it: an engine may refuse a prompt
 
     def step(self, finished: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
         """One engine step, or what it gave; the prompts whose completions are all finished."""
@@ -76,10 +76,6 @@ class SingleTurns:
         self._engine.abort(keys)
         for key in keys:
             del self._prompts[key]
-
-    def abort_all(self) -> None:
-        self._engine.abort_all()
-        self._prompts.clear()
 
 
 @dataclass
@@ -97,10 +93,6 @@ class RunningGroup:
     @property
     def is_over(self) -> bool:
         return len(self.ended) + len(self.failures) == self.params.num_completions
-
-    def sampled(self) -> Sampled:
-        completions = [self.ended[i] for i in sorted(self.ended)]
-        return Sampled(self.prompt, completions, tuple(self.failures[i] for i in sorted(self.failures)), self.unread)
 
 
 class Episodes:
@@ -153,7 +145,9 @@ class Episodes:
         return [(key, self._over(self._groups.pop(key))) for key in over]
 
     def _over(self, group: RunningGroup) -> Sampled:
-        return group.sampled()
+        completions = [group.ended[i] for i in sorted(group.ended)]
+        failures = tuple(group.failures[i] for i in sorted(group.failures))
+        return Sampled(group.prompt, completions, failures, group.unread)
 
     def abort(self, keys: Collection[Any]) -> None:
         """Drops these prompts and ends their environments."""
@@ -161,11 +155,6 @@ class Episodes:
         self._engine.abort(rollouts)
         for rollout in rollouts:
             self._pool.close(rollout)
-
-    def abort_all(self) -> None:
-        self._engine.abort_all()
-        self._pool.close_all()
-        self._groups.clear()
 
     def _sampled(self, key: Any, i: int, completion: Completion) -> None:
         """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
@@ -230,8 +219,8 @@ class Episodes:
                     raise ValueError(reset.reason)
                 theirs = prompt_of(own, reset)
                 if messages is None:
-                    group.prompt = self._asked(group.prompt, own, theirs)
-                    messages = theirs
+                    asked = group.prompt if theirs == list(own) else self._reprompt(group.prompt, theirs)
+                    group.prompt, messages = replace(asked, for_rewards=theirs), theirs
                 if theirs != messages:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
@@ -243,17 +232,11 @@ class Episodes:
             group.running[j] = Episode(self._config.rollout.max_turns, group.params.max_tokens, seconds=reset.seconds)
             self._submit(key, group, j)
 
-    def _asked(self, prompt: Prompt, own: Sequence[Message], messages: list[Message]) -> Prompt:
-        """The prompt with reset's messages. Rewards get messages, too. Raises ValueError."""
-        asked = prompt if messages == list(own) else self._reprompt(prompt, messages)
-        return replace(asked, for_rewards=messages)
-
 
 def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
     """Why environments left too few rollouts to be scored, if they did: each number of an evaluation is of all."""
-    if not sampled.failures:
-        return None
-    if isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS:
+    are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
+    if not sampled.failures or are_enough:
         return None
     return f"{len(sampled.failures)} environments failed; the first: {sampled.failures[0]}"
 
@@ -264,12 +247,9 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, Played)]
-    if not played:
-        texts = [prompt.begun + text for text in decode(ids)]
-        pool.submit(key, prompt.for_rewards, texts, ids, columns, policy_version, scored_by=prompt.problem.scored_by)
-        return
-    messages = [list(c.messages) for c in played]
-    theirs: dict[str, Sequence[Any]] = {"environment_rewards": [c.environment_reward for c in played]}
-    theirs["scored_by"] = prompt.problem.scored_by
-    theirs["environments"] = [c.environment_state for c in played]
-    pool.submit(key, prompt.for_rewards, messages, ids, columns, policy_version, **theirs)
+    said: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
+    of_row: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
+    if played:
+        of_row["environment_rewards"] = [c.environment_reward for c in played]
+        of_row["environments"] = [c.environment_state for c in played]
+    pool.submit(key, prompt.for_rewards, said, ids, columns, policy_version, **of_row)

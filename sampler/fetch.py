@@ -5,6 +5,7 @@ A failure here costs nothing: the engine was not touched and keeps the weights t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -111,63 +113,48 @@ class Fetcher:
         self._config = config
         self._last: Whole | None = None
         self._wanted: Published | None = None
-        self._thread: threading.Thread | None = None
-        self._outcome: Fetched | BaseException | None = None
+        self._coming: Future[Fetched] = Future()  # what is wanted
         self._pieces = 0  # of files, that the thread has read so far
 
     def start(self, published: Published) -> None:
         """Begins to fetch it, unless it has begun already."""
         if published == self._wanted:
             return
-        self._forget()
-        self._wanted = published
-        self._thread = threading.Thread(target=self._fetch, args=(published,), name="fetch", daemon=True)
-        self._thread.start()
+        if self._wanted is not None:  # the trainer was started again, or announced a newer version
+            with contextlib.suppress(Exception):
+                shutil.rmtree(self._awaited().folder, ignore_errors=True)
+        self._wanted, self._coming = published, Future()
+        threading.Thread(target=self._fetch, args=(published, self._coming), name="fetch", daemon=True).start()
 
     def has(self, published: Published) -> bool:
         """Whether `finish` would not wait for it, because it is here or could not be had."""
-        return published == self._wanted and self._outcome is not None
+        return published == self._wanted and self._coming.done()
 
-    def _fetch(self, published: Published) -> None:
+    def finish(self, published: Published) -> Fetched:
+        """The version, as far as it has come, or from its beginning. Raises BadWeights."""
+        self.start(published)
+        fetched = self._awaited()
+        self._last = fetched.whole
+        return fetched
+
+    def _fetch(self, published: Published, coming: Future[Fetched]) -> None:
         try:
-            self._outcome = fetch(published, self._config, self._count, self._last)
+            coming.set_result(fetch(published, self._config, self._count, self._last))
         except BaseException as error:
-            self._outcome = error
+            coming.set_exception(error)
 
     def _count(self) -> None:
         self._pieces += 1
 
-    def finish(self, published: Published) -> Fetched:
-        """The version, as far as it has come, or from its beginning. Raises BadWeights."""
-        if published != self._wanted:
-            self._forget()
-            outcome: Fetched | BaseException | None = fetch(
-                published, self._config, lambda: report_progress("verifying weights"), self._last
-            )
-        else:
-            outcome = self._finished()
-        if isinstance(outcome, Fetched):
-            self._last = outcome.whole
-            return outcome
-        assert outcome is not None, "a fetch ends with one or the other"
-        raise outcome
-
-    def _finished(self) -> Fetched | BaseException | None:
-        """Waits for the thread; what it reads meanwhile is this process's progress."""
-        seen = self._pieces
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(timeout=_LOOK_S)
+    def _awaited(self) -> Fetched:
+        """Waits for the thread; what it reads meanwhile is this process's progress. Raises what the fetch raised."""
+        seen, coming = self._pieces, self._coming
+        self._wanted, self._coming = None, Future()  # the tensors' memory is the caller's alone
+        while not wait([coming], timeout=_LOOK_S).done:
             if self._pieces != seen:
                 seen = self._pieces
                 report_progress("verifying weights")
-        outcome, self._thread, self._wanted, self._outcome = self._outcome, None, None, None
-        return outcome
-
-    def _forget(self) -> None:
-        """The trainer was started again, or announced a newer version."""
-        outcome = self._finished()
-        if isinstance(outcome, Fetched):
-            shutil.rmtree(outcome.folder, ignore_errors=True)
+        return coming.result()
 
 
 def scratch_dir(config: Config, size: int = 0) -> Path:

@@ -42,12 +42,7 @@ class HeldOut:
         at_once = int(config.vllm.get("max_num_seqs", max_num_seqs(config)))
         self._limit = at_once if on_cpu else 2 * at_once  # sequences in the engine, of groups and problems
         self._chunks: dict[tuple[str, int], _Chunk] = {}
-        self._waiting: collections.deque[EvalKey] = collections.deque()
-
-    @property
-    def num_waiting(self) -> int:
-        """Problems that are not in the engine yet."""
-        return len(self._waiting)
+        self.waiting: collections.deque[EvalKey] = collections.deque()  # problems that are not in the engine yet
 
     def ask(self, request: EvalRequest, version: int, trainer: int) -> None:
         """A chunk that a credit leases, as often as it does. One that was answered is sent again: it was lost."""
@@ -59,19 +54,19 @@ class HeldOut:
         if any(eval_id != request.eval_id for eval_id, _ in self._chunks):
             self.forget()
         self._chunks[request.eval_id, request.chunk] = _Chunk(set(request.problem_indexes))
-        self._waiting.extend(
+        self.waiting.extend(
             EvalKey(request.eval_id, request.chunk, problem, version, trainer) for problem in request.problem_indexes
         )
 
     def to_start(self, version: int | None, decoding: list[Key]) -> list[EvalKey]:
         """The problems that may start now. version: that the engine holds; decoding: what it works on."""
-        if self._waiting and self._waiting[0].policy_version != version:
+        if self.waiting and self.waiting[0].policy_version != version:
             self.forget()  # another sampler answered, and the trainer went on
-        if not self._waiting or (self._on_cpu and any(isinstance(key, GroupKey) for key in decoding)):
+        if not self.waiting or (self._on_cpu and any(isinstance(key, GroupKey) for key in decoding)):
             return []
         room = self._limit - sum(sampling_params(key, self._config).num_completions for key in decoding)
-        count = min(len(self._waiting), max(room // self._config.eval.num_generations, 0 if decoding else 1))
-        return [self._waiting.popleft() for _ in range(count)]
+        count = min(len(self.waiting), max(room // self._config.eval.num_generations, 0 if decoding else 1))
+        return [self.waiting.popleft() for _ in range(count)]
 
     def note(self, key: EvalKey, sampled: Sampled, scores: Scores | str) -> None:
         """A chunk is sent when its last problem is scored, or has failed: then `scores` says why."""
@@ -97,4 +92,4 @@ class HeldOut:
     def forget(self) -> None:
         """Nothing that was asked for is wanted any more."""
         self._chunks.clear()
-        self._waiting.clear()
+        self.waiting.clear()

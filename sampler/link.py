@@ -7,6 +7,7 @@ neither a lost message nor a restarted trainer needs anything but this process g
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import time
 
@@ -20,6 +21,7 @@ from common.failpoints import failpoint
 from common.transcript import last_lines
 from common.types import EvalResult, Group, Tombstone
 
+_SILENT_S = 5.0  # of work before the hello: nothing is said of a short one
 _RESEND_AFTER_S = 2.0
 _EXPECTED = ("past_incarnation", "outdated")  # what restarts bring about
 _HELLO_AFTER_S = 3.0  # three credits that did not come: a trainer that was started again does not know this sampler
@@ -34,11 +36,12 @@ class Link:
     ):
         self._config = config
         self._hello = hello
-        self._transport = transport or channel.connect(config, sampler_id)
+        self._given = transport
         self._envelope = wire.Envelope("", "", sampler_id)
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
+        self._begun, self._pieces = time.monotonic(), 0  # of work before the hello
         self._spoke_at = -channel.BEAT_S
         self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
@@ -48,12 +51,19 @@ class Link:
         """Who this is, known once the rows are read."""
         self._hello = hello
 
-    def prepare(self, doing: str, progress: int) -> None:
-        """Says what is done before the hello, if that is due: a trainer waits for it as long as it moves."""
-        if time.monotonic() - self._spoke_at > channel.BEAT_S:
-            self._spoke_at = time.monotonic()
+    @functools.cached_property
+    def _transport(self) -> Transport:
+        """Made for the first message, because it may wait for the trainer's keys."""
+        return self._given or channel.connect(self._config, self._envelope.sampler_id)
+
+    def prepare(self, doing: str) -> None:
+        """Says what long work is done before the hello, if that is due: a trainer waits for it as long as it moves."""
+        self._pieces += 1
+        now = time.monotonic()
+        if now - self._begun > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
+            self._spoke_at = now
             envelope = wire.Envelope("", "", self._envelope.sampler_id)
-            self._send(wire.encode(envelope, wire.Beat(doing, progress, None, {})))
+            self._send(wire.encode(envelope, wire.Beat(doing, self._pieces, None, {})))
 
     @property
     def is_credited(self) -> bool:

@@ -105,31 +105,36 @@ class Sampler:
         if credit is None or credit is self._served:
             return
         leased = set(credit.lease)
-        unleased = [
-            key
-            for key, sampled in self._working.items()
-            if isinstance(key, GroupKey) and key.group_id not in leased and sampled is None
-        ]
+        unleased = [key for key in self._decoding if isinstance(key, GroupKey) and key.group_id not in leased]
         if unleased:
             self.turns.abort(unleased)
             self.stats["total/aborted"] += len(unleased)
             for key in unleased:
                 del self._working[key]
 
+    @property
+    def _decoding(self) -> list[Key]:
+        """What is in work and has no completions yet."""
+        return [key for key, sampled in self._working.items() if sampled is None]
+
     def reload_if_credited(self) -> None:
         credit = self.link.credit
         if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
-        evaluates = any(isinstance(key, EvalKey) and sampled is None for key, sampled in self._working.items())
+        evaluates = any(isinstance(key, EvalKey) for key in self._decoding)
         # else a group is sampled by one version, from its first turn to its last
         if self.turns.num_running and not in_flight.may_load(self.config, self._fetcher, published, evaluates):
             self._fetcher.start(published)
             return
         try:
             with progress_heard_by(self._beat_at_work):
-                figures = reload(self.engine, published, self.config, self._fetcher)
-            self._note_reload(figures)
+                self.stats.update(reload(self.engine, published, self.config, self._fetcher))
+            self._bad_weights, self._invisible_since = 0, None
+            self.progress += 1
+            if self.turns.num_running:
+                self.stats["total/in_flight_updates"] += 1
+            self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
@@ -159,14 +164,6 @@ class Sampler:
         if not self.turns.num_running:  # what decodes under the old weights goes on
             time.sleep(0.2)
 
-    def _note_reload(self, figures: dict[str, float]) -> None:
-        self._bad_weights, self._invisible_since = 0, None
-        self.progress += 1
-        if self.turns.num_running:
-            self.stats["total/in_flight_updates"] += 1
-        self.stats.update(figures)
-        self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
-
     def start_leased_work(self) -> None:
         credit = self.link.credit
         if credit is None or credit is self._served or credit.version != self.engine.version:
@@ -180,8 +177,7 @@ class Sampler:
 
     def start_evaluation(self) -> None:
         """Whatever of it may start beside the groups, or behind them."""
-        decoding = [key for key, sampled in self._working.items() if sampled is None]
-        self._submit_all(self._held_out.to_start(self.engine.version, decoding))
+        self._submit_all(self._held_out.to_start(self.engine.version, self._decoding))
 
     def _submit_all(self, keys: Sequence[Key]) -> None:
         self.task.begin(keys, self.config)
@@ -228,7 +224,7 @@ class Sampler:
     def rest_if_done(self) -> None:
         """Before the last groups are sent, with which the trainer goes on alone."""
         sleeps = self.config.vllm.get("enable_sleep_mode")
-        if sleeps and not self.turns.num_running and not self._held_out.num_waiting:
+        if sleeps and not self.turns.num_running and not self._held_out.waiting:
             self.engine.rest()
 
     def send_scored(self) -> None:
@@ -286,7 +282,7 @@ class Sampler:
     def _forget_everything(self) -> None:
         """The trainer was started again: nothing that the one before asked for is wanted."""
         self._num_trainers += 1
-        self.turns.abort_all()
+        self.turns.abort(self._decoding)
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
         self._held_out.forget()

@@ -19,7 +19,7 @@ from common.types import Problem, Prompt
 from sampler.bad_rows import usable
 from sampler.chat_template import about_first_token
 from sampler.messages import leaves_gold_off
-from sampler.pictures import encode_problem, image_size
+from sampler.pictures import image_size
 from sampler.progress import counted
 from sampler.prompts import make_prompt, rendered
 
@@ -97,7 +97,7 @@ def make_prompts(
     lengths, largest = np.array(sizes, np.int64).reshape(-1, 2).T
     problems = usable("prompts", problems, bad, config.data)
     limit = config.data.max_prompt_length
-    every = Prompts(problems, largest, functools.partial(_made, tokenizer, config, vision, tools))
+    every = Prompts(problems, largest, lambda problem: make_prompt(problem, tokenizer, config, vision, tools))
     short = every.only(np.flatnonzero(lengths <= limit))
     if not short:
         longest = max(lengths, default=0)
@@ -148,14 +148,3 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]
     backend.no_padding()
     backend.no_truncation()
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def _made(
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    vision: Vision | None,
-    tools: Sequence[Mapping[str, Any]] | None,
-    problem: Problem,
-) -> Prompt:
-    images = encode_problem(problem, vision.form, config.data) if vision else ()
-    return make_prompt(problem, tokenizer, config, vision, images, tools)

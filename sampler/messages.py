@@ -55,19 +55,15 @@ def for_rewards(problem: Problem, config: Config, messages: list[Message]) -> st
 def tools_of(problem: Problem) -> list[Any] | None:
     """The schemas in a row's column `tools`, as in TRL: a list, or JSON text. None for a column of another kind."""
     given = _from_json(problem.columns.get("tools"))
-    is_schemas = isinstance(given, list | tuple) and given and all(_is_schema(one) for one in given)
-    return [_without_nulls(_from_json(one)) for one in given] if is_schemas else None
+    schemas = [_without_nulls(_from_json(one)) for one in given] if isinstance(given, list | tuple) else []
+    are_named = all(isinstance(one, Mapping) and ("function" in one or "name" in one) for one in schemas)
+    return schemas if schemas and are_named else None
 
 
 def arguments_of(problem: Problem) -> dict[str, Any]:
     """The template arguments in a row's column `chat_template_kwargs`, as in TRL; none in a column of another kind."""
     given = _from_json(problem.columns.get("chat_template_kwargs"))
     return dict(_without_nulls(given)) if isinstance(given, Mapping) else {}
-
-
-def _is_schema(one: Any) -> bool:
-    one = _from_json(one)
-    return isinstance(one, Mapping) and ("function" in one or "name" in one)
 
 
 def _from_json(value: Any) -> Any:

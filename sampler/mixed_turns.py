@@ -59,10 +59,5 @@ class MixedTurns:
             turns.abort([key for key in keys if self._started[key] == source])
         self._started = {key: source for key, source in self._started.items() if key not in keys}
 
-    def abort_all(self) -> None:
-        for turns in self._turns.values():
-            turns.abort_all()
-        self._started.clear()
-
 
 Turns = SingleTurns | Episodes | MixedTurns

@@ -16,11 +16,12 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.outcomes import is_whole
-from common.types import EncodedImage, Problem, Prompt
+from common.types import Problem, Prompt
 from environments import Message
 from sampler.bad_rows import HALF
 from sampler.chat_template import render, require_template
 from sampler.messages import arguments_of, as_messages, for_rewards, tools_of, with_image_places
+from sampler.pictures import encode_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,19 +39,19 @@ def make_prompt(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
     vision: Vision | None = None,
-    images: tuple[EncodedImage, ...] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
-    """The prompt of one problem and its encoded images, with the tools and template arguments of its own columns.
+    """The prompt of one problem and its images, encoded, with the tools and template arguments of its own columns.
 
-    Raises UserError for a tokenizer without a chat template, for a row that is neither text nor chat messages, for one
-    with more or fewer images than places for them, and for tools that the run does not have.
+    vision: of the model, where data.image_key is given. Raises UserError for a tokenizer without a chat template, for a
+    row that is neither text nor chat messages, for one with more or fewer images than places for them, or with one that
+    cannot be decoded, and for tools that the run does not have.
     """
+    images = encode_problem(problem, vision.form, config.data) if vision else ()
     text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    return Prompt(
-        problem, reward_prompt, text, vision.expanded(token_ids, images) if vision else token_ids, images, begun
-    )
+    token_ids = vision.expanded(token_ids, images) if vision else token_ids
+    return Prompt(problem, reward_prompt, text, token_ids, images, begun)
 
 
 def rendered(

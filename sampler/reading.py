@@ -22,6 +22,7 @@ from model.hub import model_json
 from rewards.find import BUILT_IN
 from sampler.chat_template import TURN_MARK, render
 
+_ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # of special tokens that pad, begin and end texts
 _TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
 _LOOKS_LIKE_AN_END = re.compile(r"<\S+?>")
 
@@ -88,7 +89,7 @@ def reader(config: Config, tokenizer: Any) -> Reader:
     by_id = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special - own}
     kept = dict[int, str]()
     if config.rewards.special_tokens == "auto":
-        named = {tokenizer.convert_tokens_to_ids(t) for t in _names_of_roles(tokenizer)}
+        named = {getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
         kept = _looked_for({i: token for i, token in by_id.items() if i not in named}, config)
     return Reader(tokenizer, frozenset((special - set(kept)) | own), tuple(kept.values()))
 
@@ -101,13 +102,6 @@ def said_reader(config: Config, tokenizer: Any) -> Reader:
     if said := unwritten_end(config, tokenizer):
         say(said)
     return made
-
-
-def _names_of_roles(tokenizer: Any) -> Iterator[str]:
-    """Those that pad, begin and end texts."""
-    for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
-        if token := getattr(tokenizer, f"{name}_token", None):
-            yield str(token)
 
 
 def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:

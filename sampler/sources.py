@@ -188,11 +188,8 @@ def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[T
         raise UserError(
             f'split "{split}" of {source}: {error}. Slices look like train[:512] or train[10%:20%]'
         ) from None
-    return [_slice(_checked(splits[p.splitname], source), p.from_, max(p.from_, p.to)) for p in pieces]
-
-
-def _slice(rows: Table, start: int, end: int) -> Table:
-    return rows[start:end] if isinstance(rows, list) else rows.select(range(start, end))
+    parts = [(_checked(splits[p.splitname], source), p.from_, max(p.from_, p.to)) for p in pieces]
+    return [rows[start:end] if isinstance(rows, list) else rows.select(range(start, end)) for rows, start, end in parts]
 
 
 def _checked(rows: Table, source: str) -> Table:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -27,7 +26,7 @@ from common.watchdog import Watchdog, progress_heard_by
 from model.folder import require_downloaded, require_models, vocabulary
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
-from rewards.judged_rows import JUDGES, are_judged_by_others, unjudged
+from rewards.gold import unreadable
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
 from sampler.dataset import fingerprint, load_data, whole_row
@@ -39,7 +38,9 @@ from sampler.reading import said_reader
 from sampler.task import Task, parts_of
 
 _ROWS_TRIED = 4
-_SILENT_S = 5.0
+_JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
+_JUDGES["accuracy_reward"] = "solution"  # the column that each reads
+_FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
 _ROWS_NAMED = 10
 
 
@@ -66,29 +67,11 @@ def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManage
     )
 
 
-class _Preparation:
-    """What the trainer hears of long work on the rows, before there is a hello: nothing of a short one."""
-
-    def __init__(self, config: Config, sampler_id: str) -> None:
-        self._config, self._sampler_id = config, sampler_id
-        self._begun, self._progress = time.monotonic(), 0
-        self._link: Link | None = None
-
-    def __call__(self, doing: str) -> None:
-        self._progress += 1
-        if time.monotonic() - self._begun > _SILENT_S:
-            self.link().prepare(doing, self._progress)
-
-    def link(self) -> Link:
-        self._link = self._link or Link(self._config, self._sampler_id)
-        return self._link
-
-
 def _run(config: Config, sampler_id: str) -> None:
-    preparation = _Preparation(config, sampler_id)
+    link = Link(config, sampler_id)
     with contextlib.ExitStack() as stack:
         heard = stack.enter_context(contextlib.ExitStack())
-        heard.enter_context(progress_heard_by(preparation))
+        heard.enter_context(progress_heard_by(link.prepare))
         problems = load_data("data.train", config.data.train, config.data)
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
         parts_of(config, problems)
@@ -132,7 +115,6 @@ def _run(config: Config, sampler_id: str) -> None:
             eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
         heard.close()
-        link = preparation.link()
         link.introduce(hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
@@ -178,18 +160,20 @@ def _sample(
 def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
     """Without the rows of which only the form could be rewarded. Raises UserError where that is so of all."""
     names = config.rewards.reward_funcs
-    why = unjudged(names, [problem.columns for problem in problems])
+    judges = [name for name in names if name in _JUDGES]
+    reasons = ([unreadable(problem.columns.get(_JUDGES[name])) for name in judges] for problem in problems)
+    why = {place: of_row[0] for place, of_row in enumerate(reasons) if of_row and all(of_row)}
     if not why:
         return problems
-    judges = " and ".join(name for name in names if name in JUDGES)
     rows = "; ".join(f"row {problems[place].index}: {reason}" for place, reason in [*why.items()][:3])
-    count = f"{option}: {judges} can judge {len(problems) - len(why)} of {len(problems)} gold answers ({rows})"
+    able = f"{' and '.join(judges)} can judge {len(problems) - len(why)} of {len(problems)} gold answers"
+    count = f"{option}: {able} ({rows})"
     if len(why) == len(problems):
         raise UserError(
             f"{count}. Set data.answer_key to the column of the answers, or name a reward of your own in "
             "rewards.reward_funcs (docs/rewards.md)"
         )
-    if are_judged_by_others(names):
+    if any(name not in _JUDGES and name not in _FORMS for name in names):  # who knows what it judges
         say(f"{count}: it is None for the others, of which the other rewards decide")
         return problems
     say(f"{count}: the others are left out, for only their form could be rewarded")

@@ -43,6 +43,7 @@ _TURNS = (
     "<|channel>thought\nA thought.\n<channel|>Words.",
 )
 _MANY = 8  # of them, for templates that cut what is long ago
+_SHOWN = 40  # characters of a difference
 REMEDY = "set prompt.chat_template=configs/templates/hermes_tools.jinja, or one of yours that writes each turn once"
 
 
@@ -206,19 +207,15 @@ class TurnTemplate:
             ) from error
         if whole == pieces:
             return ""
-        return f"after {turn!r} and a message of the role {role!r} it writes {_first_difference(pieces, whole)}"
+        at = _alike(pieces, whole)
+        expected, found = pieces[at : at + _SHOWN], whole[at : at + _SHOWN]
+        return f"after {turn!r} and a message of the role {role!r} it writes {expected!r} as {found!r}"
 
 
 def _marked(message: Message, mark: str) -> Message:
     """At the end of its words, before what a template may trim."""
     said = (text := message["content"]).rstrip()
     return {**message, "content": said + mark + text[len(said) :]}
-
-
-def _first_difference(expected: str, found: str, width: int = 40) -> str:
-    """ "'<think>\\nA thought…' as 'Words.…'" """
-    at = _alike(expected, found)
-    return f"{expected[at : at + width]!r} as {found[at : at + width]!r}"
 
 
 def _alike(one: str, other: str) -> int:

@@ -1,4 +1,4 @@
-"""Images in vLLM: prompts and engine arguments as it wants them.
+"""Images in vLLM: engine arguments as it wants them.
 
 vLLM takes one image token for each image and expands it; what it made of it is compared with the prompt that the
 trainer gets. Left out: videos.
@@ -6,12 +6,10 @@ trainer gets. Left out: videos.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from common.config import Config
-from common.types import EncodedImage
-from model.images import Vision, as_picture, sees_images, vision_of
+from model.images import sees_images, vision_of
 
 _CANARY_TOKENS = 4  # of its image
 
@@ -42,9 +40,3 @@ def image_arguments(config: Config) -> dict[str, Any]:
     # images come resized; the limits say how much memory the largest may take
     sizes = {"do_resize": False, "min_pixels": token, "max_pixels": max(largest, _CANARY_TOKENS * token)}
     return arguments | {"mm_processor_kwargs": sizes}
-
-
-def prompt_of(vision: Vision, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> dict[str, Any]:
-    """vLLM's prompt with images. token_ids: as the trainer gets them."""
-    short = vision.shortened(token_ids, images)
-    return {"prompt_token_ids": short, "multi_modal_data": {"image": [as_picture(image) for image in images]}}

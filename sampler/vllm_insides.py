@@ -34,10 +34,6 @@ _PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _SLOT = 0  # of the only adapter
 
 
-def model_of(worker: Any) -> Any:
-    return worker.model_runner.model
-
-
 def language_model(model: Any) -> Any:
     """The part with embedding and head: a vision model has it one level down."""
     return getattr(model, "language_model", model)
@@ -299,8 +295,7 @@ def run_experts_without_adapters() -> None:
 def load_without_torchvision(architectures: Iterable[str]) -> None:
     """Before vllm.LLM loads a text model whose file asks for torchvision's image code, as Qwen3.5's does.
 
-    As classes: by their names vLLM would look at them in a process of its own, where nothing is replaced. With
-    torchvision nothing is done.
+    With torchvision nothing is done.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return
@@ -308,11 +303,17 @@ def load_without_torchvision(architectures: Iterable[str]) -> None:
 
     for name in ModelRegistry.models.keys() & set(architectures):
         try:
-            loaded = ModelRegistry.models[name].load_model_cls()
+            _register_class(name)
         except ImportError:
             _stand_in_for_torchvision()
-            loaded = ModelRegistry.models[name].load_model_cls()
-        ModelRegistry.register_model(name, loaded)
+            _register_class(name)
+
+
+def _register_class(architecture: str) -> None:
+    """By its name vLLM would look at it in a process of its own, where nothing is replaced."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def _stand_in_for_torchvision() -> None:
@@ -333,15 +334,10 @@ def show_images_alone() -> None:
     """
     _stand_in_for_torchvision()
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 
-    # as classes: by their names vLLM would look at them in a process of its own, where nothing is replaced
-    ModelRegistry.register_model("Qwen2VLForConditionalGeneration", qwen2_vl.Qwen2VLForConditionalGeneration)
-    ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
-    ModelRegistry.register_model("Qwen3VLForConditionalGeneration", qwen3_vl.Qwen3VLForConditionalGeneration)
-    ModelRegistry.register_model("Qwen3_5ForConditionalGeneration", qwen3_5.Qwen3_5ForConditionalGeneration)
-    ModelRegistry.register_model("Qwen3_5MoeForConditionalGeneration", qwen3_5.Qwen3_5MoeForConditionalGeneration)
+    for family in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe"):
+        _register_class(f"{family}ForConditionalGeneration")
     _without_videos(qwen2_vl.Qwen2VLProcessingInfo, Qwen2VLProcessor)
     _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
     third: Any = qwen3_vl.Qwen3VLProcessingInfo  # Qwen3.5's, too

@@ -16,21 +16,10 @@ from common.watchdog import report_progress
 from common.weights import TensorInfo
 from model.checksum import checksum
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
+from sampler import vllm_insides
 from sampler.engine_layout import Layout
 from sampler.engine_tensors import Proof, prove, prove_adapters, spoil
 from sampler.routing import Routing
-from sampler.vllm_insides import (
-    attentions_of,
-    by_expert,
-    copy_sinks,
-    forget_packed_experts,
-    language_model,
-    layers_of,
-    metadata_of_step,
-    model_of,
-    spare_other_models,
-    tie_again,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +34,12 @@ class WeightExtension:
 
     def report_layers(self) -> None:
         """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
-        for layer in layers_of(model_of(self)):
+        for layer in vllm_insides.layers_of(self.model_runner.model):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
 
     def spare_other_models(self) -> None:
         """In a worker whose process has other models."""
-        spare_other_models(model_of(self))
+        vllm_insides.spare_other_models(self.model_runner.model)
 
     def end_with_engine(self) -> None:
         """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is
@@ -60,11 +49,13 @@ class WeightExtension:
 
     def compute_rows_once(self) -> None:
         """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing."""
-        settings, decoder = self.model_runner.vllm_config, getattr(language_model(model_of(self)), "model", None)
+        settings = self.model_runner.vllm_config
+        decoder = getattr(vllm_insides.language_model(self.model_runner.model), "model", None)
         if settings.lora_config is not None or settings.parallel_config.pipeline_parallel_size > 1:
             return
-        if takes_rows(decoder) and (attentions := attentions_of(self)):
-            self.repeated_rows = RepeatedRows(decoder, attentions, metadata_of_step, settings.cache_config.block_size)
+        if takes_rows(decoder) and (attentions := vllm_insides.attentions_of(self)):
+            block_size = settings.cache_config.block_size
+            self.repeated_rows = RepeatedRows(decoder, attentions, vllm_insides.metadata_of_step, block_size)
 
     def record_routing(self, context: Callable[[], Any]) -> None:
         """From now on: routing.py. context: vllm's get_forward_context."""
@@ -84,33 +75,31 @@ class WeightExtension:
         compared. tensors: the files' own; without them the files are mapped here.
         """
         weights = tensors or _mapped(Path(folder))
-        if self.layout is None:
-            self.layout = Layout()
+        self.layout = self.layout or Layout()
         is_first = self.layout.is_new
-        self._load(weights)
+        self._load(weights, self.layout)
         if not expected:
             return Proof()
-        proof = prove(model_of(self), expected, self.layout, weights)
+        proof = prove(self.model_runner.model, expected, self.layout, weights)
         if is_first and self.layout.computed:  # once more: does a load reach them?
-            self._load(weights)
-            proof = prove(model_of(self), expected, self.layout, weights)
+            self._load(weights, self.layout)
+            proof = prove(self.model_runner.model, expected, self.layout, weights)
         if tensors is None:
             other = [name for name, info in expected.items() if checksum(weights[name]) != info.checksum]
             proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
         return proof
 
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
-        model = model_of(self)
-        if self.layout is not None:
-            spoil(model, self.layout)
-        forget_packed_experts(model)
-        self.reload_weights(weights_iterator=by_expert(model, _one_by_one(weights)))
-        copy_sinks(model, weights)
-        tie_again(model)
+    def _load(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
+        model = self.model_runner.model
+        spoil(model, layout)
+        vllm_insides.forget_packed_experts(model)
+        self.reload_weights(weights_iterator=vllm_insides.by_expert(model, _one_by_one(weights)))
+        vllm_insides.copy_sinks(model, weights)
+        vllm_insides.tie_again(model)
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
         """Compares the adapter that was loaded last, with None not."""
-        return prove_adapters(model_of(self), adapter) if adapter else Proof()
+        return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def test_the_real_engine_samples_the_same_after_its_cache_lost_everything(engine
     before = sampled(engine)
     engine.submit("a", PROMPT, SamplingParams(1.0, 24, 4, 7))
     engine.step()
-    engine.abort_all()
+    engine.abort(["a"])
     engine.rest()
     assert asked == ["discard kv_cache"]
     assert sampled(engine) == before, "prefixes of the prompt were taken from a cache that is empty"

@@ -138,7 +138,7 @@ def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:
     with pytest.raises(RuntimeError, match="it would train on another prompt"):
         while eye.engine.num_running:
             eye.engine.step()
-    eye.engine.abort_all()
+    eye.engine.abort(["key"])
 
 
 @pytest.mark.parametrize("eye", [*FAMILIES, UNTIED], indirect=True)

@@ -19,7 +19,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(engine: Engine) -> Any:
-    return vllm_insides.model_of(worker_of(engine))
+    return worker_of(engine).model_runner.model
 
 
 def test_a_models_layers_its_fused_ones_and_their_parts_are_found(model: Any) -> None:

@@ -55,9 +55,6 @@ class Engine:
     def abort(self, keys: Any) -> None:
         self.asked = {key: what for key, what in self.asked.items() if key not in keys}
 
-    def abort_all(self) -> None:
-        self.asked.clear()
-
 
 class Pool:
     def __init__(self) -> None:
@@ -80,9 +77,7 @@ class Pool:
 
     def close(self, key: Any) -> None:
         self.closed.append(key)
-
-    def close_all(self) -> None:
-        self.owed.clear()
+        self.owed.pop(key, None)
 
     def reply(self, key: Any, what: Any) -> None:
         del self.owed[key]
@@ -370,5 +365,5 @@ def test_a_group_that_another_sampler_delivered_ends_its_environments_and_a_new_
         play.pool.reply((other, rollout), Turn())
     play.episodes.step()
     assert play.engine.num_running == 2
-    play.episodes.abort_all()
+    play.episodes.abort([other])
     assert (play.episodes.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)

@@ -237,7 +237,6 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
     from model.images import decode_patches, read_vision
     from model.tokenizer import load_tokenizer
     from sampler.dataset import load_data
-    from sampler.pictures import encode_problem
     from sampler.prompts import make_prompt
 
     folder, settings = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml")
@@ -246,8 +245,7 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
     problems = load_data("data.eval", str(folder / "test.jsonl"), settings.data)
     few = replace(TINY[name], batch_size=1, **({"without_tools": 1.0} if isinstance(TINY[name], Calculator) else {}))
     for problem, made in zip(problems, few.split("test", 20), strict=True):
-        images = encode_problem(problem, vision.form, settings.data) if vision else ()
-        prompt = make_prompt(problem, tokenizer, settings, vision, images)
+        prompt = make_prompt(problem, tokenizer, settings, vision)
         if isinstance(made, Story):  # its first turn
             made = replace(made, changes=made.changes[:1])
         (shown,) = few.lessons([made], tokenizer)(random.Random(0), 0.0, 0.0)
@@ -255,7 +253,7 @@ def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_f
         assert prompt.token_ids.tolist() == shown.token_ids[:asked] and not any(shown.is_taught[:asked])
         assert asked <= settings.data.max_prompt_length
         assert len(shown.token_ids) - asked <= settings.sampler.max_completion_length
-        for image in images:
+        for image in prompt.images:
             assert prompt.token_ids.tolist().count(vision.image) == 84 * 84 // 28**2
             assert (decode_patches(image, vision.form) == shown.patches.numpy()).all()
     needed = settings.data.max_prompt_length + settings.sampler.max_completion_length

@@ -294,15 +294,18 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
         assert inbox.state.peers == {}, "the only one may not come back with other problems either"
 
 
-def test_a_trainer_waits_for_a_sampler_as_long_as_its_work_on_the_rows_moves(link: MemoryLink) -> None:
+def test_a_trainer_waits_for_a_sampler_as_long_as_its_work_on_the_rows_moves(
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """300,000 rows, or as many pictures, take longer than channel.connect_timeout_s."""
+    monkeypatch.setattr("sampler.link._SILENT_S", 0.0)
     link.config = changed(link.config, channel={"connect_timeout_s": 0.5})
     with link.inbox() as inbox:
         sampler, ended = link.bare(), threading.Event()
 
         def prepare() -> None:
-            for progress in range(20):
-                sampler.prepare("making prompts", progress)
+            for _ in range(20):
+                sampler.prepare("making prompts")
                 time.sleep(0.1)
             sampler.beat("starting", 0, None, {}, now=True)
             ended.set()
@@ -311,8 +314,8 @@ def test_a_trainer_waits_for_a_sampler_as_long_as_its_work_on_the_rows_moves(lin
         assert inbox.wait_for_sampler() == HELLO and ended.wait(limit(5))
     with link.inbox() as inbox:
         sampler = link.bare("s1")
-        sampler.prepare("making prompts", 7)
-        with pytest.raises(Retryable, match=r"for a sampler to connect; sampler s1 is making prompts \(7\);"):
+        sampler.prepare("making prompts")
+        with pytest.raises(Retryable, match=r"for a sampler to connect; sampler s1 is making prompts \(1\);"):
             inbox.wait_for_sampler()
 
 

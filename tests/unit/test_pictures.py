@@ -59,7 +59,7 @@ def problem(text: Any, *images: bytes, index: int = 0) -> Problem:
 
 def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplate = CHAT) -> Prompt:
     config = config_of(data=DATA.model_dump(), prompt=template.model_dump())
-    return make_prompt(given, tokenizer, config, vision, encode_problem(given, vision.form, DATA))
+    return make_prompt(given, tokenizer, config, vision)
 
 
 # ---- columns ----------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_a_header_says_how_many_tokens_an_image_becomes(kind: str, orientation: 
 def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when_that_is_known(
     tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sampler import many_prompts as module
+    from sampler import prompts as module
 
     encoded: list[int] = []
 

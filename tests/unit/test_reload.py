@@ -149,8 +149,7 @@ def fetched(config: Config, version: Published) -> Fetcher:
     assert not fetcher.has(version)
     fetcher.start(version)
     fetcher.start(version)  # each turn of the sampler's loop asks again
-    assert fetcher._thread is not None
-    fetcher._thread.join(timeout=limit(20))
+    fetcher._coming.exception(timeout=limit(20))
     assert fetcher.has(version) and not fetcher.has(Published(9, version.weights_dir, version.manifest_sha256))
     return fetcher
 

@@ -220,9 +220,6 @@ class OfOne:
     def abort(self, keys: Any) -> None:
         self.engine.abort({(key, 0) for key in keys})
 
-    def abort_all(self) -> None:
-        self.engine.abort_all()
-
 
 def test_turns_of_two_sources_get_what_is_theirs_of_one_engine() -> None:
     engine, made = Engine(), list[OfOne]()
@@ -247,7 +244,7 @@ def test_turns_of_two_sources_get_what_is_theirs_of_one_engine() -> None:
     engine.finished = [(10, one)]  # the engine is empty afterwards, and what it gave still arrives
     assert [key for key, _ in turns.step()] == [10] and turns.num_running == 0
     turns.start(11, prompts["games"], params)
-    turns.abort_all()
+    turns.abort([11])
     assert (turns.num_running, len(engine.asked)) == (0, 0)
 
 

@@ -16,7 +16,7 @@ from common.errors import UserError
 from environments import Done, Turn, conversation, prompt_of
 from environments.contracts import Instance
 from environments.pool import EnvironmentPool
-from environments.tools import Call, Toolbox
+from environments.tools import Call, answer_calls
 from rewards import text_of
 from rewards.pool import RewardPool
 from sampler.tool_calls import CallReader, parser_of
@@ -189,10 +189,10 @@ def double(x: int) -> int:
     ],
 )
 def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(text, content):
-    turn = Toolbox({"double": double}).answer(said(f"{text}{call('double', x=2)}", "double"))
+    turn = answer_calls({"double": double}, said(f"{text}{call('double', x=2)}", "double"))
     assert (turn.num_calls, turn.num_call_errors) == (2, 1)
     assert [m["content"] for m in turn.messages] == [content, "4"]
-    assert Toolbox({"double": double}).answer(said("It is 4.", "double")) is None, "a turn without a call is the last"
+    assert answer_calls({"double": double}, said("It is 4.", "double")) is None, "a turn without a call is the last"
 
 
 @pytest.mark.parametrize(
@@ -323,14 +323,14 @@ class Point:
     ],
 )
 def test_what_a_tool_returns_is_text_or_json_and_none_is_empty(value, text):
-    turn = Toolbox({"tool": lambda: value}).answer(("", [Call("tool")]))
+    turn = answer_calls({"tool": lambda: value}, ("", [Call("tool")]))
     assert turn.messages[0]["content"] == text and turn.num_call_errors == 0
 
 
 @pytest.mark.parametrize("value", [Image.new("L", (2, 2)), [Image.new("L", (2, 2))], b"\x89PNG", {"f": object()}])
 def test_a_picture_and_what_else_is_no_text_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"tool draw returned .*; return text, numbers, lists or dicts"):
-        Toolbox({"draw": lambda: value}).answer(("", [Call("draw")]))
+        answer_calls({"draw": lambda: value}, ("", [Call("draw")]))
 
 
 def test_a_piece_is_no_word_where_rewards_do_not_see_it_or_a_mark_that_is_none_stands_in_it():
