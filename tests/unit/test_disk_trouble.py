@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,9 +22,9 @@ from common.errors import Interrupted, UserError
 from sampler.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
-from tests.support.speed import limit
 from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
+from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
 from trainer.save.disk import DiskTrouble, patiently, together, write_folder
 
@@ -196,35 +195,18 @@ def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_
 def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank_0_says_whose_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    barrier, parts, tried = threading.Barrier(3, timeout=limit(10)), [[0.0]] * 3, [0] * 3
+    tried = [0] * 3
 
-    def live(rank: int) -> None:
-        def add(values: list[float]) -> list[float]:
-            parts[rank] = values
-            barrier.wait()
-            total = [sum(column) for column in zip(*parts, strict=True)]
-            barrier.wait()
-            return total
-
-        def agree(value: bool) -> bool:
-            return bool(add([float(value and rank == 0)])[0])
-
-        def some(value: bool) -> bool:
-            return add([float(value)])[0] > 0
-
+    def live(ranks: Any) -> None:
         def write() -> None:
-            tried[rank] += 1
-            if rank == 2 and tried[rank] <= 2:
+            tried[ranks.rank] += 1
+            if ranks.rank == 2 and tried[2] <= 2:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
-        ranks = SimpleNamespace(rank=rank, world_size=3, stall_timeout_s=60.0, add=add, agree=agree, any=some)
+        ranks.stall_timeout_s = 60.0
         patiently(ranks, "it", lambda: together(ranks, write))
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=limit(20))
+    on_ranks(3, live)
     assert tried == [3, 3, 3]
     assert capsys.readouterr().err.splitlines() == [
         "tandem: it waits for the disk: rank 2: No space left on device. Make room or repair the disk; trying again in "

@@ -75,6 +75,9 @@ class Ranks:
     def add(self, values: list[float]) -> list[float]:
         return [sum(of) for of in zip(*self._all(values), strict=True)]
 
+    def any(self, value: bool) -> bool:
+        return any(self._all(value))
+
     def agree(self, value: bool) -> bool:
         return self._all(value)[0]
 
