@@ -81,7 +81,10 @@ class Model:
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         running, self._running = self._running, {}
-        return [(key, [self._completion(key[1][0], *what)]) for key, what in running.items()]
+        return [(key, [self._completion(self.rollout_of(key), *what)]) for key, what in running.items()]
+
+    def rollout_of(self, key: Any) -> Any:
+        return key[1][0]
 
     def _completion(self, rollout: int, asked: list[int], params: Any) -> Completion:
         text = self._writes(rollout, tokenizer().decode(asked))
@@ -108,11 +111,11 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
     )
 
 
-def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Sampled:
+def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Any:
     decode = decode or functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
     with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
-        prompt = make_prompt(problem, tokenizer(), given)
+        prompt = make_prompt(problem, tokenizer(), given, tools=multi_turn.pool.tools)
         agents = multi_turn.episodes(model, decode)
         agents.start("key", prompt, held_out_params(given, 0))
         while not (over := agents.step()):
