@@ -4,6 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
+from common.types import Group, Rollout, Tombstone
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout, of_two_turns
@@ -11,8 +15,10 @@ from trainer.algorithm.mismatch import CAUSES, MEASURES
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.mini_batches import Step, TrainedStep
 from trainer.engine.deepspeed_model import StepResult
+from trainer.record import throughput
 from trainer.record.stats import turn_texts
 from trainer.record.step_records import StepRecords
+from trainer.record.throughput import Throughput, num_devices
 
 
 def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -40,3 +46,51 @@ def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_pat
     assert [part["by"] for part in forked] == ["model", "history", "model"]
     row, _ = record_of(tmp_path / "plain")
     assert not [key for key in row if key.startswith("rollout/")]
+
+
+# ---- the three throughputs, by hand from their formulas
+
+
+def group(group_id: int, prompt: int, *lengths: int) -> Group:
+    rollouts = tuple(Rollout(np.zeros(n, np.int32), np.zeros(n, np.float32), None, {}, 0.0, "stop") for n in lengths)
+    return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
+
+
+def test_tokens_of_prompts_and_completions_divide_by_devices_and_by_each_of_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(throughput, "process_age_s", lambda: 41.5)
+    clock = Throughput(batch=0, now=100.0)
+    groups = [group(0, 10, 5, 7), group(1, 20, 8, 12), Tombstone(2, 0, "the reward timed out")]
+    timings = {"timing/backward_s": 1.5, "timing/step_s": 0.5, "timing/sampler_generate_s": 4.0}
+    values = clock.step(groups, 1, timings, now=108.0, devices=4)
+    # mean completion 8, mean prompt 15, 4 completions: 23 · 4 = 92 tokens on 4 devices
+    assert values == {
+        "timing/first_step_s": 41.5,  # since the start of the process; once
+        "timing/all_s": 8.0,
+        "timing/update_s": 2.0,
+        "e2e_tps": pytest.approx(92 / 4 / 8),
+        "update_tps": pytest.approx(92 / 4 / 2),
+        "vllm_tps": pytest.approx(92 / 4 / 4),
+    }
+
+
+def test_a_batch_of_several_steps_counts_its_tokens_once_and_the_seconds_of_all_of_them() -> None:
+    clock = Throughput(batch=7, now=0.0)
+    groups = [group(0, 10, 10, 10)]  # 40 tokens
+    first = clock.step(groups, 7, {"timing/backward_s": 1.0, "timing/sampler_generate_s": 3.0}, now=5.0, devices=1)
+    assert "e2e_tps" not in first
+    second = clock.step(groups, 8, {"timing/backward_s": 3.0}, now=8.0, devices=1)
+    assert (second["timing/all_s"], second["timing/update_s"]) == (3.0, 3.0)
+    assert (second["e2e_tps"], second["update_tps"], second["vllm_tps"]) == pytest.approx((5.0, 10.0, 40 / 3))
+    third = clock.step(
+        groups, 9, {}, now=10.0, devices=1
+    )  # a new batch begins from nothing, and 0 s of updates is not infinite
+    assert third == {"timing/all_s": 2.0, "timing/update_s": 0.0, "e2e_tps": 20.0}
+
+
+def test_devices_are_the_trainers_ranks_and_those_of_every_sampler() -> None:
+    assert num_devices(config_of(), world_size=1, num_samplers=1) == 2
+    assert num_devices(config_of(), world_size=1, num_samplers=0) == 2, "a replay counts the one it had"
+    assert num_devices(config_of(vllm={"tensor_parallel_size": 2}), world_size=6, num_samplers=2) == 10
+    assert num_devices(config_of(sampler={"devices": [0, 1, 2]}), world_size=1, num_samplers=1) == 4
