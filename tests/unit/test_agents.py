@@ -23,6 +23,7 @@ from environments.chat_completions import Ask, Refused, Said, end_of_stream
 from environments.endpoint import Asking, Endpoint
 from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
+from launcher.machine import ROOT
 from sampler.completions import Completion
 from sampler.engine_arguments import looks_for_texts
 from sampler.episode import Played, as_rollout
@@ -33,7 +34,6 @@ from sampler.task import held_out_params
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
 
-ROOT = Path(__file__).resolve().parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
 PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
 CLIENT = """

@@ -12,13 +12,12 @@ import pytest
 
 from common.errors import Retryable
 from common.shared_memory import remove_orphans
+from launcher.machine import ROOT
 from model.engine_models import is_unknown
 from sampler.cache_sleep import CacheSleep
 from sampler.engine_arguments import set_environment
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from launcher.machine import ROOT
 from tests.unit.test_imports import MAY_IMPORT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"^```(python|diff)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 RECIPES = ("sink", "family")

@@ -19,6 +19,7 @@ import pytest
 
 from common import durable, exits, failpoints, weights
 from common.errors import Interrupted, UserError
+from launcher.machine import ROOT
 from sampler.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
@@ -27,8 +28,6 @@ from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step,
 from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
 from trainer.save.disk import DiskTrouble, patiently, together, write_folder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 from common.config import Config, Rewards, load, reference_page
 from common.config.messages import known_keys
 from launcher.__main__ import COMMANDS
+from launcher.machine import ROOT
 from report.advice import RULES
 from rewards.find import BUILT_IN
 from tests.support import syntax
@@ -18,7 +19,6 @@ from tests.support.metrics_page import documented, unexplained
 from tests.support.speed import limit
 from tests.unit.test_imports import SOURCES
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "configs").rglob("*.md")])
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)

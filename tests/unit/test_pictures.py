@@ -20,6 +20,7 @@ from common.config import Data, PromptTemplate
 from common.errors import UserError
 from common.group_limits import picture_size
 from common.types import Problem, Prompt
+from launcher.machine import ROOT
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
 from sampler.dataset import fingerprint, load_data, whole_row
@@ -29,7 +30,6 @@ from sampler.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAT = PromptTemplate(chat_template=ROOT / "configs" / "templates" / "chatml.jinja")
 DATA = Data(train="x.jsonl", image_key="images", limit_images=2, min_pixels=784, max_pixels=10_000)
 RED, BLUE = file_of(picture(84, 56)), file_of(picture(56, 56, seed=1), "JPEG")

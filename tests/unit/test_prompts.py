@@ -9,6 +9,7 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem
+from launcher.machine import ROOT
 from model.tokenizer import load_tokenizer
 from sampler.many_prompts import make_prompts
 from sampler.prompts import make_prompt
@@ -17,7 +18,6 @@ from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 from tests.support.vision import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
 
 
