@@ -194,6 +194,8 @@ def test_a_thread_hears_its_own_progress_whatever_another_listens_to() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         entered.wait(10)
+        with ThreadPoolExecutor(1) as deaf:
+            deaf.submit(report_progress, "of a thread that listens to nothing").result()
         report_progress("mine")
     leave.set()
     thread.join()
