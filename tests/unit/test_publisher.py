@@ -33,11 +33,6 @@ class RankZero:
         return []
 
 
-class Alone(OneRank):
-    def text(self, value: str | None) -> str:
-        return value or ""
-
-
 class Bench:
     """A publisher of a plain policy in `folder`, and all that it says and counts."""
 
@@ -46,9 +41,9 @@ class Bench:
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
         self.rank_zero, self.seconds = RankZero(), dict[str, float]()
-        ranks: Any = Alone()
+        ranks: Any = OneRank()
         rank_zero: Any = self.rank_zero
-        behind: Any = Alone() if writes_behind(config) else None
+        behind: Any = OneRank() if writes_behind(config) else None
         ends = ranks, behind, rank_zero, self.rank_zero.incarnation
         self.publisher = Publisher(config, self.policy, *ends, self.seconds.__setitem__)
         self.publish(0)
