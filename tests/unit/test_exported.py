@@ -30,6 +30,13 @@ from trainer.save.write_version import slices
 TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda folder: None)
 
 
+def engine_around(model: Any, **more: Any) -> Any:
+    engine = SimpleNamespace(adapter_settings=None, layout=None, model=model, **more)
+    engine.tensors = under_checkpoint_names(model, parameters(model))
+    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
+    return engine
+
+
 def of(model: Any) -> dict[str, Exported]:
     return {tensor.name: tensor for tensor in under_checkpoint_names(model, parameters(model))}
 
@@ -46,9 +53,7 @@ def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to
     assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
     for name, tensor in expected.items():
         assert (made[name].size, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
-    engine: Any = SimpleNamespace(adapter_settings=None, layout=None, model=model, tensors=list(made.values()))
-    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
-    save_model(engine, OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
+    save_model(engine_around(model), OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(files) >= 2
     for file in files:
@@ -120,10 +125,7 @@ def test_a_family_without_a_way_back_is_refused_by_name_at_the_start() -> None:
 
 def engine_of(folder: Path) -> Any:
     model = load_causal_lm(str(folder), "float32", None, False)
-    engine = SimpleNamespace(adapter_settings=None, layout=None, model=model, config=config_of({"path": str(folder)}))
-    engine.tensors = under_checkpoint_names(model, parameters(model))
-    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
-    return engine
+    return engine_around(model, config=config_of({"path": str(folder)}))
 
 
 def edited(folder: Path, name: str, **changes: Any) -> None:
