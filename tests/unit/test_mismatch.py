@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from common.config import Algorithm
+from tests.unit.test_losses import logs
 from tests.unit.test_tensors import group, rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
-
-
-def logs(*probs: float) -> torch.Tensor:
-    return torch.tensor(probs, dtype=torch.float64).log()
 
 
 def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:

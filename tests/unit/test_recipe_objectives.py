@@ -5,20 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from common.config import Algorithm
 from launcher.machine import ROOT
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
+from tests.unit.test_losses import logs
 from trainer.algorithm.advantages import step_advantages
 from trainer.algorithm.losses import token_objective
 
 FILE = f"{ROOT}/configs/recipes/objectives.py"
-
-
-def logs(*probs: float) -> Tensor:
-    return torch.tensor(probs, dtype=torch.float64).log()
 
 
 def objective(

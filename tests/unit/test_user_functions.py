@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.types import Tombstone
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
+from tests.unit.test_losses import logs
 from trainer.algorithm.advantages import is_dead_group, step_advantages, try_own_estimator
 from trainer.algorithm.losses import token_objective, try_own_objective
 from trainer.algorithm.user_functions import ESTIMATOR, require_user_functions
@@ -74,10 +75,6 @@ def test_an_estimator_that_gives_no_finite_number_each_is_refused_before_the_fir
         pytest.raises(UserError, match=rf"algorithm.adv_estimator '.*mine.py:estimator' .*({said})"),
     ):
         try_own_estimator(config(f"{file}:estimator"))
-
-
-def logs(*probs: float) -> torch.Tensor:
-    return torch.tensor(probs, dtype=torch.float64).log()
 
 
 def objective(loss: str, **algorithm: Any) -> tuple[list[float], list[float]]:
