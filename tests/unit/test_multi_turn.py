@@ -17,22 +17,15 @@ from sampler.mixed_turns import turns_of
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
-from tests.support.configs import config_in
 from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
+from tests.unit.test_agents import config as without_code
 
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 pytestmark = pytest.mark.usefixtures("_with_a_row_for_each_token")
 
 
 def config(folder: Path, template: str = "hermes_tools", **rollout: Any) -> Config:
-    return config_in(
-        folder,
-        data={"max_prompt_length": 600},
-        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"},
-        sampler={"num_generations": 2, "max_completion_length": 400},
-        eval={"num_generations": 2},
-        rollout=rollout or {"tools": [TOOL]},
-    )
+    return without_code(folder, template=template, rollout={"agent": None} | (rollout or {"tools": [TOOL]}))
 
 
 class Scripted(Model):
