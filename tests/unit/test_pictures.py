@@ -29,6 +29,7 @@ from sampler.pictures import encode_problem, image_size, read_file, sources
 from sampler.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
+from tests.unit.test_dataset import private_cache  # noqa: F401
 
 CHAT = PromptTemplate(chat_template=ROOT / "configs" / "templates" / "chatml.jinja")
 DATA = Data(train="x.jsonl", image_key="images", limit_images=2, min_pixels=784, max_pixels=10_000)
@@ -44,13 +45,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def vision(tokenizer: Any) -> Vision:
     return Vision(PLAIN, *tokenizer.convert_tokens_to_ids([START, PAD, END]))
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def problem(text: Any, *images: bytes, index: int = 0) -> Problem:
