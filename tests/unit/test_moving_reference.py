@@ -21,7 +21,7 @@ from trainer.save.write_version import Changes
 PROMPT, COMPLETION = [5, 6, 7], [8, 9, 10, 11]
 
 
-class Bench:
+class Follower:
     def __init__(self, folder: Path) -> None:
         model, self.folder = {"path": str(tiny_model(folder / "model")), "dtype": "float32"}, folder
         self.config = config_in(folder, model=model, algorithm={"beta": 0.1}, reference={"sync_steps": 2})
@@ -47,28 +47,28 @@ class Bench:
 
 
 def test_every_second_policy_is_the_reference_of_the_steps_behind_it_also_of_a_resumed_run(tmp_path: Path) -> None:
-    bench, checkpoint = Bench(tmp_path), step_dir(tmp_path / "run" / "checkpoints", 3)
-    begun, seen = bench.follow(0, moves=False), {step: bench.follow(step) for step in (1, 2, 3)}
+    follower, checkpoint = Follower(tmp_path), step_dir(tmp_path / "run" / "checkpoints", 3)
+    begun, seen = follower.follow(0, moves=False), {step: follower.follow(step) for step in (1, 2, 3)}
     checkpoint.mkdir(parents=True)
-    seen[4] = bench.follow(4)
+    seen[4] = follower.follow(4)
     assert [seen[step][1] for step in (1, 2, 3, 4)] == [begun[1], seen[2][0], seen[2][0], seen[4][0]]
     assert seen[1][0] != begun[0] == begun[1] and seen[3][0] != seen[3][1]
-    bench.restart()
-    assert bench.follow(3, moves=False)[1] == seen[2][0], "what a checkpoint would resume with is kept"
-    bench.restart()
-    assert bench.follow(4, moves=False)[1] == seen[4][0], "saved on the way out, before anything was published"
+    follower.restart()
+    assert follower.follow(3, moves=False)[1] == seen[2][0], "what a checkpoint would resume with is kept"
+    follower.restart()
+    assert follower.follow(4, moves=False)[1] == seen[4][0], "saved on the way out, before anything was published"
     checkpoint.rmdir()
-    bench.follow(6)
+    follower.follow(6)
     assert [path.name for path in (tmp_path / "run" / "reference").iterdir()] == ["step_000006"]
-    bench.restart()
+    follower.restart()
     with pytest.raises(UserError, match="step_000004 is gone, the reference since step 4"):
-        bench.follow(5)
+        follower.follow(5)
 
 
 def test_a_reference_that_is_not_what_was_published_ends_the_run_with_the_tensors_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, keep = Bench(tmp_path), moving_reference.keep_version
+    follower, keep = Follower(tmp_path), moving_reference.keep_version
 
     def damaged(folder: Path, *rest: Any) -> None:
         keep(folder, *rest)
@@ -79,4 +79,4 @@ def test_a_reference_that_is_not_what_was_published_ends_the_run_with_the_tensor
 
     monkeypatch.setattr(moving_reference, "keep_version", damaged)
     with pytest.raises(Retryable, match=r"model\.norm\.weight is .*, published was"):
-        bench.follow(2)
+        follower.follow(2)

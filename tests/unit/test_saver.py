@@ -15,21 +15,17 @@ from trainer.save.checkpoint import Progress
 from trainer.save.saver import Saver
 
 
-class Clock:
-    """Minutes that go by when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+def stopped_clock() -> Any:
+    """Minutes go by when the test says so."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    return clock
 
 
 class Run:
     """A Saver of one rank that notes the steps that it saves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, agree: Any = lambda value: value, **trainer: Any) -> None:
-        self.clock, self.saved = Clock(), list[int]()
+        self.clock, self.saved = stopped_clock(), list[int]()
         monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
         config = config_of(trainer=trainer)
@@ -89,7 +85,7 @@ def test_a_run_that_is_out_of_time_saves_and_says_how_to_go_on(monkeypatch: pyte
 
 def test_time_is_counted_from_the_start_of_launch_sh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A trainer that the supervisor starts again after 59 of 60 minutes has one minute left."""
-    clock = Clock()
+    clock = stopped_clock()
     monkeypatch.setattr(exits.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(exits, "_end_at", exits._end_at)
     monkeypatch.setenv(exits.STARTED_AT, str(clock.now - 59 * 60))
