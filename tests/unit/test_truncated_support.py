@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from common.types import Group
 from launcher.machine import ROOT
 from model.logprobs import token_terms
 from model.packing import pack
@@ -136,14 +135,9 @@ def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first_and_
     assert (kept.tolist(), incomplete) == ([[7, 3, 5], [1, 2, -1]], 1)
 
 
-def group(*sets: list[list[int]] | None) -> Group:
-    """Completions of as many tokens as there are sets; a token is the first of its set."""
-    masks = [None if rows is None else np.array(rows, np.int32) for rows in sets]
-    return make_group(3, 1, *(make_rollout((1,) if m is None else m[:, 0], sampling_mask=m) for m in masks))
-
-
 def test_a_micro_batch_joins_sets_of_different_width() -> None:
-    g = group([[1, 2], [3, -1]], [[4, 5, 6]])
+    masks = [np.array(rows, np.int32) for rows in ([[1, 2], [3, -1]], [[4, 5, 6]])]
+    g = make_group(3, 1, *(make_rollout(mask[:, 0], sampling_mask=mask) for mask in masks))
     known = Experience(g, advantages=np.array([1.0, -1.0]))
     batch = micro_batch([known], Denominator("grpo", 2, 3, 8), Algorithm())
     assert batch.row.sampling_mask is not None
