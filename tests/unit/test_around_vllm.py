@@ -69,7 +69,6 @@ def test_a_cache_that_cannot_wake_ends_the_process_and_names_the_setting(waking:
 
 # ---- float32 on a GPU: Triton would multiply in TF32, and the canary would refuse good weights
 
-
 SETTING = "TRITON_F32_DEFAULT"
 
 

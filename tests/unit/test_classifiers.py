@@ -122,7 +122,6 @@ def test_a_gradient_that_is_infinite_under_a_finite_loss_is_seen() -> None:
 
 # ---- as rewards: built here, scored in the rewards' process and by hand
 
-
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

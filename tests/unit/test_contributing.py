@@ -69,7 +69,6 @@ def test_the_site_builds_without_a_dead_heading(tmp_path: Path) -> None:
 
 # ---- the Dockerfile against what it is made of, without Docker
 
-
 NAME = "tools/docker/Dockerfile"
 
 

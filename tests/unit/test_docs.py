@@ -173,7 +173,6 @@ def test_the_page_lists_every_built_in_reward_and_template() -> None:
 
 # ---- RELIABILITY.md has a row for every promise, and names tests that exist
 
-
 RELIABILITY = (DOCS / "RELIABILITY.md").read_text()
 ROWS = {line.split("|")[1].strip(): line for line in RELIABILITY.splitlines() if re.match(r"\| R\d+ \|", line)}
 REFERENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(?:::(\w+))?`")

@@ -171,7 +171,6 @@ def test_a_signature_is_checked_when_the_file_is_loaded(tmp_path: Path) -> None:
 
 # ---- configs/recipes/objectives.py by hand; against TRL 1.16.0: tools/benchmarks/trl_formulas.py
 
-
 FILE = f"{ROOT}/configs/recipes/objectives.py"
 
 
