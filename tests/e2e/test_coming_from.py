@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from examples.drawings import Drawings
+from launcher.machine import ROOT
 from report.run_log import read_jsonl
 from tests.support.pupils import files_of
 from tests.support.speed import limit
@@ -22,7 +23,6 @@ from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 
-ROOT = Path(__file__).resolve().parents[2]
 SUMS = [(a, b, a + b) for a in range(2, 6) for b in range(3, 7)]
 
 

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from launcher.__main__ import program
+from launcher.machine import ROOT
 from tests.support.tier import full
 
-ROOT = Path(__file__).resolve().parents[2]
 FAST = {"machine", "attention", "gradient", "head"}
 SLOW = {"collectives", "together", "reloads", "step"}
 

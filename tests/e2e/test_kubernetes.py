@@ -16,12 +16,12 @@ import psutil
 import pytest
 import yaml
 
+from launcher.machine import ROOT
 from report.run_log import read_jsonl
 from tests.support.clone import BACKEND, Clone
 from tests.support.speed import limit, until
 from tests.support.tier import full
 
-ROOT = Path(__file__).resolve().parents[2]
 _, JOB = yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]

@@ -16,6 +16,7 @@ from common.config import load
 from common.ports import free_port
 from examples.calculator import Calculator
 from examples.drawings import Drawings
+from launcher.machine import ROOT
 from model.images import read_vision
 from report.run_log import read_jsonl
 from sampler.dataset import mixed_index
@@ -32,7 +33,6 @@ from trainer.link import recording
 
 pytestmark = pytest.mark.timeout(900)
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_generations=4", "trainer.save_steps=null")
 # Tells completions apart where a model gives no right answer: equal rewards have no gradient.
 REWARD = """

@@ -24,6 +24,7 @@ import yaml
 from common import durable
 from common.config.loading import parse
 from common.run_folder import checkpoints
+from launcher.machine import ROOT
 from report.run_log import read_jsonl
 from tests.support.pupils import HARDLY_TAUGHT, files_of
 from tests.support.speed import limit, overdue
@@ -32,7 +33,6 @@ from trainer.link import recording
 
 pytestmark = pytest.mark.timeout(0)  # every wait below has a deadline of its own
 
-ROOT = Path(__file__).resolve().parents[2]
 VICTIMS = {"sampler": "sampling.py", "trainer": "training_worker.py"}
 STEPS = int(os.environ.get("TANDEM_SOAK_STEPS", count(14, 30)))
 SEED = int(os.environ.get("TANDEM_SOAK_SEED", "1"))

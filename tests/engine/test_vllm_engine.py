@@ -14,6 +14,7 @@ from common.watchdog import progress_heard_by
 from environments import Turn
 from model.logprobs import score_logprobs
 from model.packing import pack
+from model.tokenizer import load_tokenizer
 from sampler.completions import SamplingParams
 from sampler.episode import Episode, as_rollout
 from sampler.reload import reload
@@ -217,3 +218,24 @@ def kept_by_definition(probs: np.ndarray, top_k: int, top_p: float = 1.0, min_p:
     share = probs[order] / probs[order].sum()
     fewest = int(np.searchsorted(np.cumsum(share), top_p)) + 1 if top_p < 1 else len(order)
     return {int(v) for v in order[:fewest]}
+
+
+TOKEN = 21
+
+
+@pytest.mark.parametrize("settings", [{"sampler": {"stop": ["e", TOKEN]}}], indirect=True)
+def test_a_text_and_a_token_end_a_completion_and_stay_in_it_with_the_trainers_log_probs(
+    engine, config, policy, version
+):
+    reload(engine, version(1), config)
+    tokenizer = load_tokenizer(config.model.path)
+    completions = complete(engine, SamplingParams(1.0, 24, 16, 5))
+    ends = []
+    for completion in completions:
+        ids = completion.token_ids.tolist()
+        *before, last = tokenizer.batch_decode([ids[:-1], ids])
+        is_end = "e" in last or ids[-1] in (TOKEN, tokenizer.eos_token_id)
+        assert (completion.finish_reason == "stop") == is_end and "e" not in before[0] and TOKEN not in ids[:-1]
+        ends += ["text" if "e" in last else "token" if ids[-1] == TOKEN else "other"]
+        np.testing.assert_allclose(completion.logprobs, policy.logprobs(PROMPT, ids, 1.0), atol=1e-4)
+    assert {"text"} < set(ends), "each kind of end is there"

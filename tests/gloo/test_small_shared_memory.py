@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.machine import ROOT
 from tests.support.speed import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 MOUNT = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for mounts")
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from launcher.machine import ROOT
 from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.gloo_data import OF_HOSTS, settings
@@ -22,8 +23,6 @@ from tests.support.speed import limit, until
 from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(900)
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(trainers: Stack, name: str, trainer: dict[str, Any]) -> Path:

@@ -20,6 +20,7 @@ import pytest
 from common import channel, wire
 from common.config import Config
 from common.types import Group
+from launcher.machine import ROOT
 from tests.support.protocol_helpers import (
     LIMITS,
     FakeSampler,
@@ -34,7 +35,6 @@ from trainer.link.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_GROUPS, WARM_UP = 10_000, 500
 PER_STEP, WINDOW = 20, 40
 TOKENS = 1000  # per completion; two completions of 8 bytes a token are 16 KiB

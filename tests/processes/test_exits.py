@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.machine import ROOT
 from tests.support.speed import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import os, signal, sys, time; from common import errors, exits; from common.errors import UserError
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored

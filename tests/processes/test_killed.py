@@ -15,12 +15,11 @@ import pytest
 
 from launcher import killed
 from launcher.killed import OomKills, oom_kills
-from launcher.machine import memory_limit, shared_memory_bytes, usable_cores
+from launcher.machine import ROOT, memory_limit, shared_memory_bytes, usable_cores
 from tests.processes import test_supervisor
 from tests.processes.test_supervisor import WAITS, Run
 
 MIB = 2**20
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(root: Path, **files: str) -> None:

@@ -4,18 +4,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.failpoints import FAILPOINTS
+from launcher.machine import ROOT
 from tests.support.protocol_kill import SAMPLER_POINTS, TRAINER_POINTS
 from tests.support.tier import count
 
 pytestmark = pytest.mark.timeout(0)  # the judge has a deadline of its own
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def judged(kills: int, links: int, deadline_s: int, *more: str) -> dict[str, Any]:

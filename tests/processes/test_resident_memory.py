@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.machine import ROOT
 from launcher.placement import placement
 from tests.support.configs import config_in
 from tests.support.tier import full
@@ -24,7 +25,6 @@ from tests.support.tiny import tiny_model
 
 pytestmark = full
 
-ROOT = Path(__file__).resolve().parents[2]
 GROWTH = 0.02  # of resident memory, from the end of the grid on
 GROUP_SIZE = 8
 

@@ -10,12 +10,12 @@ import yaml
 
 from common.errors import UserError
 from launcher import slurm
+from launcher.machine import ROOT
 from tests.support.slurm import Slurm, real_slurm
 from tests.support.speed import until
 from tests.support.tier import full
 from trainer.engine.slurm_rank import set_rank
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "recipes").glob("*.yaml")])
 SRUN = {
     "SLURM_PROCID": "3",

@@ -21,10 +21,10 @@ import pytest
 from common import durable, out_of_memory
 from common.errors import UserError
 from common.types import Problem
+from launcher.machine import ROOT
 from tests.support.configs import config_of
 from tests.support.speed import limit, overdue
 
-ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "configs" / "templates" / "chatml.jinja"
 ROW = {"question": "What is 2+2?", "answer": "#### 4"}
 QWEN = {

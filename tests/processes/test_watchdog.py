@@ -11,6 +11,7 @@ import pytest
 
 from common.config import Config
 from common.errors import Interrupted
+from launcher.machine import ROOT
 from tests.support.protocol_helpers import (
     FakeSampler,
     changed,
@@ -24,7 +25,6 @@ from tests.support.speed import limit, overdue, until
 
 pytestmark = pytest.mark.timeout(60)
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 0.6
 PATIENT_S = 1.5  # where it must not end: a busy machine may stop a process for a second
 HEAD = """

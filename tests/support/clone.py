@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from launcher.machine import ROOT
 from tests.support.speed import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 MADE_HERE = (".*cache*", ".git", ".venv", ".hypothesis", "runs", "__pycache__", "tests")
 BACKEND = "cpu" if torch.__version__.endswith("+cpu") else "gpu"
 

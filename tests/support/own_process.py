@@ -4,10 +4,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from launcher.machine import ROOT
 
 
 def in_processes(function: Callable[..., Any], *calls: Sequence[Any]) -> list[Any]:

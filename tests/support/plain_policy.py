@@ -25,8 +25,8 @@ class OneRank:
     def gather(self, text: str) -> list[str]:
         return [text]
 
-    def text(self, value: str) -> str:
-        return value
+    def text(self, value: str | None) -> str:
+        return value or ""
 
     def agree(self, value: bool) -> bool:
         return value

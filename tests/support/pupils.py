@@ -9,9 +9,9 @@ import torch
 
 from examples.example import Example, build
 from examples.quickstart import QuickStart
+from launcher.machine import ROOT
 from tests.support.speed import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 # Beside the other workers' tests: threads that spin while they wait for each other would take ten times as long.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 

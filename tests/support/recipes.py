@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from launcher.machine import ROOT
+
 RECIPES = ROOT / "configs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 _PAGE = (ROOT / "docs" / "recipes.md").read_text()

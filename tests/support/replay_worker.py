@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from common.ports import free_port
+from launcher.machine import ROOT
 from tests.support.protocol_helpers import received
 from tests.support.speed import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 RUN_S = 60.0  # no run here takes ten
 WORK_S = 400.0  # nor does a worker with all its cases take two minutes

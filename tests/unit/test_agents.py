@@ -23,6 +23,7 @@ from environments.chat_completions import Ask, Refused, Said, end_of_stream
 from environments.endpoint import Asking, Endpoint
 from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
+from launcher.machine import ROOT
 from sampler.completions import Completion
 from sampler.engine_arguments import looks_for_texts
 from sampler.episode import Played, as_rollout
@@ -33,7 +34,6 @@ from sampler.task import held_out_params
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
 
-ROOT = Path(__file__).resolve().parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "417*382"}}\n</tool_call>'
 PROBLEM = Problem(3, {"question": "417*382?", "answer": "#### 159294"})
 CLIENT = """
@@ -81,7 +81,10 @@ class Model:
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         running, self._running = self._running, {}
-        return [(key, [self._completion(key[1][0], *what)]) for key, what in running.items()]
+        return [(key, [self._completion(self.rollout_of(key), *what)]) for key, what in running.items()]
+
+    def rollout_of(self, key: Any) -> Any:
+        return key[1][0]
 
     def _completion(self, rollout: int, asked: list[int], params: Any) -> Completion:
         text = self._writes(rollout, tokenizer().decode(asked))
@@ -108,11 +111,11 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
     )
 
 
-def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Sampled:
+def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Any:
     decode = decode or functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
     with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
-        prompt = make_prompt(problem, tokenizer(), given)
+        prompt = make_prompt(problem, tokenizer(), given, tools=multi_turn.pool.tools)
         agents = multi_turn.episodes(model, decode)
         agents.start("key", prompt, held_out_params(given, 0))
         while not (over := agents.step()):
@@ -145,6 +148,14 @@ def require_all_is_trained_once(sampled: Sampled, model: Model) -> None:
     read_group(*write_group(Group(0, 0, 0, sampled.prompt.token_ids, rollouts)))
 
 
+def play(given: Config, writes: Any) -> tuple[Any, Model]:
+    """An agent whose every sampled token is trained once. writes: what a Model writes, or one."""
+    model = writes if isinstance(writes, Model) else Model(writes)
+    sampled = played(given, model)
+    require_all_is_trained_once(sampled, model)
+    return sampled, model
+
+
 LOOP = """
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}]
 
@@ -166,8 +177,9 @@ async def solve(question, answer, **row):
 
 def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: Path) -> None:
     sloppy = CALL.replace('{"name"', '{ "name"')  # as no template would write it
-    model = Model(lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"))
-    sampled = played(config(tmp_path, LOOP), model)
+    sampled, _ = play(
+        config(tmp_path, LOOP), lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7")
+    )
     called, direct = sampled.completions
     assert isinstance(called, Played) and isinstance(direct, Played)
     assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
@@ -178,7 +190,6 @@ def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: 
         "\n<|im_start|>user\n<tool_response>\n159294\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert [m["role"] for m in called.messages] == ["assistant", "tool", "assistant"]
-    require_all_is_trained_once(sampled, model)
 
 
 def test_the_agent_of_the_page_looks_a_word_up_and_is_rewarded(tmp_path: Path) -> None:
@@ -205,12 +216,10 @@ async def solve(question, **row):
     return random.random()
 """
     for seed in range(4):
-        model = Model(lambda i, prompt: random.choice(["0", "1 2", "0 1", "2"]))
         rollout = {"max_turns": 20}
         given = config(tmp_path, code, run={"seed": seed}, rollout=rollout, sampler={"num_generations": 4})
-        sampled = played(given, model)
+        sampled, _ = play(given, lambda i, prompt: random.choice(["0", "1 2", "0 1", "2"]))
         assert sampled.failures == () and len(sampled.completions) == 2
-        require_all_is_trained_once(sampled, model)
 
 
 def test_a_template_that_drops_thoughts_forks_and_one_that_opens_them_and_keeps_them_does_not(tmp_path: Path) -> None:
@@ -229,11 +238,11 @@ async def solve(question, **row):
         (drops, "<think>\nHm.\n</think>\n\n", 1),
         (tmp_path / "opens.jinja", "Hm.</think>", 0),
     ):
-        model = Model(lambda i, prompt, text=text: text + "Words.")
-        sampled = played(config(tmp_path, code, prompt={"chat_template": template}), model)
+        sampled, model = play(
+            config(tmp_path, code, prompt={"chat_template": template}), lambda i, prompt, text=text: text + "Words."
+        )
         assert [len(c.forks) for c in sampled.completions] == [forks] * 2
         assert ("Hm." in tokenizer().decode(model.turns[-1][1])) == (not forks), "as the template has it"
-        require_all_is_trained_once(sampled, model)
 
 
 def test_a_stream_comes_as_it_is_sampled_without_a_stop_that_begins_or_ends_in_a_token(tmp_path: Path) -> None:
@@ -259,10 +268,9 @@ async def solve(question, base_url, **row):
                     params.hears(ids[:end])
             return super().step()
 
-    sampled = played(config(tmp_path, code), model := Slow(lambda i, prompt: "one 😀 tool_call four"))
+    sampled, _ = play(config(tmp_path, code), Slow(lambda i, prompt: "one 😀 tool_call four"))
     assert sampled.failures == ()
     assert {c.finish_reason for c in sampled.completions} == {"stop"}, "its own limit is no limit of the rollout"
-    require_all_is_trained_once(sampled, model)
 
 
 def test_a_stream_of_which_the_end_was_cut_off_tells_nothing_twice() -> None:
@@ -349,11 +357,9 @@ async def solve(question, **row):
         text = await said(f"{random.random()} {question}")
     return 1.0
 """
-    model = Model(lambda i, prompt: "fine")
-    sampled = played(config(tmp_path, code), model)
+    sampled, _ = play(config(tmp_path, code), lambda i, prompt: "fine")
     assert tokenizer().decode(sampled.prompt.token_ids).startswith("<|im_start|>user\n")
     assert [c.observed[0][0] for c in sampled.completions] == [0, 0], "they begin with their own words"
-    require_all_is_trained_once(sampled, model)
 
 
 def test_an_agent_whose_first_prompt_has_nothing_in_common_with_its_group_fails_alone(tmp_path: Path) -> None:
@@ -398,11 +404,9 @@ def test_an_answer_that_its_agent_did_not_wait_for_does_not_train(tmp_path: Path
     code += "".join(f"        if text == '{i}': {how}\n" for i, how in enumerate(GONE))
     code += "    except Exception: pass\n    return 1.0"
 
-    model = Slow(lambda i, prompt: str(i))
-    sampled = played(config(tmp_path, code, eval={"num_generations": len(GONE)}), model)
+    sampled, _ = play(config(tmp_path, code, eval={"num_generations": len(GONE)}), Slow(lambda i, prompt: str(i)))
     assert [c.turns for c in sampled.completions] == list(GONE.values()) and sampled.failures == ()
     assert sampled.unread == 6  # one each but of the last, and two of the one that tries again
-    require_all_is_trained_once(sampled, model)
 
 
 def test_a_prompt_is_no_longer_than_prompts_may_be_though_the_first_request_was_left_unread(tmp_path: Path) -> None:
@@ -413,10 +417,9 @@ async def solve(question, **row):
     await said("7" * 800)
     return 1.0
 """
-    sampled = played(given := config(tmp_path, code), model := Slow(lambda i, prompt: "fine"))
+    sampled, model = play(given := config(tmp_path, code), Slow(lambda i, prompt: "fine"))
     assert sampled.failures == () and len(model.turns[0][1]) > given.data.max_prompt_length
     assert len(sampled.prompt.token_ids) == given.data.max_prompt_length, "the trainer refuses a longer one"
-    require_all_is_trained_once(sampled, model)
 
 
 def test_a_history_that_the_agent_rewrites_keeps_the_turns_that_stay(tmp_path: Path) -> None:
@@ -437,12 +440,10 @@ async def solve(question, **row):
             self.turns.append((rollout, tuple(asked), tuple(ids)))
             return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop")
 
-    model = Odd(lambda i, prompt: "")
-    sampled = played(config(tmp_path, code), model)
+    sampled, model = play(config(tmp_path, code), Odd(lambda i, prompt: ""))
     assert [len(c.forks) for c in sampled.completions] == [1, 1]
     last = tokenizer().decode(model.turns[-1][1])
     assert "Be brief." in last and str(odd)[1:-1] in str(list(model.turns[-1][1])), "its sampled ids"
-    require_all_is_trained_once(sampled, model)
 
 
 def test_a_history_that_ends_in_a_turn_of_the_model_is_gone_on_with_behind_its_words(tmp_path: Path) -> None:
@@ -457,11 +458,9 @@ async def solve(question, **row):
     return 1.0
 """
     )
-    model = Model(lambda i, prompt: f"a {CALL} b")
-    sampled = played(config(tmp_path, code), model)
+    sampled, model = play(config(tmp_path, code), lambda i, prompt: f"a {CALL} b")
     assert sampled.failures == () and [c.turns for c in sampled.completions] == [2, 2]
     assert tokenizer().decode(model.turns[-1][1]).endswith("</tool_call> b"), "and not behind the token that ended it"
-    require_all_is_trained_once(sampled, model)
 
 
 def test_what_an_agent_asks_when_it_has_just_ended_is_refused() -> None:
@@ -511,9 +510,8 @@ async def solve(question, **row):
     except BadRequestError as error:
         return 0.25 if "max_turns" in str(error) else -1
 """
-    sampled = played(config(tmp_path, code, rollout={"max_turns": 3}), model := Model(lambda i, prompt: "fine"))
+    sampled, _ = play(config(tmp_path, code, rollout={"max_turns": 3}), lambda i, prompt: "fine")
     assert [(c.turns, c.finish_reason, c.environment_reward) for c in sampled.completions] == [(3, "length", 0.25)] * 2
-    require_all_is_trained_once(sampled, model)
 
 
 @pytest.mark.parametrize("rewritten", ["a", "z a"])
@@ -527,10 +525,9 @@ async def solve(question, **row):
         await said(question, {rewritten!r}, "More.")
 """
     given = config(tmp_path, code, rollout={"max_turns": 50}, sampler={"max_completion_length": 100})
-    sampled = played(given, model := Model(lambda i, prompt: "z z z z"))
+    sampled, _ = play(given, lambda i, prompt: "z z z z")
     assert sampled.failures == () and [c.finish_reason for c in sampled.completions] == ["length"] * 2
     assert all(98 < len(c.token_ids) <= 100 for c in sampled.completions)
-    require_all_is_trained_once(sampled, model)
 
 
 def test_side_by_side_requests_share_the_tokens_that_are_left(tmp_path: Path) -> None:
@@ -608,12 +605,17 @@ def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:
     assert not sampled.completions and set(sampled.failures) == {"the agent has ended without a completion."}
 
 
-def test_a_command_gets_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
-    program = ROOT / "tests/support/agents/program.py"
-    model = Model(lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
-    sampled = played(config(tmp_path, rollout={"agent": ["python3", str(program)]}), model)
+PROGRAM = f"{ROOT}/tests/support/agents/program.py"
+LEAVES_SOMETHING = ["sh", "-c", f"sleep 99 & exec python3 {PROGRAM}"]  # that holds its output when it has ended
+
+
+@pytest.mark.parametrize("agent", [["python3", PROGRAM], LEAVES_SOMETHING], ids=["alone", "leaves something"])
+def test_a_command_gets_the_row_and_its_last_line_is_the_reward(agent: list[str], tmp_path: Path) -> None:
+    sampled, _ = play(
+        config(tmp_path, rollout={"agent": agent}),
+        lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL,
+    )
     assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
-    require_all_is_trained_once(sampled, model)
 
 
 def test_the_engine_looks_for_texts_where_one_of_several_sources_has_an_agent(tmp_path: Path) -> None:

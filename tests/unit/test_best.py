@@ -176,9 +176,8 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
     hello = SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash="")
     source = SimpleNamespace(incarnation="ab", wait_for_sampler=lambda: hello, versions_in_use=list)
     source.commit, source.finish_eval = commit, finish_eval
-    exchange: Any = SimpleNamespace(
-        rank=0, world_size=1, stall_timeout_s=60.0, text=str, agree=bool, any=bool, wait=lambda work: work()
-    )
+    exchange: Any = OneRank()
+    exchange.wait = lambda work: work()
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
     monkeypatch.setattr(Trainer, "train_batch", advance)
     monkeypatch.setattr(publisher, "snapshot", publish_nothing)

@@ -12,10 +12,10 @@ import pytest
 from torch.utils import cpp_extension
 
 from common.errors import UserError
+from launcher.machine import ROOT
 from tests.support.speed import limit
 from trainer.engine.build_locks import KernelLock, guard_ops, require_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensions")) / "deepspeed_shm_comm"
 LOAD = (ROOT / "launch.sh").read_text().partition("build_cpu_op()")[2].split("'")[1]  # as the setup does
 

@@ -24,13 +24,12 @@ from safetensors.torch import load_file
 from common import durable, failpoints, run_folder
 from common.errors import Retryable, UserError
 from tests.support.configs import config_of
+from tests.support.plain_policy import OneRank
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
 
 KEEP = 2
-ONE_RANK: Any = SimpleNamespace(
-    rank=0, world_size=1, stall_timeout_s=0.0, agree=bool, any=bool, text=str, gather=lambda text: [text]
-)
+ONE_RANK: Any = OneRank()
 CLEAN, ENDED = 0, 3  # a save that met no fault; one that the disk did not take
 
 

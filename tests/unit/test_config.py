@@ -7,8 +7,8 @@ import pytest
 
 from common.config import Config, load
 from common.errors import UserError
+from launcher.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = "model:\n  path: m\ndata:\n  train: t.jsonl\n"
 
 

@@ -1,8 +1,11 @@
-"""CONTRIBUTING.md says what the walls are, its recipes work as they stand; the site is whole."""
+"""CONTRIBUTING.md says what the walls are, its recipes work as they stand; the site and the Dockerfile are whole."""
 
+import fnmatch
 import importlib.util
 import inspect
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
+from launcher.machine import ROOT
 from tests.unit.test_imports import MAY_IMPORT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"^```(python|diff)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 RECIPES = ("sink", "family")
@@ -62,3 +65,47 @@ def test_the_site_builds_without_a_dead_heading(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
+
+
+# ---- the Dockerfile against what it is made of, without Docker
+
+NAME = "tools/docker/Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """[("FROM", "python:3.11…"), …], continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / NAME).read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def ignored(path: str) -> bool:
+    patterns = (ROOT / "tools" / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    return any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in path.split("/") for pattern in patterns)
+
+
+def test_what_is_copied_is_there_and_suffices_for_the_setup(tmp_path: Path) -> None:
+    """The files of the first layer, alone in a folder: all that launch.sh setup reads and imports."""
+    before_setup = instructions()[: instructions().index(("RUN", "bash launch.sh setup"))]
+    for _, rest in [found for found in before_setup if found[0] == "COPY"]:
+        *sources, target = shlex.split(rest)
+        (tmp_path / target).mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            assert not ignored(source)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target, dirs_exist_ok=True)
+            else:
+                assert [shutil.copy(path, tmp_path / target) for path in ROOT.glob(source)]
+    setup = (ROOT / "launch.sh").read_text().partition("\nsetup() {")[0]
+    assert set(re.findall(r"requirements\.txt|tools/locks/\w+\.lock", setup)) <= {
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")
+    }
+    ours = ["-c", "\n".join(re.findall("from (?:common|trainer).* import .*", (ROOT / "launch.sh").read_text()))]
+    for words in (["-m", "launcher", "--known", "setup"], ["-m", "launcher.doctor", "--help"], ours):
+        done = subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_was_made_here_goes_into_an_image() -> None:
+    made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line.endswith("/")]
+    assert [name for name in made if not ignored(name)] == [] and ignored(".git") and ignored("common/__pycache__")

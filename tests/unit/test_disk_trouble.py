@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,16 +19,15 @@ import pytest
 
 from common import durable, exits, failpoints, weights
 from common.errors import Interrupted, UserError
+from launcher.machine import ROOT
 from sampler.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
-from tests.support.speed import limit
 from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
+from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
 from trainer.save.disk import DiskTrouble, patiently, together, write_folder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -105,8 +103,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
 def test_whichever_file_operation_fails_once_the_next_attempt_writes_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    for ranks in (OneRank, ONE_RANK):
-        monkeypatch.setattr(ranks, "stall_timeout_s", 60.0)
+    monkeypatch.setattr(OneRank, "stall_timeout_s", 60.0)
     policy = PlainPolicy(tiny_model(tmp_path / "model"))
     for step in range(1, 100):
         monkeypatch.setattr(failpoints, "_operations", 0)
@@ -196,35 +193,18 @@ def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_
 def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank_0_says_whose_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    barrier, parts, tried = threading.Barrier(3, timeout=limit(10)), [[0.0]] * 3, [0] * 3
+    tried = [0] * 3
 
-    def live(rank: int) -> None:
-        def add(values: list[float]) -> list[float]:
-            parts[rank] = values
-            barrier.wait()
-            total = [sum(column) for column in zip(*parts, strict=True)]
-            barrier.wait()
-            return total
-
-        def agree(value: bool) -> bool:
-            return bool(add([float(value and rank == 0)])[0])
-
-        def some(value: bool) -> bool:
-            return add([float(value)])[0] > 0
-
+    def live(ranks: Any) -> None:
         def write() -> None:
-            tried[rank] += 1
-            if rank == 2 and tried[rank] <= 2:
+            tried[ranks.rank] += 1
+            if ranks.rank == 2 and tried[2] <= 2:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
-        ranks = SimpleNamespace(rank=rank, world_size=3, stall_timeout_s=60.0, add=add, agree=agree, any=some)
+        ranks.stall_timeout_s = 60.0
         patiently(ranks, "it", lambda: together(ranks, write))
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=limit(20))
+    on_ranks(3, live)
     assert tried == [3, 3, 3]
     assert capsys.readouterr().err.splitlines() == [
         "tandem: it waits for the disk: rank 2: No space left on device. Make room or repair the disk; trying again in "

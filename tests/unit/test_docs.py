@@ -11,13 +11,14 @@ import pytest
 from common.config import Config, Rewards, load, reference_page
 from common.config.loading import known_keys
 from launcher.__main__ import COMMANDS
+from launcher.machine import ROOT
 from report.advice import RULES
 from rewards.find import BUILT_IN
+from tests.support import syntax
 from tests.support.metrics_page import documented, unexplained
 from tests.support.speed import limit
 from tests.unit.test_imports import SOURCES
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "configs").rglob("*.md")])
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -168,3 +169,29 @@ def test_the_page_lists_every_built_in_reward_and_template() -> None:
         assert set(names.split(", ")) <= set(BUILT_IN)
     named = set(re.findall(r"^\| `(\w+\.jinja)` \|", (DOCS / "data.md").read_text(), re.MULTILINE))
     assert named == {path.name for path in (ROOT / "configs" / "templates").iterdir()}
+
+
+# ---- RELIABILITY.md has a row for every promise, and names tests that exist
+
+RELIABILITY = (DOCS / "RELIABILITY.md").read_text()
+ROWS = {line.split("|")[1].strip(): line for line in RELIABILITY.splitlines() if re.match(r"\| R\d+ \|", line)}
+REFERENCE = re.compile(r"`(?:tests/\w+/)?(test_\w+\.py)(?:::(\w+))?`")
+
+
+@cache
+def functions(file: str) -> set[str]:
+    """Of the files of that name, in the folders of several tiers."""
+    paths = list((ROOT / "tests").rglob(file))
+    assert paths, f"{file} does not exist"
+    return {function.name for path in paths for function in syntax.functions(path)}
+
+
+def test_every_promise_is_held_by_tests_that_exist() -> None:
+    assert list(ROWS) == [f"R{n}" for n in range(1, 16)]
+    named = {promise: REFERENCE.findall(row) for promise, row in ROWS.items()}
+    named["SECURITY.md"] = REFERENCE.findall((DOCS / "SECURITY.md").read_text())
+    for promise, tests in named.items():
+        assert tests, promise
+        for file, function in tests:
+            known = functions(file)
+            assert function in known or not (function or promise.startswith("R")), f"{promise}: {file}::{function}"

@@ -11,8 +11,7 @@ import pytest
 
 from launcher import doctor
 from launcher.doctor import Check
-
-ROOT = Path(__file__).resolve().parents[2]
+from launcher.machine import ROOT
 
 
 def nvidia_smi(driver: str = "580.95.05", capability: str = "8.9", name: str = "NVIDIA L4") -> str:

@@ -12,8 +12,8 @@ import pytest
 from common import durable, failpoints
 from common.errors import UserError
 from common.failpoints import failpoint
+from launcher.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
 

@@ -29,10 +29,10 @@ from examples.search_tool import search
 from examples.thinking import Story
 from examples.thinking import completion as thought
 from examples.thinking_environment import Told
+from launcher.machine import ROOT
 from sampler.turns import TurnTemplate
 from tests.support.examples import TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
 every = pytest.mark.parametrize("name", TINY)
 

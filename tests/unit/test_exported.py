@@ -1,23 +1,40 @@
-"""What leaves the trainer is what `save_pretrained` writes, made tensor by tensor."""
+"""What leaves the trainer is what `save_pretrained` writes, made tensor by tensor, whatever else goes wrong."""
 
+import errno
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import UserError
 from model.checksum import describe
+from model.logprobs import load_causal_lm
+from model.tokenizer import load_tokenizer
+from tests.support.configs import config_of
 from tests.support.kinds import KINDS, model_of_kind, save_kind
 from tests.support.plain_policy import OneRank
+from tests.support.tiny import tiny_model
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.save.checkpoint import save_model
+from trainer.save.write_version import slices
 
 TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+def engine_around(model: Any, **more: Any) -> Any:
+    engine = SimpleNamespace(adapter_settings=None, layout=None, model=model, **more)
+    engine.tensors = under_checkpoint_names(model, parameters(model))
+    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
+    return engine
 
 
 def of(model: Any) -> dict[str, Exported]:
@@ -36,9 +53,7 @@ def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to
     assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
     for name, tensor in expected.items():
         assert (made[name].size, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
-    engine: Any = SimpleNamespace(adapter_settings=None, layout=None, model=model, tensors=list(made.values()))
-    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
-    save_model(engine, OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
+    save_model(engine_around(model), OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(files) >= 2
     for file in files:
@@ -103,3 +118,94 @@ def test_a_family_without_a_way_back_is_refused_by_name_at_the_start() -> None:
     model._weight_conversions = [WeightConverter("mlp.a.weight", "mlp.up_proj.weight", [OneWay()])]
     with pytest.raises(UserError, match=r"can load a qwen2, and does not know how to save one .*NotImplementedError"):
         of(model)
+
+
+# ---- a save keeps the weights whatever is wrong with the files beside them
+
+
+def engine_of(folder: Path) -> Any:
+    model = load_causal_lm(str(folder), "float32", None, False)
+    return engine_around(model, config=config_of({"path": str(folder)}))
+
+
+def edited(folder: Path, name: str, **changes: Any) -> None:
+    known = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(known | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("generation_config.json", {"temperature": 0.6}),
+        ("generation_config.json", {"top_p": 0.9, "do_sample": False}),
+        ("generation_config.json", {"length_penalty": 2.0, "early_stopping": True}),
+        ("generation_config.json", {"pad_token_id": -1}),
+        ("tokenizer_config.json", {"note": "\ud83d"}),
+    ],
+)
+def test_a_file_that_transformers_reads_and_refuses_to_write_is_copied_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, changes: dict[str, Any]
+) -> None:
+    given = tiny_model(tmp_path / "given")
+    edited(given, name, **changes)
+    engine, tokenizer = engine_of(given), load_tokenizer(str(given))
+    assert save_model(engine, OneRank(), tokenizer, tmp_path / "final") == []  # type: ignore[arg-type]
+    assert (tmp_path / "final" / name).read_bytes() == (given / name).read_bytes()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
+    assert all(torch.equal(again[k], tensor) for k, tensor in engine.model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "final")("1 + 1") == tokenizer("1 + 1")
+    assert "cannot be saved" in (said := capsys.readouterr().err) and "the model's own is copied" in said
+    save_model(engine, OneRank(), tokenizer, tmp_path / "again")  # type: ignore[arg-type]
+    assert "cannot be saved" not in capsys.readouterr().err, "once"
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise error
+
+    return save_pretrained
+
+
+def test_what_has_no_file_to_copy_is_missing_and_the_weights_are_there(tmp_path: Path) -> None:
+    given = tiny_model(tmp_path / "given")
+    engine, tokenizer = engine_of(given), load_tokenizer(str(given))
+    tokenizer.save_pretrained = raising(PermissionError(errno.EACCES, "Permission denied"))
+    engine.model.config.save_pretrained = raising(TypeError("not JSON"))
+    for file in given.glob("*token*"):
+        file.unlink()
+    (given / "chat_template.jinja").unlink(missing_ok=True)
+    [lacking] = save_model(engine, OneRank(), tokenizer, tmp_path / "final")  # type: ignore[arg-type]
+    assert lacking == "the tokenizer cannot be saved: PermissionError: [Errno 13] Permission denied"
+    assert sorted(p.name for p in (tmp_path / "final").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_trouble_with_the_disk_is_waited_for_and_not_copied_over(tmp_path: Path) -> None:
+    from trainer.save.disk import DiskTrouble
+
+    given = tiny_model(tmp_path / "given")
+    engine, tokenizer = engine_of(given), load_tokenizer(str(given))
+    tokenizer.save_pretrained = raising(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(DiskTrouble):
+        save_model(engine, OneRank(), tokenizer, tmp_path / "final")  # type: ignore[arg-type]
+
+
+# ---- how ranks share out the writing of a model
+
+
+def test_by_hand() -> None:
+    assert slices([4, 1, 1, 2], 2) == [range(0, 1), range(1, 4)]
+    assert slices([1, 1, 1, 1, 1, 1], 3) == [range(0, 2), range(2, 4), range(4, 6)]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 9))
+def test_every_parameter_is_written_in_order_by_one_rank_and_none_has_more_than_its_share_and_one_parameter(
+    sizes: list[int], count: int
+) -> None:
+    parts = slices(sizes, count)
+    assert len(parts) == count
+    assert [i for part in parts for i in part] == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in part) <= sum(sizes) / count + max(sizes) for part in parts)

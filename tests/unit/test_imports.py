@@ -10,15 +10,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from common.failpoints import FAILPOINTS
 from launcher.doctor import read_lock
+from launcher.machine import ROOT
 from tests.support.syntax import called, tree, walk
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("common", "model", "report", "rewards", "environments", "sampler", "trainer", "launcher"),
     *("examples", "tools", "tandem"),

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import COMMANDS, command, program
+from launcher.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "readlink")
 TOOLS += ("tail", "touch")
 # Records what it is asked, makes a .venv around itself, and fails where the test says so.

@@ -4,7 +4,6 @@ Half a minute of simulated time each: the clock moves when the work says that it
 thread takes what came.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,17 +170,6 @@ def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(wor
     world.engine.load = load
     world.sampler.reload_if_credited()
     assert world.peer.lost or not world.leases()
-
-
-def test_only_the_thread_that_listens_is_heard() -> None:
-    heard: list[str] = []
-    with progress_heard_by(heard.append):
-        report_progress("mine")
-        other = threading.Thread(target=report_progress, args=("of another thread",))
-        other.start()
-        other.join()
-    report_progress("later")
-    assert heard == ["mine"]
 
 
 def test_a_reference_reports_progress_in_every_layer(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,67 +12,35 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem, sequences
-from sampler.completions import Completion
 from sampler.episode import Played
 from sampler.mixed_turns import turns_of
 from sampler.multi_turn import opened
 from sampler.prompts import make_prompt
 from sampler.task import held_out_params
-from tests.support.configs import config_in
-from tests.unit.test_agents import CALL, PROBLEM, ROOT, _with_a_row_for_each_token, tokenizer  # noqa: F401
+from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
+from tests.unit.test_agents import config as without_code
 
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 pytestmark = pytest.mark.usefixtures("_with_a_row_for_each_token")
 
 
 def config(folder: Path, template: str = "hermes_tools", **rollout: Any) -> Config:
-    return config_in(
-        folder,
-        data={"max_prompt_length": 600},
-        prompt={"chat_template": ROOT / f"configs/templates/{template}.jinja"},
-        sampler={"num_generations": 2, "max_completion_length": 400},
-        eval={"num_generations": 2},
-        rollout=rollout or {"tools": [TOOL]},
-    )
+    return without_code(folder, template=template, rollout={"agent": None} | (rollout or {"tools": [TOOL]}))
 
 
-class Scripted:
-    """An engine that writes these turns, whatever it is asked: for each rollout its own."""
+class Scripted(Model):
+    """Writes these turns, whatever it is asked: for each rollout its own."""
 
     def __init__(self, *scripts: list[str]) -> None:
-        self._scripts = [deque(script) for script in scripts]
-        self._running: dict[Any, list[int]] = {}
-        self.asked: list[tuple[int, str]] = []
+        turns = [iter(script) for script in scripts]
+        super().__init__(lambda rollout, _: next(turns[rollout]))
+
+    def rollout_of(self, key: Any) -> int:
+        return key[1]
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
-        self._running[key] = list(ids)
-        self.asked.append((key[1], tokenizer().decode(list(ids))))
-
-    def step(self) -> list[tuple[Any, list[Completion]]]:
-        running, self._running = self._running, {}
-        out = []
-        for key in running:
-            text = self._scripts[key[1]].popleft()
-            ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
-            out.append((key, [Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop")]))
-        return out
-
-
-def played(given: Config, engine: Any, problem: Problem = PROBLEM) -> Any:
-    with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
-        assert multi_turn is not None
-        tools = multi_turn.pool.tools
-        prompt = make_prompt(problem, tokenizer(), given, tools=tools)
-        episodes = multi_turn.episodes(engine, functools.partial(tokenizer().batch_decode, skip_special_tokens=True))
-        episodes.start("key", prompt, held_out_params(given, 0))
-        while not (over := episodes.step()):
-            pass
-        assert episodes.num_running == 0
-        return over[0][1]
+    def asked(self) -> list[tuple[int, str]]:
+        return [(rollout, tokenizer().decode(ids)) for rollout, ids, _ in self.turns]
 
 
 def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(tmp_path: Path) -> None:
@@ -205,25 +172,13 @@ def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_
 
 def test_rows_of_one_turn_and_of_several_share_an_engine(tmp_path: Path) -> None:
     given = config(tmp_path)
-    scripts = {
+    scripts: dict[Any, list[str]] = {
         ("calls", 0): [CALL, "<answer>159294</answer>"],
         ("calls", 1): ["<answer>7</answer>"],
         "plain": ["eight"],
     }
-
-    class ByKey(Scripted):
-        def submit(self, key: Any, ids: Any, params: Any, images: Any) -> None:
-            self._running[key] = list(ids)
-
-        def step(self) -> list[tuple[Any, list[Completion]]]:
-            running, self._running = self._running, {}
-            return [(key, [self.completion(scripts[key].pop(0))]) for key in running]
-
-        def completion(self, text: str) -> Completion:
-            ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
-            return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop")
-
-    engine: Any = ByKey()
+    engine: Any = Model(lambda key, _: scripts[key].pop(0))
+    engine.rollout_of = lambda key: key
     with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
         assert multi_turn is not None
         decode = functools.partial(tokenizer().batch_decode, skip_special_tokens=True)

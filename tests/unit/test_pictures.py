@@ -20,6 +20,7 @@ from common.config import Data, PromptTemplate
 from common.errors import UserError
 from common.group_limits import picture_size
 from common.types import Problem, Prompt
+from launcher.machine import ROOT
 from model.folder import require_downloaded, require_models
 from model.images import Vision, read_vision
 from sampler.dataset import fingerprint, load_data, whole_row
@@ -28,8 +29,8 @@ from sampler.pictures import encode_problem, image_size, read_file, sources
 from sampler.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
+from tests.unit.test_dataset import private_cache  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAT = PromptTemplate(chat_template=ROOT / "configs" / "templates" / "chatml.jinja")
 DATA = Data(train="x.jsonl", image_key="images", limit_images=2, min_pixels=784, max_pixels=10_000)
 RED, BLUE = file_of(picture(84, 56)), file_of(picture(56, 56, seed=1), "JPEG")
@@ -44,13 +45,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def vision(tokenizer: Any) -> Vision:
     return Vision(PLAIN, *tokenizer.convert_tokens_to_ids([START, PAD, END]))
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def problem(text: Any, *images: bytes, index: int = 0) -> Problem:

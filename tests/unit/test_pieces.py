@@ -75,6 +75,9 @@ class Ranks:
     def add(self, values: list[float]) -> list[float]:
         return [sum(of) for of in zip(*self._all(values), strict=True)]
 
+    def any(self, value: bool) -> bool:
+        return any(self._all(value))
+
     def agree(self, value: bool) -> bool:
         return self._all(value)[0]
 
@@ -191,6 +194,8 @@ def test_a_thread_hears_its_own_progress_whatever_another_listens_to() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         entered.wait(10)
+        with ThreadPoolExecutor(1) as deaf:
+            deaf.submit(report_progress, "of a thread that listens to nothing").result()
         report_progress("mine")
     leave.set()
     thread.join()

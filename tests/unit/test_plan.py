@@ -10,10 +10,10 @@ import pytest
 from common.config import load
 from launcher import plan
 from launcher.batch_plan import batch_line, run_line, settings_of_epochs
+from launcher.machine import ROOT
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 TWO_GROUPS = {"prompts_per_step": 16, "groups_per_micro_batch": 2, "max_steps": 100}
 BUDGET = {"prompts_per_step": 16, "max_tokens_per_micro_batch": 6000}  # a group: 512 + 8 · 256 = 2,560 tokens
 PASSES = {"num_iterations": 3, "steps_per_generation": 2}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from common.config import load
 from launcher.fit import Fit, fit
-from launcher.machine import GIB, Machine, gib
+from launcher.machine import GIB, ROOT, Machine, gib
 from launcher.memory import (
     layer_activations,
     published_versions,
@@ -27,7 +26,6 @@ from model.dims import ModelDims, model_dims
 from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
 
-ROOT = Path(__file__).resolve().parents[2]
 QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
 QWEN_3B = ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True)
 N = 1_543_714_304

@@ -10,6 +10,7 @@ import torch
 
 from common.config import Config
 from launcher import plan
+from launcher.machine import ROOT
 from launcher.memory import tower_activations, trainer_memory
 from launcher.workload import Workload, workload_of
 from model.dims import ModelDims, model_dims
@@ -22,7 +23,6 @@ from tests.support.vision import PLAIN, picture, write_vision_settings
 from trainer.data.micro_batches import work
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose files say it all
-ROOT = Path(__file__).resolve().parents[2]
 # config.json of Qwen/Qwen2.5-VL-3B-Instruct, which has the language model's settings beside the tower's
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "num_heads": 16}
 TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}

@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import UserError
 from common.types import Problem
+from launcher.machine import ROOT
 from model.tokenizer import load_tokenizer
 from rewards.boxed import boxed_format, gated_format, strict_format
 from rewards.format import format as format_reward
@@ -17,7 +18,6 @@ from sampler.reading import reader, unwritten_end
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 CHATML, THINKING = ROOT / "configs/templates/chatml.jinja", ROOT / "tests/support/templates/qwen3_thinking.jinja"
 QWEN = Path(__file__).resolve().parents[3] / "shared/models/qwen2.5-tokenizer"
 ASK = {"role": "user", "content": "2+2?"}

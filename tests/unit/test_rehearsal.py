@@ -19,7 +19,7 @@ from sampler.task import Task
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from tests.support.tiny import tiny_model
-from tests.unit.test_model_files import engine_of, raising
+from tests.unit.test_exported import engine_of, raising
 from trainer import rehearsal
 
 

@@ -98,35 +98,25 @@ def test_version_0_that_does_not_load_is_said_once_where_the_next_start_would_en
 
 
 @pytest.mark.parametrize(
-    ("dtype", "distances", "is_refused"),
+    ("dtype", "share", "distances", "is_refused"),
     [
-        ("float32", [9e-4] + [1e-5] * 55, False),
-        ("float32", [1.1e-3] + [0.0] * 55, True),
-        ("float32", [2.4e-4] * 56, False),
-        ("float32", [2.6e-4] * 56, True),  # TF32 gives 5e-4
-        ("bfloat16", [0.9] + [0.04] * 55, False),  # one token far off, as in good engines: RMS 0.13
-        ("bfloat16", [0.16] * 56, True),  # none far off, all wrong
+        ("float32", 1.0, [9e-4] + [1e-5] * 55, False),
+        ("float32", 1.0, [1.1e-3] + [0.0] * 55, True),
+        ("float32", 1.0, [2.4e-4] * 56, False),
+        ("float32", 1.0, [2.6e-4] * 56, True),  # TF32 gives 5e-4
+        ("bfloat16", 1.0, [0.9] + [0.04] * 55, False),  # one token far off, as in good engines: RMS 0.13
+        ("bfloat16", 1.0, [0.16] * 56, True),  # none far off, all wrong
+        ("bfloat16", 0.75, [0.9] * 14 + [0.04] * 42, False),  # a quarter at another expert of a mixture
+        ("bfloat16", 0.75, [0.16] * 56, True),
+        ("bfloat16", 0.75, [0.9] * 21 + [0.04] * 35, True),
+        ("bfloat16", 0.75, [float("nan")] + [0.0] * 55, True),
     ],
 )
-def test_the_canary_is_judged_by_its_rms_and_in_float32_by_its_largest_distance_too(
-    dtype: str, distances: list[float], is_refused: bool
+def test_the_canary_is_judged_by_the_rms_of_its_nearest_tokens_and_in_float32_by_its_largest_distance_too(
+    dtype: str, share: float, distances: list[float], is_refused: bool
 ) -> None:
     with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
-        _require_canary(np.array(distances), dtype, 8)
-
-
-@pytest.mark.parametrize(
-    ("distances", "is_refused"),
-    [
-        ([0.9] * 14 + [0.04] * 42, False),  # a quarter at another expert
-        ([0.16] * 56, True),
-        ([0.9] * 21 + [0.04] * 35, True),
-        ([float("nan")] + [0.0] * 55, True),
-    ],
-)
-def test_a_mixtures_tokens_between_two_experts_refuse_no_weights(distances: list[float], is_refused: bool) -> None:
-    with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
-        _require_canary(np.array(distances), "bfloat16", 8, share=0.75)
+        _require_canary(np.array(distances), dtype, 8, share)
 
 
 def test_a_reload_measures_its_parts_and_what_engine_and_trainer_compute_differently(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from common.config import Rewards, Rollouts
 from common.errors import UserError
 from common.types import Problem
 from environments.pool import EnvironmentPool
+from launcher.machine import ROOT
 from rewards.load import Load
 from rewards.pool import RewardFailure, RewardPool
 from sampler.start import try_rewards
@@ -24,7 +24,6 @@ from tests.support.speed import is_gone, limit, overdue, until
 
 pytestmark = pytest.mark.timeout(60)
 
-ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = {"question": "2+2?", "answer": "#### 4"}
 # Does what the completion says.
 REWARD = """

@@ -10,6 +10,7 @@ import pytest
 from common.errors import UserError
 from report.run_log import MetricsLog
 from report.sinks import _COLUMNS, OWN, require_packages
+from tests.unit.test_user_functions import write
 
 # A module whose every attribute is a function that records its call, and an object for `run`.
 FAKE = """
@@ -121,8 +122,7 @@ def test_a_sink_that_does_not_start_is_the_users_to_fix_and_one_that_fails_later
 
 
 def own_sink(folder: Path, *lines: str) -> str:
-    (folder / "mine.py").write_text("\n".join(lines) + "\n")
-    return f"{folder}/mine.py:sink"
+    return f"{write(folder, *lines)}:sink"
 
 
 def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 
 from common.config import Config, load
 from examples import smollm2
+from launcher.machine import ROOT
 from rewards.find import bind, resolve
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")
 
 

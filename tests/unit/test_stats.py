@@ -12,6 +12,7 @@ from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, To
 from report.full_marks import share, share_of_full_marks
 from report.step_text import eval_line
 from tests.support.configs import config_of
+from tests.support.protocol_helpers import make_rollout
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.stats import (
     correction_metrics,
@@ -37,14 +38,8 @@ def full_mark(name: str) -> float:
 
 
 def rollout(length: int, answer: float, layout: float, finish: str = "stop") -> Rollout:
-    return Rollout(
-        completion_ids=np.arange(length, dtype=np.int32),
-        old_logprobs=np.full(length, -1.0, np.float32),
-        ref_logprobs=None,
-        rewards={"answer": answer, "format": layout},
-        reward=answer + (0 if math.isnan(layout) else layout),
-        finish_reason=finish,  # type: ignore[arg-type]
-    )
+    rewards, reward = {"answer": answer, "format": layout}, answer + (0 if math.isnan(layout) else layout)
+    return make_rollout(range(length), rewards=rewards, reward=reward, finish_reason=finish)
 
 
 def group(group_id: int, version: int, prompt: int, *rollouts: Rollout) -> Group:

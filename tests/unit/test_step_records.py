@@ -1,18 +1,34 @@
-"""What a step leaves on record: the numbers of a run with tools stand in its metrics, and only there."""
+"""What a step leaves on record, by hand: a run with tools, throughputs, and the mismatch split by cause."""
 
+import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from common.config import Algorithm
+from common.types import Group, Rollout, Tombstone
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout, of_two_turns
+from tests.unit.test_losses import logs
+from tests.unit.test_tensors import group, rollout
+from trainer.algorithm import mismatch
+from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import CAUSES, MEASURES
-from trainer.algorithm.sums import TOKEN_SUMS
+from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.data.experience import Experience
 from trainer.data.mini_batches import Step, TrainedStep
+from trainer.data.tensors import micro_batch
 from trainer.engine.deepspeed_model import StepResult
+from trainer.record import throughput
 from trainer.record.stats import turn_texts
 from trainer.record.step_records import StepRecords
+from trainer.record.throughput import Throughput, num_devices
 
 
 def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -41,3 +57,108 @@ def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_pat
     assert [part["by"] for part in forked] == ["model", "history", "model"]
     row, _ = record_of(tmp_path / "plain")
     assert not [key for key in row if key.startswith("rollout/")]
+
+
+# ---- the three throughputs, by hand from their formulas
+
+
+def of_tokens(group_id: int, prompt: int, *lengths: int) -> Group:
+    rollouts = tuple(Rollout(np.zeros(n, np.int32), np.zeros(n, np.float32), None, {}, 0.0, "stop") for n in lengths)
+    return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
+
+
+def test_tokens_of_prompts_and_completions_divide_by_devices_and_by_each_of_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(throughput, "process_age_s", lambda: 41.5)
+    clock = Throughput(batch=0, now=100.0)
+    groups = [of_tokens(0, 10, 5, 7), of_tokens(1, 20, 8, 12), Tombstone(2, 0, "the reward timed out")]
+    timings = {"timing/backward_s": 1.5, "timing/step_s": 0.5, "timing/sampler_generate_s": 4.0}
+    values = clock.step(groups, 1, timings, now=108.0, devices=4)
+    # mean completion 8, mean prompt 15, 4 completions: 23 · 4 = 92 tokens on 4 devices
+    assert values == {
+        "timing/first_step_s": 41.5,  # since the start of the process; once
+        "timing/all_s": 8.0,
+        "timing/update_s": 2.0,
+        "e2e_tps": pytest.approx(92 / 4 / 8),
+        "update_tps": pytest.approx(92 / 4 / 2),
+        "vllm_tps": pytest.approx(92 / 4 / 4),
+    }
+
+
+def test_a_batch_of_several_steps_counts_its_tokens_once_and_the_seconds_of_all_of_them() -> None:
+    clock = Throughput(batch=7, now=0.0)
+    groups = [of_tokens(0, 10, 10, 10)]  # 40 tokens
+    first = clock.step(groups, 7, {"timing/backward_s": 1.0, "timing/sampler_generate_s": 3.0}, now=5.0, devices=1)
+    assert "e2e_tps" not in first
+    second = clock.step(groups, 8, {"timing/backward_s": 3.0}, now=8.0, devices=1)
+    assert (second["timing/all_s"], second["timing/update_s"]) == (3.0, 3.0)
+    assert (second["e2e_tps"], second["update_tps"], second["vllm_tps"]) == pytest.approx((5.0, 10.0, 40 / 3))
+    third = clock.step(
+        groups, 9, {}, now=10.0, devices=1
+    )  # a new batch begins from nothing, and 0 s of updates is not infinite
+    assert third == {"timing/all_s": 2.0, "timing/update_s": 0.0, "e2e_tps": 20.0}
+
+
+def test_devices_are_the_trainers_ranks_and_those_of_every_sampler() -> None:
+    assert num_devices(config_of(), world_size=1, num_samplers=1) == 2
+    assert num_devices(config_of(), world_size=1, num_samplers=0) == 2, "a replay counts the one it had"
+    assert num_devices(config_of(vllm={"tensor_parallel_size": 2}), world_size=6, num_samplers=2) == 10
+    assert num_devices(config_of(sampler={"devices": [0, 1, 2]}), world_size=1, num_samplers=1) == 4
+
+
+# ---- the mismatch of sampler and trainer, split by cause
+
+
+def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
+    sums = Sums(TOKEN_SUMS, torch.device("cpu"))
+    for part in parts:
+        sums.add(part)
+    return sums.drain() | {"tokens": tokens}
+
+
+def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> None:
+    # token 1: engine .5, trainer then .4, trainer now .8; token 2 of an older version: engine .2, trainer now .3
+    logprobs, old, own = logs(0.8, 0.3), logs(0.5, 0.2), logs(0.4, math.nan)
+    sums = summed(2, mismatch.by_cause(logprobs, old, own))
+    found = mismatch.cause_metrics(sums)
+    x, y, z = math.log(0.4 / 0.5), math.log(0.8 / 0.4), math.log(0.3 / 0.2)
+    assert found == {
+        "mismatch/numerics/mean_log_ratio": pytest.approx(x),
+        "mismatch/numerics/mean_abs_prob_diff": pytest.approx(0.1),
+        "mismatch/numerics/mean_exp_abs_log_ratio": pytest.approx(0.5 / 0.4),
+        "mismatch/numerics/k3": pytest.approx(0.4 / 0.5 - x - 1),
+        "mismatch/numerics/sampled_ratio": 0.5,
+        "mismatch/staleness/mean_log_ratio": pytest.approx((y + z) / 2),
+        "mismatch/staleness/mean_abs_prob_diff": pytest.approx((0.4 + 0.1) / 2),
+        "mismatch/staleness/mean_exp_abs_log_ratio": pytest.approx((2 + 1.5) / 2),
+        "mismatch/staleness/k3": pytest.approx((2 - y - 1 + 1.5 - z - 1) / 2),
+    }
+
+
+def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches() -> None:
+    random = torch.Generator().manual_seed(0)
+    logprobs, old, own = (-torch.rand(40, generator=random, dtype=torch.float64) for _ in range(3))
+    own[torch.rand(40, generator=random) < 0.4] = math.nan
+    parts = [mismatch.by_cause(*(t[rows] for t in (logprobs, old, own))) for rows in torch.arange(40).split(7)]
+    found = mismatch.cause_metrics(summed(40, *parts))
+    share = found["mismatch/numerics/sampled_ratio"]
+    whole = share * found["mismatch/numerics/mean_log_ratio"] + found["mismatch/staleness/mean_log_ratio"]
+    assert whole == pytest.approx((logprobs - old).mean().item(), rel=1e-12)
+
+
+def test_a_cause_that_no_token_measured_is_absent() -> None:
+    assert mismatch.cause_metrics(summed(0)) == {}
+    aged = mismatch.cause_metrics(
+        summed(2, mismatch.by_cause(logs(0.5, 0.4), logs(0.4, 0.5), logs(math.nan, math.nan)))
+    )
+    assert aged["mismatch/numerics/sampled_ratio"] == 0 and "mismatch/numerics/k3" not in aged
+    assert aged["mismatch/staleness/k3"] == pytest.approx((5 / 4 + 4 / 5) / 2 - 1)
+
+
+def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> None:
+    old = dataclasses.replace(group(rollout([7, 7], 1.0), rollout([7], 0.0)), policy_version=4)
+    new = dataclasses.replace(group(rollout([7], 1.0), rollout([7, 7], 0.0), group_id=1), policy_version=5)
+    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (old, new)]
+    batch = micro_batch(known, Denominator("grpo", 4, 6, 2), Algorithm())
+    assert batch.policy_versions.tolist() == [4, 4, 4, 5, 5, 5]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from tests.support.configs import config_of
+from tests.support.protocol_helpers import make_rollout
 from tests.support.tiny import random_group
 from trainer.algorithm.losses import Denominator, loss, token_objective
 from trainer.data import tensors
@@ -25,15 +26,9 @@ TOMBSTONE = Tombstone(group_id=9, policy_version=0, reason="reward timed out")
 
 
 def rollout(ids: list[int], reward: float, old: float = -1.0, ref: float | None = None) -> Rollout:
-    n = len(ids)
-    return Rollout(
-        completion_ids=np.array(ids, np.int32),
-        old_logprobs=np.full(n, old, np.float32),
-        ref_logprobs=None if ref is None else np.full(n, ref, np.float32),
-        rewards={"answer": reward},
-        reward=reward,
-        finish_reason="stop",
-    )
+    given = {"old_logprobs": old} | ({} if ref is None else {"ref_logprobs": ref})
+    logprobs = {name: np.full(len(ids), x, np.float32) for name, x in given.items()}
+    return make_rollout(ids, rewards={"answer": reward}, reward=reward, **logprobs)
 
 
 def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0) -> Group:

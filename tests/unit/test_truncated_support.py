@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from common.types import Group, Rollout
 from launcher.machine import ROOT
 from model.logprobs import token_terms
 from model.packing import pack
 from sampler.completions import kept_tokens
+from tests.support.protocol_helpers import make_group, make_rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, token_objective
 from trainer.data.experience import Experience
@@ -135,19 +135,9 @@ def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first_and_
     assert (kept.tolist(), incomplete) == ([[7, 3, 5], [1, 2, -1]], 1)
 
 
-def group(*sets: list[list[int]] | None) -> Group:
-    """Completions of as many tokens as there are sets; a token is the first of its set."""
-    rollouts = []
-    for rows in sets:
-        ids = np.array(rows, np.int32) if rows is not None else None
-        tokens = np.array([1]) if ids is None else ids[:, 0]
-        zeros = np.zeros(len(tokens), np.float32)
-        rollouts.append(Rollout(tokens.astype(np.int32), zeros, None, {"answer": 1.0}, 1.0, "stop", ids))
-    return Group(3, 1, 0, np.array([5], np.int32), tuple(rollouts))
-
-
 def test_a_micro_batch_joins_sets_of_different_width() -> None:
-    g = group([[1, 2], [3, -1]], [[4, 5, 6]])
+    masks = [np.array(rows, np.int32) for rows in ([[1, 2], [3, -1]], [[4, 5, 6]])]
+    g = make_group(3, 1, *(make_rollout(mask[:, 0], sampling_mask=mask) for mask in masks))
     known = Experience(g, advantages=np.array([1.0, -1.0]))
     batch = micro_batch([known], Denominator("grpo", 2, 3, 8), Algorithm())
     assert batch.row.sampling_mask is not None

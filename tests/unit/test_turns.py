@@ -11,6 +11,7 @@ from common.config import PromptTemplate
 from common.errors import UserError
 from common.types import Problem, Prompt, sequences
 from environments import Message, Turn
+from launcher.machine import ROOT
 from sampler.chat_template import render
 from sampler.completions import Completion
 from sampler.episode import Episode
@@ -18,7 +19,6 @@ from sampler.prompts import begun_in
 from sampler.turns import TurnTemplate
 from tests.unit.test_chat_template import NO_TRL, REAL
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}
 TEMPLATES |= {path.stem: path for path in REAL if path.stem.startswith("qwen3_5")}
 TEMPLATES |= {name: ROOT / f"configs/templates/{name}.jinja" for name in ("chatml", "hermes_tools")}

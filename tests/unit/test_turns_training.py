@@ -21,7 +21,7 @@ from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
 from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, group, settings
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
-from tests.support.tiny import VOCAB_SIZE, in_forks, in_turns, tiny_model, tiny_reward_model
+from tests.support.tiny import VOCAB_SIZE, difference, in_forks, in_turns, tiny_model, tiny_reward_model
 from tests.unit.test_attention import exact
 from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import estimate, estimate_segments
@@ -193,12 +193,6 @@ def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, to
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    flat = [torch.cat([g[name].flatten() for name in sorted(g)]) for g in (found, expected)]
-    return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, choice: str) -> None:
     algorithm = dict(CHOICES[choice])
@@ -206,7 +200,7 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, 
     plain = exact_loop(PlainTraining, folder, **algorithm)
     plain.backward(GROUPS)
     known = score_rewards([Experience(g) for g in GROUPS], of)
-    assert relative(gradient_of(model, known, of), plain.gradients()) < 1e-6
+    assert difference(gradient_of(model, known, of), plain.gradients()) < 1e-6
 
 
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
@@ -221,7 +215,7 @@ def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(
     by_segments = of.algorithm.adv_estimator != "gae"
     found = estimate_segments(GROUPS, values, None, threshold, of) if by_segments else estimate(GROUPS, values, of)
     known = with_estimates([Experience(g) for g in GROUPS], found)
-    assert relative(gradient_of(model, known, of), plain.gradients()) < 1e-6
+    assert difference(gradient_of(model, known, of), plain.gradients()) < 1e-6
 
 
 def test_of_separate_rows_the_longest_group_has_one_for_each_turn_that_may_rewrite_its_history() -> None:
