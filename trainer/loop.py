@@ -69,6 +69,7 @@ class Trainer:
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
         self.tokenizer, self.progress, self.rank_zero = tokenizer, progress, rank_zero
         source = rank_zero.source if rank_zero else None
+        self._source = source or GroupSource()  # rank 0 alone asks it
         say = rank_zero.display.note if rank_zero else lambda _: None
         sync = rank_zero.sync if rank_zero else lambda: None
         self.seconds = defaultdict[str, float](float)  # of the step that is recorded next, by their metric's name
@@ -118,12 +119,6 @@ class Trainer:
         if not self.best.commit_as_final(partial(write_model_card, folder)):
             card = partial(write_model_card, folder, version=version)
             checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.critic, card)
-
-    @property
-    def _source(self) -> GroupSource:
-        """Of rank 0."""
-        assert self.rank_zero is not None
-        return self.rank_zero.source
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if one of them was asked to end."""

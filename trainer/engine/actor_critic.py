@@ -70,7 +70,10 @@ class ActorCritic:
     def _of_every_token(
         self, batch: Experiences, parts: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
     ) -> ByGroup:
-        """What `score` says of every sampled token of every completion that trains, on every rank; 0 of the others."""
+        """What `score` says of every sampled token of every completion that trains, on every rank; 0 of the others.
+
+        Every dp_rank scores its own part, and has zeros elsewhere: the sum is what all of them found.
+        """
         groups = [experience.group for experience in batch if isinstance(experience.group, Group)]
         scores = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in groups}
         for part in parts:
@@ -79,17 +82,11 @@ class ActorCritic:
             for group in (experience.group for experience in part):
                 for i in unmasked_completions(group, self.config.algorithm):
                     scores[group.group_id][i][:] = next(by_completion).numpy()
-        self._add_up(scores)
+        if arrays := [array for of_group in scores.values() for array in of_group]:
+            total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
+            for array, of_all in zip(arrays, total.split(list(map(len, arrays))), strict=True):
+                array[:] = of_all.numpy()
         return scores
-
-    def _add_up(self, scores: ByGroup) -> None:
-        """Every dp_rank has scored its own part, and has zeros elsewhere: the sum is what all of them found."""
-        arrays = [array for of_group in scores.values() for array in of_group]
-        if not arrays:
-            return
-        total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
-        for array, of_all in zip(arrays, total.split(list(map(len, arrays))), strict=True):
-            array[:] = of_all.numpy()
 
     def backward(self, own: Experiences, num_tokens: int) -> None:
         """The critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the whole step."""
@@ -106,18 +103,15 @@ class ActorCritic:
             for model in models:
                 model.poison()
         results = [model.step() for model in models]
-        self._step_metrics = self._value_metrics(results[0])
-        last = results[-1]
-        return StepResult(all(r.applied for r in results), last.grad_norm, last.learning_rate, critic_only)
-
-    def _value_metrics(self, result: StepResult) -> dict[str, float]:
+        of_critic, last = results[0], results[-1]
         sums = self.exchange.add_named(self.critic.sums.drain())
-        return {
+        self._step_metrics = {
             "value_loss": sums["loss"],
             "value_clip_fraction": sums["clipped"] / max(sums["tokens"], 1.0),
-            "critic/grad_norm": result.grad_norm,
-            "critic/learning_rate": result.learning_rate,
+            "critic/grad_norm": of_critic.grad_norm,
+            "critic/learning_rate": of_critic.learning_rate,
         }
+        return StepResult(all(r.applied for r in results), last.grad_norm, last.learning_rate, critic_only)
 
     def metrics(self) -> dict[str, float]:
         return self._batch_metrics | self._step_metrics

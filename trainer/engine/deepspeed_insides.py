@@ -61,22 +61,15 @@ def clip_with(engine: Any, clip: Callable[[], None]) -> None:
 def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callable[[int, Tensor], Tensor]) -> None:
     """Gives every trained bfloat16 parameter the float32 masters that make(its index, its weights) returns.
 
-    optimizer, stage: DeepSpeed's own and ZeRO's. Every rank calls it.
+    They round to its weights. optimizer, stage: DeepSpeed's own and ZeRO's. Every rank calls it.
     """
     import deepspeed
 
-    own = masters_without_zero(optimizer) if stage == 0 else {}
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-        if parameter.dtype != torch.bfloat16:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-            masters = make(index, parameter.detach())
-        if stage == 3:
-            _set_partition(deepspeed.utils, parameter, masters)
-        elif stage > 0:
-            deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank its part
-        elif parameter in own:
-            own[parameter].data.copy_(masters)
+        if parameter.dtype == torch.bfloat16:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                masters = make(index, parameter.detach())
+            set_state(optimizer, stage, parameter, "", masters.flatten())
 
 
 def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
@@ -85,11 +78,6 @@ def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
         return {}
     halves, masters = (itertools.chain(*groups) for groups in (optimizer.fp16_groups, optimizer.fp32_groups))
     return dict(zip(halves, masters, strict=True))
-
-
-def _set_partition(utils: Any, parameter: Tensor, masters: Tensor) -> None:
-    size = utils.safe_get_local_fp32_param(parameter).numel()
-    utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), size))
 
 
 def own_part(whole: Tensor, size: int) -> Tensor:

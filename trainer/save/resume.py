@@ -112,10 +112,6 @@ def verified(config: Config, found: str, ranks: Exchange, say: Callable[[str], N
     return str(folder)
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / COMMIT).read_text())
-
-
 def newest_valid(
     checkpoints: Path, ranks: Exchange, say: Callable[[str], None], newest: Path | None = None
 ) -> Path | None:
@@ -152,7 +148,7 @@ def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
 def _problem(folder: Path) -> str:
     """What a look at the folder shows; "" for nothing."""
     try:
-        record = _read_record(folder)
+        record = json.loads((folder / COMMIT).read_text())
         expected_digest, expected = record.pop("blake3"), record["files"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{COMMIT} cannot be read: {error!r}"
@@ -168,7 +164,7 @@ def _size(path: Path) -> dict[str, Any]:
 
 def _look_for_damage(folder: Path, ranks: Exchange, problems: list[str]) -> None:
     """Reads this rank's part of a committed checkpoint up to the first problem."""
-    files = _read_record(folder)["files"]
+    files = json.loads((folder / COMMIT).read_text())["files"]
     differ = (_difference(folder / n, n, files[n], pieces.record) for n in _shares(files, ranks.world_size)[ranks.rank])
     problems.extend(itertools.islice(filter(None, differ), 1))
 
@@ -196,7 +192,7 @@ def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
 
 def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
     """Raises UserError if the checkpoint belongs to another stream of groups."""
-    commit = _read_record(folder)
+    commit = json.loads((folder / COMMIT).read_text())
     before = commit["stream"]
     changed = [f"{name}={now!r} (was {before.get(name)!r})" for name, now in stream.items() if before.get(name) != now]
     if changed:
