@@ -92,7 +92,7 @@ def _load(
     worker: Any, brought: dict[str, Tensor], expected: dict[str, TensorInfo], given: dict[str, Tensor] | None = None
 ) -> Proof:
     """Returns the proof of a load that brings other tensors than those that were checked, `given`."""
-    worker._load = lambda _: type(worker)._load(worker, brought)
+    worker._load = lambda _, layout: type(worker)._load(worker, brought, layout)
     try:
         return worker.load_weights_from("nowhere", expected, given or brought)
     finally:
