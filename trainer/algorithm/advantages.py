@@ -41,7 +41,7 @@ def rewards_of(group: Group) -> Floats:
 
 
 def is_dead(rewards: Floats) -> bool:
-    """Returns whether all rewards are equal (no gradient), by max − min: the std of eight float32 0.1 is 8e-9, not 0."""
+    """Returns whether all rewards are equal (no gradient), by max − min: eight float32 rewards of 0.1 have std 8e-9."""
     return bool(rewards.max() - rewards.min() <= DEAD_TOLERANCE)
 
 
