@@ -56,7 +56,7 @@ def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
-    """Returns whether the task's rewards give a group no advantage: only KL, length or entropy can train it."""
+    """Returns whether the task's rewards give no advantage over their baseline: only KL, length or entropy train."""
     if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
         return False
     return not moves(np.hstack(list(_advantages(group, rewards_of(group), config))))
@@ -68,7 +68,7 @@ def centred(rewards: Floats) -> Floats:
 
 
 def rloo(rewards: Floats) -> Floats:
-    """Returns r_i − (Σr − r_i) / (G − 1) = (r_i − mean(r)) · G / (G − 1)."""
+    """Returns leave-one-out advantages r_i − (Σr − r_i) / (G − 1) = (r_i − mean(r)) · G / (G − 1)."""
     return centred(rewards) * len(rewards) / (len(rewards) - 1)
 
 

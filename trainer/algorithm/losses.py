@@ -1,7 +1,7 @@
 """The policy objective and its aggregation, on the flat tokens of packed rows. Pure torch.
 
 Every token t of completion i has one entry; nothing is padded, so nothing is masked. The denominator of a token's
-weight w_it is the same for the whole optimizer step, so the gradient depends neither on ranks nor on packing nor on
+weight w_it is defined by the whole optimizer step, so the gradient depends neither on ranks nor on packing nor on
 micro-batches.
 
     grpo                 w_it = 1 / (B · |o_i|)     mean of sequence means             arXiv 2402.03300

@@ -27,7 +27,7 @@ class Sums:
         self._values = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds scalar tensors on the device to the sums of the same names; not every name must be given."""
+        """Adds scalar tensors on the device to the sums of the same names; names may be left out."""
         unknown = parts.keys() - set(self._names)
         assert not unknown, f"no such sums: {unknown}"
         zero = self._values.new_zeros(())

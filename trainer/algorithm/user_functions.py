@@ -42,7 +42,7 @@ def require_user_functions(algorithm: Algorithm) -> None:
 
 
 def own_advantages(name: str, rewards: NDArray[np.float64], group: Group | None) -> NDArray[np.float64]:
-    """Returns advantages [G] by a user's `def estimator(rewards, group)`. Raises UserError unless all are finite."""
+    """Returns [G] by a user's `def estimator(rewards, group)`. Raises UserError unless it gives G finite numbers."""
     estimator = ESTIMATOR.load(name)
     found = estimator(rewards=rewards.copy(), group=group)
     try:

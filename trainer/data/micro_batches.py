@@ -130,7 +130,7 @@ class Planner:
         self._ranks, self._budget = ranks, budget
         self._loads = [0.0] * ranks
         self._waiting: dict[int, Work] = {}
-        self.rounds: list[Round] = []  # all so far
+        self.rounds: list[Round] = []  # all rounds so far
 
     def add(self, works: Mapping[int, Work]) -> list[Round]:
         """Returns the rounds that these works complete, as keys of works."""

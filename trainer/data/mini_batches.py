@@ -47,7 +47,7 @@ class TrainedStep:
 
 
 def steps(config: Config, batch: int) -> list[Step]:
-    """Returns the optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and after a resume.
+    """Returns in order the optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and after a resume.
 
     Unshuffled, a pass trains the groups in stream order; shuffled, each pass permutes them by (seed, batch, pass).
     """
