@@ -47,7 +47,7 @@ class TrainedStep:
 
 
 def steps(config: Config, batch: int) -> list[Step]:
-    """Returns in order the optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and after a resume.
+    """Returns the ordered optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and on resume.
 
     Unshuffled, a pass trains the groups in stream order; shuffled, each pass permutes them by (seed, batch, pass).
     """
