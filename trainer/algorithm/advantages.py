@@ -1,4 +1,4 @@
-"""Rewards of a step's groups -> advantages. Pure, float64, no tensors of a model.
+"""Advantages from the rewards of a step's groups. Pure functions in float64, without model tensors.
 
     adv_estimator                    A_i of a completion, before scaling and whitening
     grpo, dr_grpo                     r_i − mean(r)                    arXiv 2402.03300, equation 3; 2503.20783
@@ -7,11 +7,11 @@
     reinforce_plus_plus               r_i                              arXiv 2501.03262
     reinforce_plus_plus_baseline      r_i − mean(r)                    arXiv 2501.03262
 
-mean(r) is the group's. A_i is then divided by std + eps of the group (what makes grpo), of the batch, or by nothing
-(scale_rewards); std has n − 1, eps = 1e-4. The two REINFORCE++ are then whitened over the tokens of the batch of
-rollouts, which may hold several optimizer steps (steps_per_generation). A user's own estimator takes the place of the
-second column. Where the task's rewards are equal, of KL and length alone, nothing is divided: a deviation of noise
-would make advantages of ±1 of it. Left out: anything that needs a critic.
+mean(r) is over the group. A_i is then divided by std + eps of the group (which makes it GRPO) or of the batch, or not
+divided (scale_rewards); std uses n − 1, eps = 1e-4. The two REINFORCE++ are then whitened over the tokens of the batch
+of rollouts, which may hold several optimizer steps (steps_per_generation). A user's own estimator replaces the second
+column. If the task's rewards are all equal, and only KL and length differ, nothing is divided, because dividing noise
+by its own deviation would make advantages of ±1. Left out: estimators that need a critic.
 """
 
 from __future__ import annotations
@@ -32,45 +32,43 @@ EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
-PerCompletion: TypeAlias = (
-    "Floats | Sequence[Floats]"  # of one group: [G], or G arrays with one value per trained token
-)
+PerCompletion: TypeAlias = "Floats | Sequence[Floats]"  # a group's [G], or G arrays with one value per trained token
 
 
 def rewards_of(group: Group) -> Floats:
-    """[G], as the reward functions gave them."""
+    """Returns the rewards [G] of a group as the reward functions gave them, before any shaping."""
     return np.array([r.reward for r in group.rollouts], np.float64)
 
 
 def is_dead(rewards: Floats) -> bool:
-    """All rewards equal: no advantage, no gradient. By spread: eight float32 rewards of 0.1 have std 8e-9, not 0."""
+    """Returns whether all rewards are equal (no gradient), by max − min: eight float32 rewards of 0.1 have std 8e-9."""
     return bool(rewards.max() - rewards.min() <= DEAD_TOLERANCE)
 
 
 def moves(advantages: Floats) -> bool:
-    """Some advantage is not zero; NaN counts, so that the engine sees it."""
+    """Returns whether some advantage is not zero; NaN counts as not zero, so that it reaches the engine's checks."""
     return not bool((np.abs(advantages) <= DEAD_TOLERANCE).all())
 
 
 def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
-    """False for a truncated completion when those are masked: it has a reward and weight 0."""
+    """Returns False for a truncated completion if those are masked: its reward counts, but its loss has weight 0."""
     return not (mask_truncated_completions and rollout.finish_reason == "length")
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
-    """The task's rewards leave no advantage when the group's baseline is gone: only KL, length or entropy train it."""
+    """Returns whether the task's rewards give no advantage over their baseline: only KL, length or entropy train."""
     if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
         return False
     return not moves(np.hstack(list(_advantages(group, rewards_of(group), config))))
 
 
 def centred(rewards: Floats) -> Floats:
-    """r_i − mean(r); exactly 0 in a dead group."""
+    """Returns r_i − mean(r), exactly 0 if all rewards are equal."""
     return np.zeros_like(rewards) if is_dead(rewards) else rewards - rewards.mean()
 
 
 def rloo(rewards: Floats) -> Floats:
-    """r_i − (Σr − r_i) / (G − 1) = (r_i − mean(r)) · G / (G − 1)"""
+    """Returns leave-one-out advantages r_i − (Σr − r_i) / (G − 1) = (r_i − mean(r)) · G / (G − 1)."""
     return centred(rewards) * len(rewards) / (len(rewards) - 1)
 
 
@@ -86,9 +84,10 @@ ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
 def group_advantages(
     rewards: Floats, reward_scale: str = "group", adv_estimator: str = "grpo", group: Group | None = None
 ) -> Floats:
-    """[G] -> [G].  (1, 0, 0, 1) -> (0.866, −0.866, −0.866, 0.866) with "group", (0.5, −0.5, −0.5, 0.5) without.
+    """Returns the advantages [G] of one group from its rewards [G].
 
-    group: for a user's own estimator. Raises UserError for a name that is none.
+    (1, 0, 0, 1) -> (0.866, −0.866, −0.866, 0.866) with reward_scale "group", (0.5, −0.5, −0.5, 0.5) without.
+    group: for a user's own estimator. Raises UserError for the name of an estimator that does not exist.
     """
     if adv_estimator in ESTIMATORS:
         advantages = ESTIMATORS[adv_estimator](rewards)
@@ -98,13 +97,13 @@ def group_advantages(
 
 
 def gigpo(group: Group, rewards: Floats, reward_scale: str, gamma: float) -> list[Floats]:
-    """[G] -> G arrays with one value for each sampled token.  GiGPO, arXiv 2505.10978, section 4, with ω = 1:
+    """Returns G arrays with one advantage per sampled token.  GiGPO, arXiv 2505.10978, section 4, with ω = 1:
 
         R_ik = Σ_{l ≥ k} γ^(l−k) · r_il                          r_il: reward of turn l, which sum to rewards[i]
         A_ik = norm(r_i)  +  norm(R_ik among the turns of the group that answer the same tokens)
         norm(x) = (x − mean) / (std + eps), with reward_scale none x − mean; 0 of a turn that is alone
 
-    What a turn answers is its anchor state: the prompt, or the observation in front of it.
+    The tokens that a turn answers are its anchor state: the prompt, or the observation before the turn.
     """
 
     def norm(shaped: Floats, given: Floats) -> Floats:
@@ -119,7 +118,7 @@ def gigpo(group: Group, rewards: Floats, reward_scale: str, gamma: float) -> lis
     for i, rollout in enumerate(group.rollouts):
         for k, (start, end) in enumerate([(0, 0), *rollout.observed]):
             if not rollout.turn_lengths()[k]:
-                continue  # an agent began with a longer prompt than the group's
+                continue  # an agent started with a longer prompt than the group's
             alike.setdefault(rollout.completion_ids[start:end].tobytes(), []).append((i, k))
     for turns in alike.values():
         if len(turns) > 1:
@@ -130,12 +129,12 @@ def gigpo(group: Group, rewards: Floats, reward_scale: str, gamma: float) -> lis
 
 
 def discounted(rewards: Floats, gamma: float) -> Floats:
-    """[K] -> [K].  Σ_{l ≥ k} γ^(l−k) · r_l:  (1, 0, 4) -> (2, 2, 4) with γ = .5"""
+    """Returns the discounted sums Σ_{l ≥ k} γ^(l−k) · r_l, [K] -> [K]: (1, 0, 4) -> (2, 2, 4) with γ = .5."""
     return np.array(list(itertools.accumulate(rewards[::-1], lambda later, r: r + gamma * later)))[::-1]
 
 
 def try_own_estimator(config: Config) -> None:
-    """Calls a user's estimator on a group that nobody sampled: mistakes show before there is one. Raises UserError."""
+    """Calls a user's estimator on an invented group, so that its errors show before sampling. Raises UserError."""
     if config.algorithm.adv_estimator in BUILT_IN:
         return
     rewards = np.arange(config.sampler.num_generations, dtype=np.float64)
@@ -147,11 +146,11 @@ def try_own_estimator(config: Config) -> None:
 
 
 def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Floats:
-    """One [G] per reward function -> [G].  GDPO, arXiv 2601.05242: no function drowns another by its scale.
+    """Returns advantages [G] from one [G] per reward function, independent of their scales.  GDPO, arXiv 2601.05242:
 
         A_i = Σ_f weight_f · (r_fi − mean(r_f)) / (std(r_f) + eps)
 
-    NaN = the function does not apply to the completion: it is left out of its mean, its std and the sum.
+    NaN means that a function does not apply to a completion, which is left out of its mean, its std and the sum.
     """
     total = np.zeros_like(rewards[0])
     for scores, weight in zip(rewards, weights, strict=True):
@@ -162,9 +161,9 @@ def normalized_sum(rewards: Sequence[Floats], weights: Sequence[float]) -> Float
 
 
 def shaped_rewards(group: Group, config: Config) -> Floats:
-    """[G].  r_i − β Σ_t (log π_old − log π_ref) + soft overlong punishment; each term only where it is switched on.
+    """Returns r_i − β Σ_t (log π_old − log π_ref) + soft overlong punishment, [G]; each term only if it is switched on.
 
-    The sum estimates the KL of the whole completion (k1): as a reward its expected gradient is the exact one.
+    The sum estimates the KL of the whole completion (k1); as a reward, its expected gradient is that of the exact KL.
     """
     rewards, beta = punished_rewards(group, config), config.algorithm.beta_of_rewards
     if beta:
@@ -173,7 +172,7 @@ def shaped_rewards(group: Group, config: Config) -> Floats:
 
 
 def punished_rewards(group: Group, config: Config) -> Floats:
-    """[G].  r_i + soft overlong punishment where it is switched on: what a whole completion is worth without any KL."""
+    """Returns r_i + soft overlong punishment if it is switched on, [G]: rewards of whole completions without any KL."""
     cache = config.algorithm.soft_punish_cache
     if not cache:
         return rewards_of(group)
@@ -182,17 +181,17 @@ def punished_rewards(group: Group, config: Config) -> Floats:
 
 
 def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: int, cache: int) -> Floats:
-    """[G] -> [G] in [−1, 0]: 0 up to L_max − cache, then falling evenly to −1 at L_max.  DAPO, equation 13.
+    """Returns [G] in [−1, 0]: 0 up to a length of L_max − cache, then linearly to −1 at L_max.  DAPO, equation 13.
 
-    Of whole rollouts, with what their tools wrote: it warns of the limit that cuts them off, which counts all tokens.
+    lengths: those of whole rollouts, with the tokens of tools, because the limit that truncates them counts all tokens.
     """
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
 def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, PerCompletion]:
-    """By group id a number for each completion, or with gigpo for each of its sampled tokens.
+    """Returns by group id one advantage for each completion, or with gigpo for each of its sampled tokens.
 
-    Give it the whole batch of rollouts if `needs_batch_statistics`, else any groups.
+    groups: the whole batch of rollouts if `needs_batch_statistics`, else any groups.
     """
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
@@ -210,7 +209,7 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict
 
 
 def _advantages(group: Group, rewards: Floats, config: Config) -> PerCompletion:
-    """As step_advantages, as far as they follow from the group alone. rewards: of the task, or shaped."""
+    """Returns one group's advantages before batch scaling and whitening. rewards: the task's, or the shaped ones."""
     algorithm, functions = config.algorithm, config.rewards
     if algorithm.sums_last:
         by_function = [np.array([r.rewards[name] for r in group.rollouts], np.float64) for name in functions.names]
@@ -222,7 +221,7 @@ def _advantages(group: Group, rewards: Floats, config: Config) -> PerCompletion:
 
 
 def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool = True) -> list[Floats]:
-    """(A − mean) / (std + eps) over the batch, every completion counted counts times; std with n − 1."""
+    """Returns (A − mean) / (std + eps) over the batch, with each entry weighted by its count; std uses n − 1."""
     flat, times = np.concatenate(advantages), np.concatenate(counts)
     n = times.sum()
     mean = (times * flat).sum() / max(n, 1.0)
@@ -231,7 +230,7 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool
 
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:
-    """How often each completion counts: its sampled tokens, or once; not at all if it does not train."""
+    """Returns how often each completion counts: once per sampled token, or once; not at all if it does not train."""
     size = [r.num_sampled if algorithm.estimator.whitens_tokens else 1 for r in group.rollouts]
     kept = [trains(r, algorithm.mask_truncated_completions) for r in group.rollouts]
     return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)

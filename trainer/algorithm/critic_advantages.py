@@ -1,12 +1,12 @@
-"""The critic's values of a batch -> what policy and critic train on, fixed for all updates on that batch. Pure.
+"""Advantages and returns of a batch from the critic's values, fixed for all updates on that batch. Pure functions.
 
     reward_t    = −β · (log π_old − log π_ref) with kl_in_reward; on the last token also the completion's reward
     A, return   = GAE(reward, V)                                     gae: trainer/algorithm/gae.py
                 = the same over segments                             group_ppo: trainer/algorithm/segments.py
     A           ← (A − mean) / (std + eps) over all A of the batch    whiten_advantages
 
-Returns are never whitened: the critic learns rewards as they are. Groups of equal rewards stay in, for there is no
-group baseline; completions that are masked (mask_truncated_completions) count nowhere.
+Returns are never whitened, because the critic learns rewards on their own scale. Groups of equal rewards are kept,
+because there is no group baseline; masked completions (mask_truncated_completions) count nowhere.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ PositionsByGroup = dict[int, list[Positions]]
 
 @dataclass(frozen=True)
 class Estimates:
-    """For group 7 with completions of 2 and 1 tokens: values[7] = [[.5, .25], [.4]], the others alike.
+    """Holds values, advantages and returns of a batch, with one number per token of each completion of a group.
 
-    Where only some tokens train, arrays hold one number for each of those: with policy_positions[7] = [[1], [0]],
-    advantages[7] = [[.3], [−.1]].
+    Group 7 with completions of 2 and 1 tokens has values[7] = [[.5, .25], [.4]]. If only some tokens train, arrays hold
+    one number for each of those: with policy_positions[7] = [[1], [0]], advantages[7] = [[.3], [−.1]].
     """
 
-    values: ByGroup  # the critic's where it learns, before the first update on the batch; 0 where masked
+    values: ByGroup  # the critic's values at the tokens where it learns, before the first update; 0 where masked
     advantages: ByGroup
-    returns: ByGroup  # where the critic learns
+    returns: ByGroup  # the returns of the tokens at which the critic learns
     policy_positions: PositionsByGroup | None = None  # tokens of a completion that train; None = all
     value_positions: PositionsByGroup | None = None  # tokens at which the critic learns; None = all
     segments: SegmentSums | None = None
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    """GAE. values: of every sampled token of every completion of the batch."""
+    """Returns the estimates by GAE. values: the critic's value of every sampled token of every completion."""
     algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
     advantages: ByGroup = {}
@@ -59,10 +59,10 @@ def estimate_segments(
     groups: Sequence[Group | Tombstone],
     values: ByGroup,
     scores: ByGroup | None,
-    threshold: float,
+    threshold: float,  # τ
     config: Config,
 ) -> Estimates:
-    """GROUP PPO. scores: q of every sampled token; None = (1 − p)² from the sampler's log-probs. threshold: τ."""
+    """Returns the estimates by GROUP PPO. scores: q of each sampled token; None = (1 − p)² from old_logprobs."""
     algorithm = config.algorithm
     alive = [g for g in groups if isinstance(g, Group)]
 
@@ -98,7 +98,7 @@ def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm)
 
 
 def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
-    """Of the batch, before the first update on it: explained_variance = 1 − var(return − V) / var(return)."""
+    """Returns metrics of a batch before its first update: explained_variance = 1 − var(return − V) / var(return)."""
     alive, masks = [g for g in groups if isinstance(g, Group)], config.algorithm.mask_truncated_completions
     kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if trains(rollout, masks)]
     values, returns = (

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: rewards and values -> advantages and the critic's targets. Pure, float64.
+"""Generalised advantage estimation (GAE): advantages and the critic's targets from rewards and values. Pure, float64.
 
     δ_t      = r_t + γ · V_{t+1} − V_t              V_T = 0: nothing follows a completion's last token
     A_t      = δ_t + γ · λ · A_{t+1}                 A_T = 0
@@ -6,9 +6,9 @@
 
 J. Schulman et al., arXiv 1506.02438, equations 11 and 16. V_t is the value before token t is chosen, from the hidden
 state that also predicts it. A truncated completion ends with V_T = 0 too, as in TRL and verl: its reward was given to
-the text as it is, and no token will ever follow it. T counts sampled tokens: what a tool or an environment wrote
-between two of them is no step, so V_{t+1} is that of the next sampled token, read behind the observation, as in verl's
-GAE over its response mask. Left out: a bootstrap for episodes that would go on.
+the text as it is, and no token will ever follow it. T counts sampled tokens: tokens that a tool or an environment
+wrote between two of them are no steps, so V_{t+1} is the value of the next sampled token, computed after the
+observation, as in verl's GAE over its response mask. Left out: bootstrapping for episodes that would continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.algorithm.advantages import Floats, punished_rewards
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """One completion: [T], [T] -> (advantages [T], returns [T]).
+    """Returns the advantages [T] and returns [T] of one completion from its rewards [T] and values [T].
 
     rewards (0, 0, 1), values (.5, .25, .5), γ = 1, λ = .5:  δ = (−.25, .25, .5),  A = (0, .5, .5),  return = A + V
     """
@@ -36,16 +36,16 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floa
 
 
 def group_token_rewards(group: Group, config: Config) -> list[Floats]:
-    """[T] of each completion, with what the settings add to its reward; they sum to advantages.shaped_rewards."""
+    """Returns each completion's token rewards [T] with punishment and KL; they sum to advantages.shaped_rewards."""
     scalars, beta = punished_rewards(group, config).tolist(), config.algorithm.beta_of_rewards
     return [token_rewards(rollout, scalar, beta) for rollout, scalar in zip(group.rollouts, scalars, strict=True)]
 
 
 def token_rewards(rollout: Rollout, reward: float, beta: float) -> Floats:
-    """[T]: `reward` on the last token, or what of it each turn earned on that turn's, and −β · (log π_old − log π_ref)
-    on every one.  arXiv 1909.08593, equation 2.
+    """Returns the token rewards [T] of one completion.  arXiv 1909.08593, equation 2.
 
-    reward: the completion's scalar without any KL. β = 0 reads no log-probs.
+    `reward`, the completion's scalar without any KL, goes to the last token, or each turn's share of it to the turn's
+    last token; every token also gets −β · (log π_old − log π_ref). With β = 0 no log-probs are read.
     """
     rewards = np.zeros(rollout.num_sampled)
     if beta:

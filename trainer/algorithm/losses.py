@@ -1,7 +1,7 @@
 """The policy objective and its aggregation, on the flat tokens of packed rows. Pure torch.
 
-Every token t of completion i has one entry; nothing is padded, so nothing is masked. The weight w_it of a token has a
-denominator that belongs to the whole optimizer step: the gradient depends neither on ranks nor on packing nor on
+Every token t of completion i has one entry; nothing is padded, so nothing is masked. The denominator of a token's
+weight w_it is defined by the whole optimizer step, so the gradient depends neither on ranks nor on packing nor on
 micro-batches.
 
     grpo                 w_it = 1 / (B · |o_i|)     mean of sequence means             arXiv 2402.03300
@@ -28,7 +28,7 @@ TOKEN_MEAN = ("dapo", "bnpo", "cispo")  # their denominator is known only with t
 
 @dataclass(frozen=True)
 class Denominator:
-    """What the step's sums are divided by: known to all ranks before the first micro-batch."""
+    """The denominator of a step's sums, known to all ranks before the first micro-batch."""
 
     loss_type: str
     num_completions: int  # B
@@ -36,23 +36,23 @@ class Denominator:
     max_completion_length: int  # L_max; only dr_grpo needs it
 
     def of(self, length: int) -> int:
-        """Of a token in a completion of this length."""
+        """Returns the denominator of a token in a completion of this length."""
         if self.loss_type in TOKEN_MEAN:
             return self.num_tokens
         return self.num_completions * (self.max_completion_length if self.loss_type == "dr_grpo" else length)
 
 
 def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
-    """w_it for the tokens of completions of these lengths: [Σ lengths].  grpo, B=2, (2, 1) -> (.25, .25, .5)"""
+    """Returns w_it of the tokens of completions of these lengths, [Σ lengths]: grpo, B=2, (2, 1) -> (.25, .25, .5)."""
     per_completion = [1.0 / denominator.of(length) for length in lengths]
     return torch.repeat_interleave(torch.tensor(per_completion), torch.tensor(lengths))
 
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Per token, detached, for metrics: [N] each."""
+    """Per-token terms of the objective for metrics, detached, [N] each."""
 
-    ratio: Tensor  # of the token, or of its sequence
+    ratio: Tensor  # the token's importance ratio, or its sequence's
     is_clipped: Tensor  # the token's surrogate has no gradient, or with cispo a capped one
     kl: Tensor  # 0 without a reference
     correction: Tensor  # weight for the mismatch of sampler and trainer; 1 where it is switched off
@@ -61,21 +61,21 @@ class TokenTerms:
 
 def token_objective(  # noqa: PLR0913 the equation has as many symbols
     logprobs: Tensor,  # [N] log π_θ, with gradient
-    old_logprobs: Tensor,  # [N] log π_old, of the sampler
+    old_logprobs: Tensor,  # [N] log π_old, the sampler's
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
     advantages: Tensor,  # [N]
-    lengths: Sequence[int],  # of the completions, Σ lengths = N
+    lengths: Sequence[int],  # the completions' tokens, Σ lengths = N
     algorithm: Algorithm,
-    entropy: Tensor | None = None,  # [N] of the policy, with gradient where entropy_coef is not 0
-    proximal_logprobs: Tensor | None = None,  # [N] the trainer's log π_own in its first pass over these; None = now
+    entropy: Tensor | None = None,  # [N] the policy's, with gradient where entropy_coef is not 0
+    proximal_logprobs: Tensor | None = None,  # [N] log π_own of the trainer's first pass over these; None = this pass
 ) -> tuple[Tensor, TokenTerms]:
-    """The objective J_t of every token, to be maximised: [N].
+    """Returns the objective J_t of every token, [N], to be maximised, and its terms.
 
         J_t = correction · surrogate − β · kl + entropy_coef · H
 
     arXiv 2402.03300, equation 3; H: arXiv 1707.06347, equation 9.
-    With kl_in_reward the rewards hold the KL instead. With a correction, π_old of the ratio is the trainer's own.
-    A user's own objective is the surrogate, and with ref_logprobs in its signature also the KL term.
+    With kl_in_reward the rewards hold the KL instead. With a correction, the ratio's π_old is the trainer's π_own.
+    A user's own objective replaces the surrogate, and with ref_logprobs in its signature also the KL term.
     """
     correction, is_corrected = torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
     if (mode := algorithm.vllm_importance_sampling_mode) is not None:
@@ -86,10 +86,10 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
     beta, epsilon_high = algorithm.beta_of_loss, algorithm.clip_high
     if algorithm.loss is not None:
-        ref = logprobs.detach() if ref_logprobs is None else ref_logprobs  # a filler has none, and weight 0
+        ref = logprobs.detach() if ref_logprobs is None else ref_logprobs  # a filler has none, but weight 0
         tokens = {"old_logprobs": old_logprobs, "ref_logprobs": ref if beta else None, "advantages": advantages}
         objective, has_kl = own_objective(algorithm.loss, logprobs, **tokens, lengths=list(lengths), settings=algorithm)
-        is_clipped = torch.zeros_like(ratio, dtype=torch.bool)  # not known
+        is_clipped = torch.zeros_like(ratio, dtype=torch.bool)  # unknown of a user's function
         beta = 0.0 if has_kl else beta
     elif algorithm.loss_type == "cispo":
         objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, epsilon_high)
@@ -109,7 +109,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
 
 
 def try_own_objective(algorithm: Algorithm) -> None:
-    """Calls a user's objective on three tokens: mistakes show before there are any. Raises UserError."""
+    """Calls a user's objective on three invented tokens, so that its errors show before training. Raises UserError."""
     if algorithm.loss is not None:
         logprobs = torch.full((3,), -1.0, requires_grad=True)
         old, advantages = torch.full((3,), -1.5), torch.tensor([1.0, 1.0, -1.0])
@@ -117,12 +117,12 @@ def try_own_objective(algorithm: Algorithm) -> None:
 
 
 def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:
-    """[N] -> [N].  log_ratio_t = log π_θ(t) − log π_old(t)
+    """Returns the importance ratio of each token, [N], from log_ratio_t = log π_θ(t) − log π_old(t), [N].
 
         token       ratio_t = exp(log_ratio_t)                           PPO, arXiv 1707.06347
         sequence    ratio_t = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
 
-    The gradient of a sequence's ratio reaches all its tokens. `bounded` says what happens beyond e^20.
+    The gradient of a sequence's ratio reaches all its tokens. `bounded` caps ratios at e^20.
     """
     if level == "token":
         return bounded(log_ratio).exp()
@@ -132,7 +132,7 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
 def mismatch_correction(
     log_weight: Tensor, lengths: Sequence[int], mode: str, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """([N] correction, [N] is_corrected).  log_weight_t = log π_own(t) − log π_old(t); bounds: floor and cap.
+    """Returns ([N] correction, [N] is_corrected) of log_weight_t = log π_own(t) − log π_old(t); bounds: floor and cap.
 
         token_…       w_t = exp(log_weight_t)
         sequence_…    w_t = exp(Σ_s log_weight_s), all t of i
@@ -155,7 +155,7 @@ def mismatch_correction(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
 ) -> tuple[Tensor, Tensor]:
-    """([N] surrogate, [N] is_clipped).  PPO, arXiv 1707.06347, equation 7; ε_high: DAPO, arXiv 2503.14476.
+    """Returns ([N] surrogate, [N] is_clipped).  PPO, arXiv 1707.06347, equation 7; ε_high: DAPO, arXiv 2503.14476.
 
         surrogate = min(ratio · A, clip(ratio, 1 − ε, 1 + ε_high) · A)
         with delta  min(min(ratio, δ) · A, …): also bounded below, by δ · A, where A < 0
@@ -171,17 +171,17 @@ def clipped_surrogate(
 
 
 def cispo_surrogate(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """([N] surrogate, [N] is_clipped).  MiniMax-M1, arXiv 2506.13585, equation 4; sg = stop gradient.
+    """Returns ([N] surrogate, [N] is_clipped).  MiniMax-M1, arXiv 2506.13585, equation 4; sg = stop gradient.
 
         surrogate = sg(min(ratio, cap)) · A · log π_θ
 
-    As TRL has it, epsilon_high is the cap itself and not its distance from 1, and there is no lower bound.
+    epsilon_high is the cap itself and not its distance from 1, as in TRL, and there is no lower bound.
     """
     return ratio.clamp(max=cap).detach() * advantages * logprobs, ratio.detach() > cap
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimates of KL(π_θ ‖ π_ref) from sampled tokens: [N].  x = log π_ref − log π_θ
+    """Estimates KL(π_θ ‖ π_ref) at each sampled token, [N], with x = log π_ref − log π_θ.
 
     k1 = −x        k2 = x² / 2        k3 = exp(x) − x − 1
     """
@@ -194,18 +194,18 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def loss(objective: Tensor, weights: Tensor) -> Tensor:
-    """− Σ_it w_it · J_it: this micro-batch's share of the step's loss. The one place that turns max into min."""
+    """Returns − Σ_it w_it · J_it, this micro-batch's share of the step's loss; only this function negates J."""
     return -(weights * objective).sum()
 
 
 def value_errors(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> tuple[Tensor, Tensor]:
-    """([N] error of every value, to be minimised; [N] is_clipped: it has no gradient).
+    """Returns the error of every value, [N], to be minimised, and is_clipped, [N]: the values without a gradient.
 
         clipped = clip(V, V_old − ε_v, V_old + ε_v)
         error   = ½ · max((V − return)², (clipped − return)²)
 
-    The critic's side of PPO as its authors' programs have it (arXiv 2005.12729, equation 2), TRL's and verl's. The
-    larger of the two: a value that moved too far stops only where it moved towards its return.
+    This is the value loss of PPO's original code (arXiv 2005.12729, equation 2), of TRL and of verl. Because it is the
+    larger of the two errors, a value that moved too far has no gradient only if it moved towards its return.
     """
     if cliprange is None:
         return (values - returns).square() / 2, torch.zeros_like(values, dtype=torch.bool)

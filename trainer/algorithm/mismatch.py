@@ -1,12 +1,12 @@
-"""Why the trainer's log-probs of sampled tokens differ from the sampler's: one log-ratio, split by cause. Pure.
+"""Log-ratio of the trainer's to the sampler's log-probs of sampled tokens, split by its causes. Pure functions.
 
     log π_θ − log π_old  =  (log π_own − log π_old)    numerics: two programs, the same weights
                           + (log π_θ − log π_own)      staleness: the same program, newer weights
 
-Under top-p, top-k or min-p all three are laws on the kept tokens S; the whole softmax is log π_θ(S), support, away.
-π_own is the trainer at the version that sampled, which it knows from its first pass over a group of its current
-version. For an older group it does not: all of its log-ratio then counts as staleness, none as numerics, and the canary
-of every reload (sampler/reload.py) still measures numerics. Temperature is no cause: both divide by the same number.
+Under top-p, top-k or min-p all three are distributions over the kept tokens S; the full softmax differs by log π_θ(S),
+the cause `support`. π_own is the trainer's policy at the version that sampled, known from the first pass over a group
+of the current version. For an older group it is unknown: its log-ratio then counts wholly as staleness, and only the
+canary of a reload (sampler/reload.py) measures numerics. Temperature is no cause: both divide by the same number.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
 MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
-_LARGEST = 20.0  # of a log-ratio that is exponentiated: verl's bound
+_LARGEST = 20.0  # the largest log-ratio that is exponentiated: verl's bound
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Before an exponential: at most 20, with no gradient beyond it, and the same bits up to it.
+    """Returns the log-ratio capped at 20 for an exponential, with no gradient above the cap and the same bits up to it.
 
-    exp(88.8) is infinite in float32, and a product with its gradient of 0, where a clip has stopped it, NaN. TRL 1.16
-    has no bound; verl's is ±20 for tokens and 10 for sequences. There is none below: exp(−x) goes to 0.
+    exp(88.8) is infinite in float32, and its product with the zero gradient of a clipped surrogate is NaN. TRL 1.16
+    has no bound; verl's is ±20 for tokens and 10 for sequences. No lower bound is needed, because exp(−x) goes to 0.
     """
-    return log_ratio.masked_fill(log_ratio > _LARGEST, _LARGEST)  # NaN goes on, with its gradient: clamp would end it
+    return log_ratio.masked_fill(log_ratio > _LARGEST, _LARGEST)  # NaN keeps its gradient, which clamp would stop
 
 
 def k3(x: Tensor) -> Tensor:
-    """exp(x) − x − 1, J. Schulman, "Approximating KL divergence", 2020."""
+    """Returns exp(x) − x − 1 with x capped by `bounded`: J. Schulman, "Approximating KL divergence", 2020."""
     x = bounded(x)
     return x.exp() - x - 1
 
 
 def gaps(after: Tensor, before: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens drawn from exp(before): [N], [N] -> a float64 scalar for each measure.
+    """Returns each of MEASURES as a float64 scalar, the sum over N tokens that were sampled from exp(before).
 
     k3 of x = after − before estimates KL(before ‖ after).
     """
@@ -54,13 +54,13 @@ def gaps(after: Tensor, before: Tensor) -> dict[str, Tensor]:
 
 
 def by_cause(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    proximal_logprobs: Tensor,  # log π_own; anything where the trainer does not know them
-    log_mass: Tensor | None = None,  # log π_θ(S); None at full support
-    known: NDArray[np.bool_] | None = None,  # where it knows them; None = where they are not NaN
+    logprobs: Tensor,  # [N] log π_θ
+    old_logprobs: Tensor,  # [N] log π_old
+    proximal_logprobs: Tensor,  # [N] log π_own; any value where it is unknown
+    log_mass: Tensor | None = None,  # [N] log π_θ(S); None at full support
+    known: NDArray[np.bool_] | None = None,  # [N] whether log π_own is known; None = where it is not NaN
 ) -> dict[str, Tensor]:
-    """[N] each. Keys: cause_measure. With `known` it does not wait for the tensors' device."""
+    """Returns the `gaps` of each cause, keyed cause_measure. With `known` it does not wait for the tensors' device."""
     if known is None:
         known = ~proximal_logprobs.isnan().cpu().numpy()
     mask, at = (torch.from_numpy(x).to(logprobs.device, non_blocking=True) for x in (known, np.flatnonzero(known)))
@@ -74,10 +74,10 @@ def by_cause(
 
 
 def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the tokens of each cause, from the step's sums; a cause that no token measured is absent.
+    """Returns means over the tokens of each cause, from the step's sums; a cause without tokens is absent.
 
-    The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens, and with support
-    that of the whole softmax to the distribution that was sampled.
+    The log-ratios add up: sampled_ratio · numerics + staleness is the mean log-ratio of all tokens, and adding support
+    gives the mean log-ratio of the full softmax to the distribution that was sampled from.
     """
     found: dict[str, float] = {}
     for cause in CAUSES:

@@ -1,4 +1,4 @@
-"""GROUP PPO: sampled tokens of one completion -> segments that share one advantage. Pure, float64.
+"""GROUP PPO: division of a completion's sampled tokens into segments that share one advantage. Pure, float64.
 
 A segment s…t of n tokens with token advantages Â_k (GAE) and squared score norms q_k = ‖∇_logits ln π(a_k)‖²:
 
@@ -6,9 +6,9 @@ A segment s…t of n tokens with token advantages Â_k (GAE) and squared score n
     r_grpo = Â_t² · Σ_k q_k      = ‖Â_t Σ_k ∇ ln π(a_k)‖²     the last token's for all
 
 Scores at different positions are orthogonal in logit space, hence the sums. Sharing pays while r_grpo ≤ τ · n · r_ppo.
-Then GAE once more, with segments as steps. T counts sampled tokens, so a segment may begin in one turn of a rollout and
-end in a later one. docs/group_ppo.md derives it. Left out: gradients by the weights, in which positions are not
-orthogonal.
+GAE then runs again, with segments as steps. T counts sampled tokens, so a segment may begin in one turn of a rollout
+and end in a later one. docs/group_ppo.md derives the rule. Left out: gradients with respect to the weights, for which
+positions are not orthogonal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.algorithm.advantages import Floats
 from trainer.algorithm.gae import gae
 
 Positions = NDArray[np.int64]
-EPSILON = 1e-6  # in the denominator of the variances' ratio
-MAX_LOG_DRIFT = math.log(10)  # of τ from its start
+EPSILON = 1e-6  # added to the denominator of the variance ratio
+MAX_LOG_DRIFT = math.log(10)  # the largest distance of log τ from its initial value
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class Segments:
     T = 5 in segments of 3 and 2: starts (0, 3), ends (2, 4)
     """
 
-    starts: Positions  # [K] where the critic learns: V is the value before the segment's first token
-    ends: Positions  # [K] where the advantage sits with segment_loss: endpoint
+    starts: Positions  # [K] tokens at which the critic learns: V is the value before the segment's first token
+    ends: Positions  # [K] tokens that carry the advantage with segment_loss: endpoint
     advantages: Floats  # [K] GAE over segments
     returns: Floats  # [K] the critic's targets at starts
-    r_ppo: float  # Σ over segments, of the token advantages that cut them
+    r_ppo: float  # Σ over segments, from the token advantages by which they were cut
     r_grpo: float
 
     @property
     def sizes(self) -> Positions:
-        """[K] tokens of each; they sum to T."""
+        """Returns the number of tokens of each segment, [K]; they sum to T."""
         return self.ends - self.starts + 1
 
     @property
     def token_advantages(self) -> Floats:
-        """[T]: every token carries its segment's, for segment_loss: segment."""
+        """Returns the advantage of every token, [T], which is its segment's, for segment_loss: segment."""
         return np.repeat(self.advantages, self.sizes)
 
 
 def sampled_scores(old_logprobs: NDArray[np.float32]) -> Floats:
-    """[T] -> [T].  (1 − p_t)² ≤ q_t: what the sampled token alone contributes, from log-probs every rollout has.
+    """Returns (1 − p_t)² ≤ q_t, [T]: the sampled token's own contribution, from log-probs that every rollout has.
 
-    The whole of q_t is model.logprobs.score_norms.
+    model.logprobs.score_norms computes the whole of q_t.
     """
     return (1.0 - np.exp(old_logprobs.astype(np.float64))) ** 2
 
@@ -71,7 +71,7 @@ def segment(
     lam: float,
     params: GroupParams,
 ) -> Segments:
-    """Cuts one completion of T ≥ 1 tokens by the token advantages, then estimates one advantage for each segment.
+    """Cuts a completion of T ≥ 1 tokens into segments by its token advantages, and estimates one advantage for each.
 
         Â        = GAE(rewards, values)
         R_k      = Σ rewards inside segment k
@@ -91,18 +91,18 @@ def segment(
 
 
 def segment_ends(advantages: Floats, scores: Floats, threshold: float, params: GroupParams) -> Positions:
-    """[T], [T] -> [K] position of each segment's last token; the completion's last token is one of them.
+    """Returns the position of each segment's last token, [K]; the completion's last token is always one of them.
 
         shared(n) = r_grpo / (r_ppo + ε) ≤ τ · n
 
     grow:     a token joins while `shared` still holds with it; the one that would break it starts the next segment.
     literal:  a segment closes with the first token at which `shared` holds. With n = 1, r_grpo = r_ppo: if τ ≥ 1
               every token closes its own segment, which is PPO.
-    Neither is ever longer than group_max_size.
+    No segment of either rule is longer than group_max_size.
     """
     grows, longest = params.segment_rule == "grow", params.group_max_size or len(advantages)
     ends = []
-    n, r_ppo, total = 0, 0.0, 0.0  # of the open segment; total = Σ q
+    n, r_ppo, total = 0, 0.0, 0.0  # sums of the open segment; total = Σ q
     for t, (square, q) in enumerate(zip((advantages**2).tolist(), scores.tolist(), strict=True)):
         n, r_ppo, total = n + 1, r_ppo + square * q, total + q
         shared = square * total / (r_ppo + EPSILON) <= threshold * n
@@ -119,7 +119,7 @@ def segment_ends(advantages: Floats, scores: Floats, threshold: float, params: G
 
 @dataclass(frozen=True)
 class SegmentSums:
-    """Over the completions of one batch that train."""
+    """Sums over the completions of one batch that train."""
 
     tokens: int
     segments: int
@@ -137,12 +137,12 @@ def sums_of(completions: Sequence[Segments]) -> SegmentSums:
 
 
 def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> float:
-    """τ for the next batch, from both sums over all segments of this one on all ranks.
+    """Returns τ for the next batch, from both sums over all segments of this batch on all ranks.
 
         log τ ← log τ + threshold_lr · (1 − Σ r_grpo / Σ r_ppo),   at most ten times its start
 
-    and at least a tenth. At rest sharing costs no variance on average. A batch without any advantage, or with one that
-    is not finite, leaves τ alone.
+    and at least a tenth. At equilibrium, sharing costs no variance on average. A batch without any advantage, or with
+    one that is not finite, leaves τ unchanged.
     """
     r_ppo, r_grpo = sums.r_ppo, sums.r_grpo
     if not params.threshold_lr or not (r_ppo > 0 and math.isfinite(r_ppo) and math.isfinite(r_grpo)):
@@ -153,10 +153,10 @@ def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> 
 
 
 def token_group_metrics(sums: SegmentSums, threshold: float, segment_loss: str) -> dict[str, float]:
-    """Of one batch, over all ranks. compression_ratio is the share of tokens without a loss of their own.
+    """Returns one batch's metrics over all ranks. compression_ratio is the share of tokens without a loss of their own.
 
     speedup_factor = 1 / (1 − compression_ratio) is a formula for the head's work, not a measurement: every token still
-    passes the layers below the head. The measured seconds stand beside it as timing/*.
+    passes the layers below the head. The measured seconds are logged as timing/*.
     """
     tokens, positions = sums.tokens, sums.segments if segment_loss == "endpoint" else sums.tokens
     return {

@@ -1,4 +1,4 @@
-"""Sums over completion tokens of one optimizer step, for its metrics: added up on the device, read once a step."""
+"""Sums over an optimizer step's completion tokens for its metrics, accumulated on the device and read once a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from trainer.algorithm.mismatch import CAUSES, MEASURES
 
-# of the policy; ratio: of the token, or of its sequence with importance_sampling_level: sequence
+# The policy's sums. ratio is the token's, or its sequence's with importance_sampling_level: sequence
 TOKEN_SUMS = (
     *("tokens", "loss", "entropy", "kl", "ratio", "token_ratio", "clipped", "correction", "corrected"),
     *("log_ratio", "abs_log_ratio", "abs_prob_diff", "exp_abs_log_ratio"),
     *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES),
-    *("routed", "rerouted"),  # of (token, layer): router_replay.py
+    *("routed", "rerouted"),  # counts of (token, layer) pairs: router_replay.py
 )
-VALUE_SUMS = ("tokens", "loss", "clipped")  # of the critic
+VALUE_SUMS = ("tokens", "loss", "clipped")  # the critic's sums
 
 
 class Sums:
@@ -27,7 +27,7 @@ class Sums:
         self._values = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Scalars on the device, of some of the names."""
+        """Adds scalar tensors on the device to the sums of the same names; names may be left out."""
         unknown = parts.keys() - set(self._names)
         assert not unknown, f"no such sums: {unknown}"
         zero = self._values.new_zeros(())

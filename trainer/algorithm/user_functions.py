@@ -1,6 +1,6 @@
-"""A user's own estimator and loss: what they must look like, and what they may return.
+"""A user's own advantage estimator and loss: their required signatures, and checks of their results.
 
-Imports no torch, so that a wrong name ends the start at once.
+This module imports no torch, so that a wrong name stops the program as soon as it starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OBJECTIVE = Contract(
 
 
 def require_user_functions(algorithm: Algorithm) -> None:
-    """Raises UserError if the file or package of one is not there. Imports none of them."""
+    """Raises UserError if the file or package of a user's function does not exist; imports none of them."""
     if algorithm.adv_estimator not in ESTIMATORS:
         ESTIMATOR.require(algorithm.adv_estimator)
     if algorithm.loss is not None:
@@ -42,12 +42,12 @@ def require_user_functions(algorithm: Algorithm) -> None:
 
 
 def own_advantages(name: str, rewards: NDArray[np.float64], group: Group | None) -> NDArray[np.float64]:
-    """By a user's `def estimator(rewards, group)`: [G] -> [G]. Raises UserError unless it gives G finite numbers."""
+    """Returns [G] by a user's `def estimator(rewards, group)`. Raises UserError unless it gives G finite numbers."""
     estimator = ESTIMATOR.load(name)
     found = estimator(rewards=rewards.copy(), group=group)
     try:
         advantages = np.asarray(found, np.float64)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with gradient
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with gradient
         raise UserError(f"{estimator.label} returned {str(found)[:200]}, expected {len(rewards)} numbers") from None
     if advantages.shape != rewards.shape:
         shape = list(advantages.shape)
@@ -58,9 +58,9 @@ def own_advantages(name: str, rewards: NDArray[np.float64], group: Group | None)
 
 
 def own_objective(name: str, logprobs: Tensor, **more: Any) -> tuple[Tensor, bool]:
-    """By a user's `def objective(logprobs, old_logprobs, advantages)`: [N] -> ([N], it has a KL term of its own).
+    """Returns [N] by a user's `def objective(logprobs, old_logprobs, advantages)`, and whether it has its own KL term.
 
-    more: the other arguments of OBJECTIVE. Raises UserError unless it gives a value with a gradient for each token.
+    more: the other arguments of OBJECTIVE. Raises UserError unless it returns a value with a gradient for each token.
     """
     function = OBJECTIVE.load(name)
     objective = function(logprobs=logprobs, **more)

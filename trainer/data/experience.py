@@ -1,8 +1,8 @@
-"""What is known of a group on its way to a backward: one frozen record, replaced by another where more is known.
+"""Frozen records of what is known of a group before its backward pass; a new record replaces one that knows less.
 
     taken ─► advantages, with a critic also its targets ─► log-probs, as forwards give them ─► micro-batch
 
-Experience is PPO's word for it. Everything here is by completion of the group, in its order.
+Experience is PPO's term. Every sequence in these records has one entry per completion, in the group's order.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from trainer.algorithm.segments import Positions
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the critic learns from a group."""
+    """The critic's training targets from one group."""
 
-    values: Sequence[Floats]  # its own, before the first update on the batch
+    values: Sequence[Floats]  # the critic's own, before the first update on the batch
     returns: Sequence[Floats]
-    positions: Sequence[Positions] | None = None  # tokens at which it learns; None = all
+    positions: Sequence[Positions] | None = None  # tokens at which the critic learns; None = all
 
 
 @dataclass(frozen=True)
 class Experience:
-    """n = tokens of the group that train: the sampled ones of completions that are not masked, at their positions.
+    """A group with its advantages, targets and log-probs, as far as they are known.
 
-    Positions count the sampled tokens of a completion, as every array of tokens here does.
+    The n tokens that train are the sampled ones of unmasked completions, at `positions`. Positions count only the
+    sampled tokens of a completion, as every array of tokens in this record does.
     """
 
     group: Group | Tombstone
     is_dead: bool = False  # its rewards leave no advantage
-    advantages: PerCompletion | None = None  # None: not known yet; never known of what does not train
+    advantages: PerCompletion | None = None  # None: not known yet, or the group does not train
     positions: Sequence[Positions] | None = None  # tokens that train; None = all
-    targets: ValueTargets | None = None  # None: there is no critic, or it has not scored yet
-    ref_logprobs: Tensor | None = None  # [n] where the trainer scores them; None: not yet, or they came with the group
-    proximal_logprobs: Tensor | None = None  # [n] the trainer's before its first update on them; None: not known yet
-    sampled_logprobs: Tensor | None = None  # [n] the trainer's at the version that sampled; None: not known
+    targets: ValueTargets | None = None  # None: there is no critic, or it has not scored the group yet
+    ref_logprobs: Tensor | None = None  # [n] if the trainer scores them; None: not yet, or the sampler scored them
+    proximal_logprobs: Tensor | None = None  # [n] the trainer's before its first update on the group; None: unknown
+    sampled_logprobs: Tensor | None = None  # [n] the trainer's at the version that sampled; None: unknown
 
 
 def training(experiences: Iterable[Experience], algorithm: Algorithm) -> list[Experience]:
-    """Those that may train: not the dead, unless they are kept."""
+    """Returns the experiences that may train: those of dead groups only if dead groups are kept."""
     return [e for e in experiences if algorithm.dead_groups == "keep" or not e.is_dead]
 
 
 def score_rewards(experiences: Sequence[Experience], config: Config) -> list[Experience]:
-    """With advantages from rewards alone. Give it all of the batch where advantages depend on all."""
+    """Returns the experiences with advantages from rewards alone; pass the whole batch if advantages depend on it."""
     advantages = step_advantages([e.group for e in experiences], config)
     return [replace(e, advantages=advantages.get(e.group.group_id)) for e in experiences]
 
 
 def with_estimates(experiences: Sequence[Experience], estimates: Estimates) -> list[Experience]:
-    """What comes of the critic's values, for policy and critic."""
+    """Returns the experiences with the advantages and value targets that follow from the critic's values."""
 
     def scored(e: Experience) -> Experience:
         g, at, learned = e.group.group_id, estimates.policy_positions, estimates.value_positions

@@ -1,4 +1,4 @@
-"""Which groups share a micro-batch, and on which rank. Pure.
+"""Assignment of groups to micro-batches and ranks. Pure functions.
 
     budget   what one micro-batch may hold: trainer.max_tokens_per_micro_batch, or trainer.groups_per_micro_batch
     round    one micro-batch of every rank, () where a rank has none left and runs a filler: all ranks run as many
@@ -6,7 +6,7 @@
 
     tokens 60 50 40 30 20, budget 100, 2 ranks:   round (60 30) (50 40)   round (20) ()
 
-The costliest group that is left goes to the rank that has the least to do (longest processing time first: Graham, SIAM
+The costliest remaining group goes to the rank with the least work (longest processing time first: Graham, SIAM
 J. Appl. Math. 17, 1969), and a rank's groups fill its micro-batches first fit. A group above the budget gets a
 micro-batch of its own. Sums are divided by the whole step's denominator, so that no plan changes the gradient.
 """
@@ -24,14 +24,14 @@ from model.packing import Packing
 from trainer.data.experience import Experience
 from trainer.data.tensors import trained_completions, unmasked_completions
 
-Round = tuple[tuple[int, ...], ...]  # [rank] -> which groups
+Round = tuple[tuple[int, ...], ...]  # [rank] -> indexes or keys of its groups
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a group asks of a rank; zeros where nothing of it trains."""
+    """The work of training one group; zeros if none of its completions train."""
 
-    tokens: int  # in its packed row
+    tokens: int  # in the group's packed row
     cost: float  # any unit, the same for all groups
 
 
@@ -40,23 +40,23 @@ NOTHING = Work(0, 0.0)
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one micro-batch."""
+    """The limit of one micro-batch, in groups or in tokens."""
 
     groups: int
-    tokens: int | None = None  # instead of groups
+    tokens: int | None = None  # replaces the limit in groups
 
     def is_exceeded_by(self, work: Work) -> bool:
         return self.tokens is not None and work.tokens > self.tokens
 
     def at_once(self, ranks: int) -> int:
-        """Groups to take from the stream at a time: what fills a round, as far as that is known before."""
+        """Returns how many groups to take from the stream at a time: those of one round, as far as known before."""
         return ranks * (1 if self.tokens else self.groups)
 
 
 def work(
     prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None, patches: Sequence[int] = ()
 ) -> Work:
-    """Of one group, from the tokens of its prompt P and of each completion that trains, C_i, and each image's patches.
+    """Returns a group's work from the tokens of its prompt P and its trained completions C_i, and its images' patches.
 
     tokens   shared: P + Σ C_i     separate: G · (P + max C_i), with the padding
     cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
@@ -81,7 +81,7 @@ def work(
 
 
 def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing, model: ModelDims | None) -> Work:
-    """Of the group that trains among those taken for one slot; of none if there is none."""
+    """Returns the work of the group that trains among those taken for one slot, or NOTHING if there is none."""
     for e in taken:
         unmasked = unmasked_completions(e.group, algorithm)
         # a critic learns from every completion, and its values are needed before there are advantages
@@ -97,10 +97,10 @@ def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing,
 
 
 def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
-    """The rounds that train these groups, each with the indexes of its groups; one round of nothing if none has work.
+    """Returns the rounds that train these groups, as indexes of groups; a single empty round if no group has work.
 
-    loads: what each rank has done before, as cost. With a budget of groups no rank has more rounds than the number of
-    groups asks for; with a budget of tokens no two ranks differ by more than the costliest group.
+    loads: each rank's cost so far. With a budget of groups no rank has more rounds than the number of groups requires;
+    with a budget of tokens no two ranks differ by more than the cost of the costliest group.
     """
     costs = {i: work.cost for i, work in enumerate(works) if work.tokens}
     loads = loads or [0.0] * ranks
@@ -111,7 +111,7 @@ def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[floa
     else:
         tokens = {i: works[i].tokens for i in costs}
         packed = [_first_fit(mine, tokens, budget.tokens) for mine in _deal(costs, loads, most=len(costs))]
-    # where collectives end every micro-batch, those of one round should take equally long
+    # if collectives end every micro-batch, the micro-batches of one round should take equally long
     packed = [sorted(of_rank, key=lambda bin: -sum(costs[i] for i in bin)) for of_rank in packed]
     return [
         tuple(tuple(sorted(of_rank[k])) if k < len(of_rank) else () for of_rank in packed)
@@ -120,20 +120,20 @@ def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[floa
 
 
 class Planner:
-    """As `plan`, over groups that are still coming in: a round as soon as groups of the average size fill it.
+    """A planner of groups that are still arriving, which closes a round once groups of the average size fill it.
 
-    What has not found room in a round waits for the next one. Loads are kept from round to round, so that a rank that
-    got a long group gets less later. Which groups meet follows from their order and sizes alone.
+    Groups that do not fit in a round wait for the next one. Loads are kept from round to round, so that a rank that
+    got a long group gets less later. The rounds follow from the groups' order and sizes alone.
     """
 
     def __init__(self, ranks: int, budget: Budget):
         self._ranks, self._budget = ranks, budget
         self._loads = [0.0] * ranks
         self._waiting: dict[int, Work] = {}
-        self.rounds: list[Round] = []  # all so far
+        self.rounds: list[Round] = []  # all rounds so far
 
     def add(self, works: Mapping[int, Work]) -> list[Round]:
-        """The rounds that are full with these, in terms of their keys."""
+        """Returns the rounds that these works complete, as keys of works."""
         before = len(self.rounds)
         for key, work in works.items():
             if work.tokens:
@@ -143,7 +143,7 @@ class Planner:
         return self.rounds[before:]
 
     def finish(self) -> list[Round]:
-        """What is left; one round of nothing if no group had work."""
+        """Returns the rounds of the remaining groups; a single empty round if no group had work."""
         before = len(self.rounds)
         if self._waiting or not self.rounds:
             self.rounds += self._plan()
@@ -160,13 +160,13 @@ class Planner:
 
 
 def plan_of(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
-    """As `plan`, in terms of the works' keys."""
+    """Returns the rounds of `plan` as keys of works instead of indexes."""
     keys, rounds = list(works), plan(list(works.values()), ranks, budget, loads)
     return [tuple(tuple(keys[i] for i in indexes) for indexes in round_) for round_ in rounds]
 
 
 def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:
-    """Of the rounds of a step. works: of each of its slots."""
+    """Returns the metrics of a step's rounds. works: the work of each of the step's slots."""
     costs = [sum(works[key].cost for round_ in rounds for key in round_[rank]) for rank in range(len(rounds[0]))]
     metrics = {"micro_batches": float(len(rounds))}
     if len(costs) > 1:
@@ -177,7 +177,7 @@ def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Bud
 
 
 def warning(works: Mapping[int, Work], budget: Budget) -> str:
-    """What to say about groups above the budget; "" if there are none."""
+    """Returns a warning about groups above the budget, or "" if there are none."""
     largest = max(works.values(), key=lambda work: work.tokens)
     if not budget.is_exceeded_by(largest):
         return ""
@@ -196,7 +196,7 @@ def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:
 
 
 def _deal(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
-    """Every key to the bin with the least cost among those that hold fewer than `most`, the costliest first."""
+    """Assigns each key, the costliest first, to the bin with the least cost among those with fewer than `most` keys."""
     loads, bins = list(loads), [list[int]() for _ in loads]
     for key in sorted(costs, key=lambda key: (-costs[key], key)):
         least = min((b for b in range(len(bins)) if len(bins[b]) < most), key=lambda b: loads[b])

@@ -1,4 +1,4 @@
-"""How a batch of rollouts becomes optimizer steps. Pure.
+"""Division of a batch of rollouts into optimizer steps. Pure functions.
 
     batch of rollouts     prompts_per_step · steps_per_generation groups, all sampled before its last step
     mini-batch            prompts_per_step of them: one optimizer step, with denominators of its own
@@ -26,30 +26,30 @@ from trainer.algorithm.losses import TOKEN_MEAN
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on a batch of rollouts."""
+    """An optimizer step on a batch of rollouts."""
 
-    iteration: int  # which pass: 0, 1, …
-    mini_batch: int  # which mini-batch of the pass: 0, 1, …
-    places: tuple[int, ...]  # the groups' places in the batch, counted from its first
-    is_last: bool  # of the batch
+    iteration: int  # index of the pass: 0, 1, …
+    mini_batch: int  # index of the mini-batch in the pass: 0, 1, …
+    places: tuple[int, ...]  # the groups' positions in the batch, counted from its first
+    is_last: bool  # whether it is the last step on the batch
 
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What an optimizer step trained on, for its records."""
+    """The groups and metrics of one optimizer step, for its records."""
 
     step: Step
     groups: list[Group | Tombstone]
     dead_group_metrics: dict[str, float]
     plan_metrics: dict[str, float]
-    empty_slots: str  # what to say about them; "" = nothing
-    oversized_groups: str  # what to say about groups above the budget; "" = nothing
+    empty_slots: str  # the warning about empty slots; "" = none
+    oversized_groups: str  # the warning about groups above the budget; "" = none
 
 
 def steps(config: Config, batch: int) -> list[Step]:
-    """The optimizer steps on the run's batch-th batch of rollouts, in order. The same on every rank and after a resume.
+    """Returns the ordered optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and on resume.
 
-    In order, a pass trains the groups as the stream has them; shuffled, every pass deals them by (seed, batch, pass).
+    Unshuffled, a pass trains the groups in stream order; shuffled, each pass permutes them by (seed, batch, pass).
     """
     algorithm, size = config.algorithm, config.trainer.prompts_per_step
     planned: list[Step] = []
@@ -66,27 +66,27 @@ def steps(config: Config, batch: int) -> list[Step]:
 
 
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
-    """Advantages depend on all groups of the batch of rollouts, not on each alone; a critic scores it as a whole."""
+    """Returns whether advantages depend on all groups of a batch of rollouts, not on each alone, as with a critic."""
     return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
 
 
 def needs_all_arrays(algorithm: Algorithm) -> bool:
-    """Every rank reads tokens or log-probs of every group, not only lengths and rewards of those that others train."""
+    """Returns whether ranks read tokens or log-probs of other ranks' groups, not only their lengths and rewards."""
     is_own = algorithm.adv_estimator not in ESTIMATORS  # a user's function gets the group
     return algorithm.kl_in_reward or algorithm.needs_critic or algorithm.estimator.by_turn or is_own
 
 
 def corrects_later_steps(algorithm: Algorithm) -> bool:
-    """Later mini-batches meet weights that have moved, and need log-probs of those that sampled them."""
+    """Returns whether later mini-batches, on updated weights, need the trainer's log-probs from before any update."""
     return algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
 
 
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
-    """What must be in before the first backward of a step. micro_batch: groups train as they arrive.
+    """Returns what must have arrived before the first backward of a step; micro_batch: groups train as they arrive.
 
-    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that only
-    the last group of the step completes, and weights for the sampler's mismatch need log-probs of the whole batch
-    before the first step moves the weights.
+    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that is
+    known only with the step's last group, and the correction of the sampler's mismatch needs log-probs of the whole
+    batch before the first step updates the weights.
     """
     if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps(algorithm):
         return "batch"

@@ -1,4 +1,4 @@
-"""A batch of rollouts as it fills: slots, taken from the stream of groups in the order of their ids.
+"""Slots of a batch of rollouts, which are filled from the stream of groups in the order of their ids.
 
     keep, skip     every group has a slot
     resample       a dead group or a tombstone leaves its slot to the next group of the stream, until the batch is full
@@ -6,7 +6,7 @@
 
     prompts_per_batch 3, groups 0, 2, 4 alive, 1, 3 dead:    keep (0) (1) (2)    resample (0) (1 2) (3 4)
 
-Which group has which slot follows from ids and rewards alone: not from ranks, micro-batches or the order of arrival.
+The assignment of groups to slots follows from ids and rewards alone, not from ranks, micro-batches or arrival order.
 Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one group at a time instead of a batch.
 """
 
@@ -31,7 +31,7 @@ def fill(
 ) -> None:
     """Takes the next groups until `count` slots are filled, at most at_once at a time.
 
-    refill: hears how many more groups will be taken, beyond the batch.
+    refill: is called with the number of further groups that will be taken beyond the batch's slots.
     """
     while slots.num_filled < count:
         ids = slots.next_ids(count, at_once)
@@ -46,10 +46,10 @@ class Slots:
     """The slots of one batch, and the newest record of each group that was taken for them."""
 
     def __init__(self, config: Config, first: int):
-        """first: id of the batch's first group."""
+        """Starts without groups. first: the id of the batch's first group."""
         self._config, self._first = config, first
-        self._slots: list[list[int]] = []  # ids of what was taken for each; the last one of a slot stays there
-        self._passed: list[int] = []  # taken for the slot that comes next
+        self._slots: list[list[int]] = []  # ids of the groups taken for each slot; the last one keeps it
+        self._passed: list[int] = []  # ids of groups taken for the next slot that did not keep it
         self._experiences: dict[int, Experience] = {}  # by group id, in order
         self.num_refilled = 0
 
@@ -67,34 +67,34 @@ class Slots:
 
     @property
     def groups(self) -> list[Group | Tombstone]:
-        """All that was taken, in order."""
+        """Returns all groups that were taken, in order."""
         return [e.group for e in self._experiences.values()]
 
     def at(self, places: Iterable[int]) -> list[Experience]:
-        """What was taken for those of these slots that are filled."""
+        """Returns the experiences of all groups taken for those of these slots that are filled."""
         return [self._experiences[g] for place in places if place < self.num_filled for g in self._slots[place]]
 
     def training(self, places: Iterable[int] | None = None) -> list[Experience]:
-        """What may train of these slots, or of all that was taken."""
+        """Returns the experiences that may train among those taken for these slots, or among all taken ones."""
         taken = self._experiences.values() if places is None else self.at(places)
         return training(taken, self._config.algorithm)
 
     def replace(self, experiences: Iterable[Experience]) -> None:
-        """More is known of these groups."""
+        """Replaces the records of these groups, of which more is known."""
         self._experiences |= {e.group.group_id: e for e in experiences}
 
     def of_group(self, group_id: int) -> Experience:
-        """What is known of a group that was taken."""
+        """Returns the newest record of a group that was taken."""
         return self._experiences[group_id]
 
     def next_ids(self, count: int, at_once: int) -> range:
-        """The groups to take next so that `count` slots are filled; none at the bound."""
+        """Returns the ids to take next so that `count` slots are filled; none once max_resamples is reached."""
         limit = self._first + self.size * (1 + self._config.algorithm.resamples)
         start = self._first + self.num_taken
         return range(start, min(start + min(at_once, count - self.num_filled), limit))
 
     def add(self, taken: Iterable[Group | Tombstone]) -> int:
-        """Fills slots. Returns how many more groups than before will be taken beyond the batch."""
+        """Fills slots and returns how many more groups than known before will be taken beyond the batch's slots."""
         for item in taken:
             self._experiences[item.group_id] = Experience(item, is_dead_group(item, self._config))
             self._passed.append(item.group_id)
@@ -107,24 +107,24 @@ class Slots:
         return more
 
     def close(self) -> None:
-        """No more will be taken. What was passed counts in the first empty slot."""
+        """Ends the batch without taking more groups; those taken for no slot count in the first empty one."""
         self._slots += [self._passed] + [[] for _ in range(self.size - self.num_filled - 1)]
         self._passed = []
 
     @property
     def num_empty(self) -> int:
-        """Slots whose last taken is dead or a tombstone; 0 unless dead groups are resampled."""
+        """Counts the slots whose last group is missing, dead or a tombstone; 0 unless dead groups are resampled."""
         return sum(not (slot and self._stays(slot[-1])) for slot in self._slots)
 
     def dead_group_metrics(self, step: Step) -> dict[str, float]:
-        """Of the groups of a step; what resampling did to the whole batch stands in its last one."""
+        """Returns the number of dead groups of a step; the batch's last step also has the metrics of resampling."""
         metrics = {"dead_groups": float(sum(e.is_dead for e in self.at(step.places)))}
         if self._config.algorithm.dead_groups == "resample" and step.is_last:
             metrics |= {"resampled_groups": float(self.num_refilled), "empty_slots": float(self.num_empty)}
         return metrics
 
     def warning(self) -> str:
-        """What to say about empty slots; "" if there are none."""
+        """Returns a warning about empty slots, or "" if there are none."""
         if not self.num_empty:
             return ""
         num_dead = sum(e.is_dead for e in self._experiences.values())

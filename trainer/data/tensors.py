@@ -1,4 +1,4 @@
-"""Groups and what is known of them -> the tensors of one forward and backward. Pure."""
+"""Tensors of one forward and backward pass, built from the experiences of groups. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from trainer.data.experience import Experience, training
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N = the tokens in the row that train: of its completions those that the model sampled, or some of them."""
+    """A micro-batch of the policy. N = the tokens in the row that train: all sampled ones, or some of them."""
 
     row: PackedRow
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor | None  # [N] float32; None: nothing is compared with the reference (beta 0, or a filler)
     advantages: Tensor  # [N] float32; without a critic one value repeated over a completion
     weights: Tensor  # [N] float32, 0 in a filler
-    policy_versions: Tensor  # [N] int64, of the weights that sampled each token
-    proximal_logprobs: Tensor | None = None  # [N]; None: the policy has not moved since, its own are these
-    sampled_logprobs: Tensor | None = None  # [N] NaN where not known; None: of no token
-    tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> its tokens among the N, in order
+    policy_versions: Tensor  # [N] int64, versions of the weights that sampled each token
+    proximal_logprobs: Tensor | None = None  # [N]; None: this pass gives them, before any update on the batch
+    sampled_logprobs: Tensor | None = None  # [N] NaN where unknown; None: unknown for all tokens
+    tokens_of: dict[int, int] = field(default_factory=dict)  # group id -> number of its tokens among the N, in order
 
     @property
     def is_filler(self) -> bool:
-        """Nothing of it trains."""
+        """Returns whether none of the row's tokens train."""
         return not self.tokens_of
 
     def by_group(self, values: Tensor) -> dict[int, Tensor]:
-        """[N] -> each group's part; {} of a filler."""
+        """Returns each group's part of an [N] tensor, by group id; {} for a filler."""
         if not self.tokens_of:
             return {}
         return dict(zip(self.tokens_of, values.split(list(self.tokens_of.values())), strict=True))
@@ -47,25 +47,25 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ValueBatch:
-    """What the critic learns from. N = the sampled tokens in the row, or those at which it learns."""
+    """A micro-batch of the critic. N = the sampled tokens in the row, or those at which the critic learns."""
 
     row: PackedRow
-    old_values: Tensor  # [N] float32, its own before the first update on the batch
+    old_values: Tensor  # [N] float32, the critic's own before the first update on the batch
     returns: Tensor  # [N] float32
     weights: Tensor  # [N] float32, 0 in a filler
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a group has in a row."""
+    """A group's part of a packed row."""
 
     group: Group
     experience: Experience
-    indexes: Sequence[int]  # of its completions
-    positions: Sequence[Positions] | None  # of every completion its sampled tokens that train; None = all
+    indexes: Sequence[int]  # the completions in the row, as indexes in the group
+    positions: Sequence[Positions] | None  # the sampled tokens that train, for every completion; None = all
 
     def completions(self) -> list[tuple[Rollout, Any]]:
-        """Each with the index of its tokens that train: the one place where observed tokens are left out."""
+        """Returns each completion and the index of its tokens that train; only this method excludes observed tokens."""
         return [(self.group.rollouts[i], self._index(i)) for i in self.indexes]
 
     def _index(self, i: int) -> Any:
@@ -79,13 +79,13 @@ class _Part:
 
 
 def unmasked_completions(group: Group | Tombstone, algorithm: Algorithm) -> list[int]:
-    """Places in the group of the completions that are not masked: a critic learns from them; [] for a tombstone."""
+    """Returns the indexes of a group's unmasked completions, from which a critic learns; [] for a tombstone."""
     rollouts, masks = () if isinstance(group, Tombstone) else group.rollouts, algorithm.mask_truncated_completions
     return [i for i, rollout in enumerate(rollouts) if trains(rollout, masks)]
 
 
 def trained_completions(experience: Experience, algorithm: Algorithm) -> list[int]:
-    """Places in the group of the completions that can move the policy; [] for a tombstone."""
+    """Returns the indexes of a group's completions that can change the policy; [] for a tombstone."""
     if isinstance(experience.group, Tombstone):
         return []
     if not algorithm.always_has_gradient:
@@ -96,23 +96,23 @@ def trained_completions(experience: Experience, algorithm: Algorithm) -> list[in
 
 
 def num_trained_tokens(experience: Experience, algorithm: Algorithm) -> int:
-    """Tokens of those completions that train: what the group takes of a micro-batch's N."""
+    """Returns the number of the group's tokens that train, which is its share of a micro-batch's N."""
     return sum(_lengths(_policy_parts([experience], algorithm)))
 
 
 def num_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
-    """Σ |o_i|, the sampled tokens of the completions that are not masked, or the number of their positions."""
+    """Returns Σ |o_i|, the sampled tokens of the unmasked completions, or the number of their positions."""
     every = _parts((e, unmasked_completions(e.group, algorithm), e.positions) for e in experiences)
     return sum(_lengths(every))
 
 
 def num_value_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
-    """The same of the tokens at which the critic learns."""
+    """Returns the number of tokens at which the critic learns."""
     return sum(_lengths(_value_parts(experiences, algorithm)))
 
 
 def step_denominator(taken: Sequence[Experience], num_slots: int, config: Config) -> Denominator:
-    """Of a step on these slots. B counts all their completions: a tombstone's and an empty slot's have weight 0."""
+    """Returns a step's denominator. Tombstones and empty slots count in B with weight 0, skipped dead groups do not."""
     sampler, algorithm = config.sampler, config.algorithm
     trained = training(taken, algorithm)
     skipped = len(taken) - len(trained) if algorithm.dead_groups == "skip" else 0
@@ -131,12 +131,12 @@ def micro_batch(
     packing: Packing = "shared",
     awaits_reference: bool = False,
 ) -> MicroBatch:
-    """Packs the completions that can move the weights; a filler of weight 0 where none can.
+    """Packs the completions that can change the weights, or returns a filler of weight 0 if there are none.
 
     A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
     one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
-    collectives have to match: hence the filler. awaits_reference: the trainer scores it on the row, and groups have no
-    ref_logprobs before that.
+    collectives have to match: hence the filler. awaits_reference: the trainer scores the reference on this row, and
+    groups may have no ref_logprobs before that.
     """
     parts = _policy_parts(experiences, algorithm)
     if not parts:
@@ -157,17 +157,17 @@ def micro_batch(
 
 
 def policy_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
-    """The row of micro_batch, before all its log-probs are known."""
+    """Returns the row of `micro_batch`, for use before all its log-probs are known."""
     return _row(_policy_parts(experiences, algorithm), packing)
 
 
 def value_batch(
     experiences: Iterable[Experience],
-    num_tokens: int,  # of the whole step, at which the critic learns
+    num_tokens: int,  # the whole step's, at which the critic learns
     algorithm: Algorithm,
     packing: Packing = "shared",
 ) -> ValueBatch:
-    """Packs every completion that is not masked, also of groups of equal rewards; a filler where there is none."""
+    """Packs all unmasked completions, also of groups of equal rewards, or returns a filler if there are none."""
     parts = _value_parts(experiences, algorithm)
     if not parts:
         zero = torch.zeros(1)
@@ -178,7 +178,7 @@ def value_batch(
 
 
 def value_row(experiences: Iterable[Experience], algorithm: Algorithm, packing: Packing) -> PackedRow:
-    """Every sampled token of the completions of value_batch, before there are values."""
+    """Returns the row of every sampled token of the completions of `value_batch`, before there are values."""
     return _row(_parts((e, unmasked_completions(e.group, algorithm), None) for e in experiences), packing)
 
 
@@ -192,7 +192,7 @@ def _value_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> lis
 
 
 def _parts(kept: Iterable[tuple[Experience, Sequence[int], Sequence[Positions] | None]]) -> list[_Part]:
-    """Of the groups that have completions in the row."""
+    """Returns the parts of the groups that have completions in the row."""
     return [_Part(e.group, e, of, at) for e, of, at in kept if of and isinstance(e.group, Group)]
 
 
@@ -215,20 +215,20 @@ def _row(parts: Sequence[_Part], packing: Packing) -> PackedRow:
 
 
 def _routing(parts: Sequence[_Part]) -> list[Any]:
-    """Of each group's prompt and completions; [] where the sampler recorded none."""
+    """Returns the routing of each group's prompt and completions; [] if the sampler recorded none."""
     known = [(p.group.routing, [r.routing for r, _ in p.completions()]) for p in parts if p.group.routing is not None]
     assert len(known) in (0, len(parts)), f"of {len(parts)} groups {len(known)} say which experts their tokens met"
     return known
 
 
 def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:
-    """[N] from each group's values, a completion's single value repeated over its tokens."""
+    """Returns the groups' values per token, [N]; a completion's single value is repeated over its tokens."""
     per_completion = [of[i] for part, of in zip(parts, values, strict=True) for i in part.indexes]
     return _flat([np.broadcast_to(value, n) for value, n in zip(per_completion, _lengths(parts), strict=True)])
 
 
 def _ref_logprobs(parts: Sequence[_Part], may_be_missing: bool) -> Tensor | None:
-    """[N] as this trainer scored them, or else as they came with the groups; None if some may be missing and are."""
+    """Returns reference log-probs [N] by this trainer, else the sampler's; None if they may be missing and some are."""
     scored = [part.experience.ref_logprobs for part in parts]
     if may_be_missing and any(logprobs is None for logprobs in scored):
         return None
@@ -236,7 +236,7 @@ def _ref_logprobs(parts: Sequence[_Part], may_be_missing: bool) -> Tensor | None
 
 
 def _came(part: _Part) -> Tensor:
-    """[n] log-probs of the reference that the sampler scored."""
+    """Returns the group's reference log-probs [n] that the sampler scored."""
     rollouts = part.completions()
     came = [r.ref_logprobs[index] for r, index in rollouts if r.ref_logprobs is not None]
     assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
@@ -244,14 +244,14 @@ def _came(part: _Part) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """None where they are not known: of a batch all are, or none."""
+    """Concatenates the groups' log-probs, or returns None if they are unknown: all groups have them, or none."""
     known = [part for part in parts if part is not None]
     assert len(known) in (0, len(parts)), f"log-probs of {len(known)} groups of {len(parts)} are known"
     return torch.cat(known) if known else None
 
 
 def _or_nan(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
-    """NaN for a group of which they are not known; None where they are known of none."""
+    """Concatenates the groups' log-probs, NaN for groups where they are unknown; None if they are unknown for all."""
     if all(part is None for part in parts):
         return None
     return torch.cat([torch.full((n,), torch.nan) if x is None else x for x, n in zip(parts, lengths, strict=True)])
@@ -262,11 +262,11 @@ def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
 
 
 def filler_row() -> PackedRow:
-    """One token, for ranks that have nothing to do while others have."""
+    """Returns a row of one token, for ranks that have nothing to train while others have."""
     return pack([([0], [[0]])])
 
 
 def _filler() -> MicroBatch:
-    """One token of weight 0. Its ratio is at most 1, and without a reference no k3 can overflow: 0 · inf is NaN."""
+    """Returns a token of weight 0, with ratio ≤ 1 and no reference, so that nothing overflows: 0 · inf is NaN."""
     zero = torch.zeros(1)
     return MicroBatch(filler_row(), zero, None, zero, zero, torch.zeros(1, dtype=torch.int64))

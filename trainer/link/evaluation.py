@@ -1,4 +1,4 @@
-"""One held-out evaluation: chunks of problems, who holds them, and what came back. No socket, no clock."""
+"""State of a held-out evaluation: chunks of problems, their leases and their results. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.errors import WireError
 from common.types import EvalFailure, EvalRequest, EvalResult
 
 _MAX_PROBLEMS = 64  # per chunk
-_BYTES_PER_TOKEN = 16  # of text, seldom more
+_BYTES_PER_TOKEN = 16  # a token's text is seldom longer
 
 
 @dataclass
 class Evaluation:
-    """Every chunk is free, leased to one sampler, or answered.
+    """The chunks of one evaluation, each of which is free, leased to one sampler, or answered.
 
     evaluation_of("v40", 130):  chunk 0 problems 0…63 │ 1 problems 64…127 │ 2 problems 128, 129
     """
@@ -30,16 +30,16 @@ class Evaluation:
 
     @property
     def num_failed(self) -> int:
-        """Problems that could not be scored."""
+        """Returns the number of problems that could not be scored."""
         return sum(len(result.failures) for result in self.results.values())
 
     @property
     def num_missing(self) -> int:
-        """Chunks that are not answered yet."""
+        """Returns the number of chunks that are not answered yet."""
         return len(self.requests) - len(self.results)
 
     def grant(self, sampler_id: str, num_samplers: int) -> list[EvalRequest]:
-        """Tops this sampler's leases up to its share of the chunks; returns those it has not answered."""
+        """Tops this sampler's leases up to its share of the chunks, and returns those it has not answered."""
         share = -(-len(self.requests) // num_samplers)
         mine = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
         free = [chunk for chunk in self.requests if chunk not in self.leases]
@@ -49,7 +49,7 @@ class Evaluation:
         return [self.requests[chunk] for chunk in mine if chunk not in self.results]
 
     def release(self, sampler_id: str) -> list[int]:
-        """Frees a lost sampler's open leases for others. Returns them."""
+        """Frees a lost sampler's unanswered chunks for other samplers, and returns them."""
         leased = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
         lost = [chunk for chunk in leased if chunk not in self.results]
         for chunk in lost:
@@ -57,7 +57,7 @@ class Evaluation:
         return lost
 
     def accept(self, result: EvalResult, version: int, num_generations: int, reward_funcs: tuple[str, ...]) -> None:
-        """Raises WireError if nobody asked for it, it came before, or it does not answer every problem."""
+        """Stores a result. Raises WireError if it is unrequested, a duplicate, of another version or incomplete."""
         request = self.requests.get(result.chunk)
         if request is None or request.eval_id != result.eval_id:
             raise WireError("eval_unknown", result.eval_id)
@@ -71,7 +71,7 @@ class Evaluation:
         self.results[result.chunk] = result
 
     def fail(self, chunk: int, version: int, reason: str) -> EvalResult:
-        """The answer to a chunk that will have no better one."""
+        """Answers a chunk that will get no better answer with failures of all its problems, and returns this result."""
         request = self.requests[chunk]
         failures = tuple(EvalFailure(problem, reason) for problem in request.problem_indexes)
         self.results[chunk] = EvalResult(request.eval_id, chunk, version, (), failures)
@@ -79,7 +79,7 @@ class Evaluation:
 
 
 def problems_per_chunk(config: Config) -> int:
-    """So many that their texts take half a message at most, where a token has up to 16 bytes."""
+    """Returns how many problems' texts fit in half a message, if a token has up to 16 bytes."""
     text_bytes = _BYTES_PER_TOKEN * config.eval.num_generations * config.sampler.max_completion_length
     return max(1, min(_MAX_PROBLEMS, config.max_message_bytes // 2 // text_bytes))
 
@@ -91,7 +91,7 @@ def evaluation_of(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation
 
 
 def _check_problems(request: EvalRequest, result: EvalResult, num_generations: int) -> None:
-    """Every problem asked for is there once, as a failure or with as many samples as the others."""
+    """Raises WireError unless every requested problem is answered once, by a failure or num_generations samples."""
     failed = [failure.problem_index for failure in result.failures]
     scored = [problem for problem in request.problem_indexes if problem not in failed]
     counts = collections.Counter(sample.problem_index for sample in result.samples)

@@ -1,9 +1,9 @@
-"""Groups from the samplers: what the training loop calls. The socket's thread does the rest (socket_thread.py).
+"""The training loop's interface to the samplers. The socket's thread does the rest (socket_thread.py).
 
     training loop ──commit(cursor, weights)──►  state  ──CREDIT each second and on change──►  samplers
     training loop ◄──receive(group ids)───────  state  ◄──GROUP, EVAL, BEAT, HELLO──────────  samplers
 
-Every wait of the loop has a deadline, names what it waits for, and ends the process with exit 75 when it expires.
+Every wait of the loop reports what is missing, and ends the process with exit code 75 when its deadline expires.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SAY_EVERY_S = 10.0
 
 
 class Inbox(GroupSource):
-    """Use as a context manager: leaving it says goodbye to the samplers and joins the thread.
+    """A source of groups from samplers. Use it as a context manager: leaving says goodbye to them and joins the thread.
 
-    transport: ZeroMQ by the config, unless given.
+    transport: the default is ZeroMQ with the config's address.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Inbox(GroupSource):
             self.thread.end(wire.Bye(reason, code_of(error)))
 
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
-        """All of it becomes visible at once: no sampler sees a lease without its version."""
+        """Updates cursor, version and evaluation at once, so that no sampler sees a lease without its version."""
         with self.state.changed:
             assert self.state.evaluation is None or eval_id is None, "finish_eval comes before the next evaluation"
             self.state.ledger.advance(cursor)
@@ -93,7 +93,7 @@ class Inbox(GroupSource):
             self.state.kept.forget(version - self.thread.max_version_lag)
 
     def _take_kept(self) -> None:
-        """What an earlier start of the trainer accepted and is admitted now, by the checks of what comes now."""
+        """Accepts kept groups of an earlier start that are admitted now, by the checks of newly received groups."""
         ledger, waiting = self.state.ledger, self.state.kept.waiting
         for group_id in [g for g in waiting if g < ledger.admitted.stop]:
             received = waiting.pop(group_id)
@@ -111,7 +111,7 @@ class Inbox(GroupSource):
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        """The groups, in this order, as soon as all of them are here. They stay held until `commit` passes them."""
+        """Returns the groups, in this order, once all have arrived. They stay held until `commit` passes them."""
 
         def missing() -> str:
             have = sum(g in self.state.ledger.held for g in group_ids)
@@ -140,13 +140,13 @@ class Inbox(GroupSource):
         try:
             self._wait(missing)
             return [evaluation.results[chunk] for chunk in sorted(evaluation.results)]
-        finally:  # after an interrupt, too: no other version may answer the rest of it
+        finally:  # after an interrupt, too: no other version may answer the remaining chunks
             with self.state.changed:
                 self.state.evaluation = None
 
     def wait_for_sampler(self) -> wire.Hello:
         def missing() -> str:
-            """Other words each time it has come further: a million rows take longer than any patience."""
+            """Returns a text that changes with progress: loading a million rows may take longer than the timeout."""
             if self.state.peers:
                 return ""
             return f"a sampler to connect; {self.state.preparing}".removesuffix("; ")
@@ -155,7 +155,7 @@ class Inbox(GroupSource):
         return next(iter(self.state.peers.values())).hello
 
     def versions_in_use(self) -> list[int]:
-        """Policy versions that live samplers hold."""
+        """Returns the policy versions that live samplers have loaded."""
         peers = self.state.peers.values()
         return [p.loaded_version for p in peers if not p.lost and p.loaded_version is not None]
 
@@ -165,10 +165,10 @@ class Inbox(GroupSource):
             return Statistics(*self.state.reports.drain(live), self.state.counters.copy())
 
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
-        """Returns once missing() is empty; until then it says what is missing. Raises what the thread raised.
+        """Waits until missing() is empty, and reports what is missing. Raises the error that the thread raised.
 
-        Raises Retryable if what is missing has been the same for timeout_s, by default channel.stall_timeout_s.
-        Raises Interrupted if somebody asks for the end meanwhile: a sampler may take minutes to deliver.
+        Raises Retryable if missing() has not changed for timeout_s, by default channel.stall_timeout_s.
+        Raises Interrupted if the process shall end meanwhile, because a sampler may take minutes to deliver.
         """
         start = moved = time.monotonic()
         is_due = every(_SAY_EVERY_S)

@@ -1,17 +1,17 @@
-"""Finished groups on disk: what a trainer had accepted when it died is not sampled again.
+"""Finished groups on disk, so that groups which a trainer had accepted when it died are not sampled again.
 
     run folder/kept/00000012-3f9a…-77c1…     accepted while version 12 was the newest, as in a recording (recording.py)
                              │      └ digest of its tensors
                              └ digest of the run and of what decides how groups are sampled and scored
 
-A trainer that starts again goes back to the version of its checkpoint. As long as the versions that it publishes are
-those of these files, one after the other and bit for bit, their groups are what samplers would be asked for: they are
-taken, by the checks of any group that comes. The first version that is another, as where a processor adds up in another
-order, ends that: its file and all later ones are dropped, so that no group is trained that weights of another history
-sampled. Groups of versions still to come are `reserved`: no sampler gets them meanwhile.
+A restarted trainer goes back to the version of its checkpoint. As long as the versions that it publishes equal those of
+these files, one after the other and bit for bit, it accepts their groups instead of new samples, by the checks of any
+received group. The first version that differs, for instance because a processor adds in another order, ends that: its
+file and all later ones are dropped, so that no group is trained that weights of another history sampled. Groups of
+later versions are `reserved`: they are leased to no sampler meanwhile.
 
-Nothing waits for this disk: where it fails, or a power cut spoils a file, groups are sampled again. Left out: groups
-that could not be produced, which are tried again.
+Training does not wait for this disk: if it fails, or a power cut damages a file, groups are sampled again. Groups that
+could not be produced are not kept, but tried again.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from trainer.link import recording
 from trainer.link.recording import Recorder
 
 FOLDER = "kept"
-_NOT_SAMPLING = {"run", "channel", "weights", "eval", "trainer", "critic", "deepspeed"}  # sections of settings
+_NOT_SAMPLING = {"run", "channel", "weights", "eval", "trainer", "critic", "deepspeed"}  # settings' sections
 
 
 class Kept:
-    """Whoever calls a method holds what guards the ledger."""
+    """The kept groups of a run. Callers of its methods hold the lock that guards the ledger."""
 
     def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):
         self._folder, self._say = config.run.output_dir / FOLDER, say
-        self._is_on = config.trainer.saves_checkpoints  # else nobody comes back for them
+        self._is_on = config.trainer.saves_checkpoints  # without checkpoints no restart could use the files
         maker = self._maker = _maker(config, run_id)
         self._now: Path | None = None  # the file of the newest version
         self._recorder: Recorder | None = None
-        self.waiting: dict[int, Received] = {}  # of versions that came again, until they are admitted
+        self.waiting: dict[int, Received] = {}  # groups of versions that were published again, until they are admitted
         files = {path: {one.group.group_id for one in _whole(path)} for path in sorted(self._folder.glob("*-*-*"))}
         self._to_come = {p: ids for p, ids in files.items() if self._is_on and p.name.split("-")[1] == maker}
         self.reserved: set[int] = set().union(*self._to_come.values())
         self._drop({p: ids for p, ids in files.items() if p not in self._to_come}, "settings are others than before")
 
     def begin(self, published: Published) -> None:
-        """This is the newest version now. What an earlier start took while it was is `waiting`."""
+        """Starts the newest version's file; groups accepted under this version by an earlier start become `waiting`."""
         version, digest = published.version, published.tensors_sha256[:16]
         path = self._folder / f"{version:08d}-{self._maker}-{digest}"
         if path == self._now or not (self._is_on and digest):
@@ -82,7 +82,7 @@ class Kept:
             self._recorder.append([received])
 
     def forget(self, version: int) -> None:
-        """No checkpoint will want groups that were accepted with older ones."""
+        """Deletes the files of older versions, because no checkpoint needs groups that were accepted under those."""
         _remove(path for path in self._folder.glob("*-*-*") if _version(path) < version)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Kept:
         self._recorder = None
 
     def clear(self) -> None:
-        """The run is done."""
+        """Deletes all kept groups, because the run is done."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -109,7 +109,7 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def _whole(path: Path) -> list[Received]:
-    """The groups of a file, up to what a crash spoiled."""
+    """Returns the groups of a file, up to the first record that a crash damaged."""
     found: list[Received] = []
     with contextlib.suppress(UserError):
         found.extend(one for one, _ in recording.read(path))
@@ -121,7 +121,7 @@ def _version(path: Path) -> int:
 
 
 def _maker(config: Config, run_id: str) -> str:
-    """A digest of the run, of all settings that decide what is sampled, and of the files that they name."""
+    """Returns a digest of the run, of all settings that decide what is sampled, and of the files that they name."""
     settings = json.dumps(config.model_dump(mode="json", exclude=_NOT_SAMPLING), sort_keys=True, ensure_ascii=False)
     files = [Path(name).expanduser() for name in re.findall(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]', settings)]
     contents = [path.read_text(errors="replace") for path in files if path.is_file()]

@@ -1,4 +1,4 @@
-"""Which groups are wanted, leased, held and trained: pure state, no socket, no clock.
+"""State of the groups that are admitted, leased, held and trained. No socket, no clock.
 
 The stream of groups is 0 … total − 1. `cursor` is the first untrained group; at most `window` groups from it on may
 exist outside the trainer, which bounds both memory and staleness by admission: nothing is ever discarded as stale.
@@ -7,11 +7,11 @@ exist outside the trainer, which bounds both memory and staleness by admission: 
 
 A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
 
-A free group goes to the sampler with the shortest lease. Once none is free, a sampler without work is given what others
-still hold, the oldest first, which is what the trainer waits for: so a slow or silent sampler costs nothing but its own
-work. A group has at most two holders. The first result is taken, the lease of the other one ends with it, and what
-comes after it is refused as a duplicate. A group's sampling seeds follow from its number, so it does not matter who
-made it.
+A free group goes to the sampler with the shortest lease. Once none is free, a sampler without work also gets groups
+that others have leased, the oldest first, because the trainer waits for those: so a slow or silent sampler costs
+nothing but its own work. A group is leased to at most two samplers. Its first result is accepted, which ends the other
+lease, and later results are refused as duplicates. A group's sampling seeds follow from its id, so it does not matter
+which sampler produced it.
 
     a and b, window 8:     a 0 2 4 6, b 1 3 5 7;  a is done, b has made 1:  a 3 5 7 too, and whoever is first counts
 
@@ -33,14 +33,14 @@ from common.wire import Received
 
 @dataclass
 class Ledger:
-    total: int  # groups in the whole run, as far as it is known
+    total: int  # groups in the whole run, as far as known
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
     held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
-    reserved: set[int] = field(default_factory=set)  # not leased: a version to come may bring them (kept.py)
-    is_due: bool = True  # somebody may get a lease, or has lost one to a faster sampler
+    reserved: set[int] = field(default_factory=set)  # not leased, because files of a later version hold them (kept.py)
+    is_due: bool = True  # some sampler may get a lease, or lost one to a faster sampler
 
     @property
     def admitted(self) -> range:
@@ -48,13 +48,13 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every admitted group is here: until the cursor moves there is nothing to produce."""
+        """Returns whether every admitted group has arrived, so that none is to be produced until the cursor moves."""
         return all(group_id in self.held for group_id in self.admitted)
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
     def lease_out(self, samplers: Collection[str]) -> None:
-        """Gives all free groups to these samplers, who are alive, then what others hold to those without work."""
+        """Leases all free groups to these live samplers, then groups leased to others to samplers without work."""
         self.is_due = False
         if not samplers:
             return
@@ -72,7 +72,7 @@ class Ledger:
             self.leases[group_id].append(name)
 
     def by_sampler(self) -> dict[str, list[int]]:
-        """What each shall produce, in order. Whoever has no lease is not in it."""
+        """Returns the ids of the groups leased to each sampler, in order; samplers without a lease are absent."""
         leased = collections.defaultdict(list)
         for group_id in sorted(self.leases):
             for name in self.leases[group_id]:
@@ -80,7 +80,7 @@ class Ledger:
         return dict(leased)
 
     def release(self, sampler: str) -> list[int]:
-        """Ends a lost sampler's leases. Returns those that nobody else has: others may get them."""
+        """Ends a lost sampler's leases, and returns the groups that nobody else has leased: others may get them."""
         leased = self.by_sampler().get(sampler, [])
         for group_id in leased:
             self.leases[group_id].remove(sampler)
@@ -93,7 +93,7 @@ class Ledger:
     # ---- results ------------------------------------------------------------------------------------------------
 
     def refusal(self, group: Group | Tombstone, versions: range) -> str | None:
-        """Why this group cannot be accepted, as a countable name; None if it can. `versions` may have sampled it."""
+        """Returns why this group is refused, as a countable name, or None. versions: those that may have sampled it."""
         if group.group_id in self.held:
             return "duplicate"
         if group.group_id < self.cursor:
@@ -106,7 +106,7 @@ class Ledger:
         return None
 
     def accept(self, received: Received, sampler: str) -> None:
-        """The first result of a group. Whoever else has it leased need not go on."""
+        """Stores the first result of a group, and ends its leases: another sampler with one need not go on."""
         group_id = received.group.group_id
         self.held[group_id] = received
         holders = self.leases.pop(group_id, [])
@@ -116,13 +116,13 @@ class Ledger:
     # ---- the training loop --------------------------------------------------------------------------------------
 
     def refill(self, count: int) -> None:
-        """`count` groups of the batch at the cursor are dead: as many more are admitted, and the run ends later."""
+        """Admits `count` more groups, because as many of the batch at the cursor are dead; the run ends later."""
         self.refilled += count
         self.total += count
         self.is_due = True
 
     def advance(self, cursor: int) -> None:
-        """The groups below `cursor` are part of a finished step, and there is a new version."""
+        """Moves the cursor: the groups below it are part of a finished step, and there is a new version."""
         assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
         for group_id in range(self.cursor, cursor):
             self.held.pop(group_id, None)

@@ -1,4 +1,4 @@
-"""What the trainer knows of its samplers: who they are, when they were heard, what they did. No socket, no clock."""
+"""State of the samplers as the trainer knows them: hellos, times of messages, statistics. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Peer:
     loaded_version: int | None = None
     phase: str = "starting"
     lost: bool = False
-    credit: wire.Credit | None = None  # the last that was sent to it
+    credit: wire.Credit | None = None  # the last one sent to it
 
     @property
     def process(self) -> tuple[int, str]:
@@ -47,7 +47,7 @@ class Peer:
 
 
 def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> tuple[str, str] | None:
-    """(countable name, what the sampler is told) if its groups cannot be trained beside the first sampler's."""
+    """Returns (countable name, message to the sampler) if its groups cannot train with the first sampler's."""
     for what in _MUST_AGREE:
         if getattr(hello, what) != getattr(first, what):
             reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(first, what)}"
@@ -60,7 +60,7 @@ def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> t
 
 
 def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) -> str:
-    """works: what each shall produce, of those that have work."""
+    """Returns one line about all samplers' states. works: the leased work of those that have any."""
     parts = []
     for name, peer in peers.items():
         silent_s = now - peer.heard_at
@@ -73,21 +73,21 @@ def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) ->
 
 @dataclass
 class _Reported:
-    """By one sampler, under its id."""
+    """The statistics that one sampler reported."""
 
     process: tuple[int, str]
-    totals: dict[str, float]  # of this process, as far as they are counted
+    totals: dict[str, float]  # this process's totals up to which growth is counted
     newest: dict[str, float] = field(default_factory=dict)
     grown: dict[str, float] = field(default_factory=dict)  # growth of the totals since the last `drain`
     is_fresh: bool = True  # reported since the last `drain`
 
 
 class Reports:
-    """The numbers in the samplers' beats. A total/… only grows in a process: what it grew by is what was done.
+    """The statistics in the samplers' beats. A total/… only grows in a process: its growth is the work that was done.
 
-    Growth is taken per sampler, then put together, so that a sampler that comes or goes adds what it did and nothing
-    else. One that was started again counts from 0. One that is new here may have served an earlier start of the
-    trainer: its first report only says where counting begins.
+    Growth is computed per sampler, then merged, so that a sampler that joins or leaves adds its own work and nothing
+    else. A restarted sampler counts from 0. A new sampler may have served an earlier start of the trainer, so its
+    first report is only the base from which growth is counted.
     """
 
     def __init__(self) -> None:
@@ -98,16 +98,16 @@ class Reports:
         known = self._samplers.setdefault(sampler, _Reported(process, totals))
         before = known.totals if known.process == process else {}
         for name, value in totals.items():
-            # a report that was overtaken on the way is lower than the one before it
+            # a report that was overtaken in transit is lower than the one before it
             known.grown[name] = known.grown.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
         known.totals = before | {name: max(value, before.get(name, 0.0)) for name, value in totals.items()}
         known.newest = {name: value for name, value in stats.items() if name not in totals}
         known.process, known.is_fresh = process, True
 
     def drain(self, live: Collection[str]) -> tuple[dict[str, float], int]:
-        """(statistics since the last call, of how many samplers): of those that are live or reported meanwhile.
+        """Returns (statistics since the last call, number of samplers) of samplers that are live or reported meanwhile.
 
-        Seconds are the mean over samplers, counts the sum; what is no total is the mean of the newest values.
+        Seconds are the mean over samplers, counts the sum; other values are the mean of the newest ones.
         """
         counted = [known for name, known in self._samplers.items() if known.is_fresh or name in live]
         values: dict[str, list[float]] = {}
@@ -126,9 +126,9 @@ def _merged(name: str, values: list[float], num_samplers: int) -> float:
 
 
 class SharedState:
-    """Of the training loop and the socket's thread. Whoever uses it holds `changed`.
+    """The state shared by the training loop and the socket's thread, which use it under the lock `changed`.
 
-    Without it the loop may read `peers`, and the thread alone counts.
+    Without the lock the loop may read `peers`, and the thread alone may change `counters`.
     """
 
     def __init__(self, ledger: Ledger, kept: Kept):
@@ -136,16 +136,16 @@ class SharedState:
         self.ledger, self.kept = ledger, kept
         ledger.reserved = kept.reserved
         self.published: Published | None = None  # nobody is credited before the first version
-        self.progress = 0  # of the training loop; grows with every change that samplers must hear of
+        self.progress = 0  # grows with every change by the training loop that samplers must hear of
         self.evaluation: Evaluation | None = None
-        self.peers: dict[str, Peer] = {}  # by sampler id; replaced, never changed in size
-        self.preparing = ""  # what a sampler does before its hello
+        self.peers: dict[str, Peer] = {}  # by sampler id; replaced by a new dict, never changed in size
+        self.preparing = ""  # the phase that a sampler reports before its hello
         self.reports = Reports()
         self.counters: collections.Counter[str] = collections.Counter()
         self.failure: BaseException | None = None  # raised by the loop's next wait
 
     def works(self) -> dict[str, str]:
-        """What each sampler shall produce, in words. Whoever has nothing to do is not in it."""
+        """Returns a text about each sampler's leased work; samplers without work are absent."""
         groups = {name: [f"group {g}" for g in ids] for name, ids in self.ledger.by_sampler().items()}
         if self.evaluation:
             for chunk, name in self.evaluation.leases.items():

@@ -1,4 +1,4 @@
-"""Record and replay of the run's groups, in the order in which it was trained.
+"""Record and replay of a run's groups, in the order in which they were trained.
 
 `run.record: true` appends every group that the training loop takes to output_dir/groups.recording. `run.replay: FILE`
 trains from such a file without any sampler: the same groups in the same steps give the same weights, bit for bit.
@@ -6,9 +6,9 @@ That is how a resumed run is proven equal to an uninterrupted one, and how a bug
 
 A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
 most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts
-off what it will train again, so the file holds the surviving history. A full disk does not stop training: records wait
-in memory until the next checkpoint, which waits for them. Groups are recorded as they came: under `reference.on:
-trainer` without reference log-probs, which a replay scores again. Left out: evaluations, which change no weights.
+off groups that it will train again, so the file holds the surviving history. A full disk does not stop training:
+records wait in memory until the next checkpoint, which waits for them. Groups are recorded as received: `reference.on:
+trainer` records no reference log-probs, which a replay scores again. Evaluations change no weights and are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LENGTHS = struct.Struct("<III")  # bytes of a record's frames; a CRC of 4 bytes
 
 
 def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
-    """(group and frames, offset behind its record) for every whole record. Raises UserError for damage inside."""
+    """Yields (group and frames, offset after its record) for every whole record. Raises UserError for damage inside."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -55,7 +55,7 @@ def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
 
 
 def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
-    """(frames, offset behind them); None if the file ends before the record does."""
+    """Returns (frames, offset after them), or None if the file ends before the record. Raises WireError for damage."""
     start = position + _LENGTHS.size + 4
     if start > len(data):
         return None
@@ -73,14 +73,14 @@ def _crc(data: bytes) -> bytes:
 
 
 class Recorder:
-    """Appends groups. Opening it cuts the file back to the groups below `cursor`, and never reads beyond them.
+    """A writer that appends groups. Opening it cuts the file back to the groups below `cursor`, and reads no further.
 
-    syncs: it survives a crash of the machine.
+    syncs: whether the groups shall survive a crash of the machine.
     """
 
     def __init__(self, path: Path, cursor: int, syncs: bool = True):
         self._syncs = syncs
-        self._waiting = bytearray()  # records that the disk did not take yet
+        self._waiting = bytearray()  # bytes of records that are not written yet
         self._end = 0
         if cursor > 0 and path.exists():
             for received, end in read(path):
@@ -100,18 +100,18 @@ class Recorder:
         try:
             self._flush()
         except OSError as error:
-            if disk_trouble(error) is None:  # else `sync` says what the run waits for
+            if disk_trouble(error) is None:  # else `sync` raises it, and the run reports its wait
                 raise
 
     def _flush(self) -> None:
-        """What was written stays written, even a part of a record: the next write goes on behind it."""
+        """Writes the waiting bytes; after an error the next call continues where it stopped, even inside a record."""
         while self._waiting:
             written = os.pwrite(self._descriptor, self._waiting, self._end)
             self._end += written
             del self._waiting[:written]
 
     def sync(self) -> None:
-        """Every group so far survives a crash of the machine. Raises OSError if the disk does not take it."""
+        """Makes all appended groups survive a crash of the machine. Raises OSError if they cannot be written."""
         self._flush()
         os.fsync(self._descriptor)
 
@@ -124,10 +124,10 @@ class Recorder:
 
 
 class Replay(GroupSource):
-    """Serves a recording. There is no sampler, hence no evaluation."""
+    """A source that serves the groups of a recording. There is no sampler, hence no evaluation."""
 
     def __init__(self, path: Path, incarnation: str, needs_reference: bool = False, needs_routing: bool = False):
-        """Raises UserError if the trainer needs reference log-probs or routing and the groups were recorded without."""
+        """Reads the recording. Raises UserError if it lacks reference log-probs or routing that the trainer needs."""
         self.incarnation = incarnation
         self._path = path
         self._groups = {received.group.group_id: received for received, _ in read(path)}

@@ -1,7 +1,7 @@
-"""The thread that owns the trainer's end of the transport: it reads what samplers say and credits them.
+"""The thread that owns the trainer's end of the transport: it reads the samplers' messages and sends them credits.
 
 The thread never waits for the training loop and the loop never touches the transport, so a long step cannot silence
-the link. What both use stands in SharedState.
+the link. Both exchange data through SharedState.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from common.types import EvalFailure, EvalResult, Group, Tombstone
 from trainer.link.peers import Peer, SharedState, refusal
 
 _POLL_S = 0.2
-_READ_AT_ONCE = 256  # messages; then credits and deadlines have their turn, however many more there are
-_IDLE_S = 60.0  # without work that is leased to it: a sampler that took it as done
-_NOT_WANTED = ("duplicate", "trained", "not_admitted")  # of a group that nobody waits for
-# What copies, losses and restarts bring about. Anything else that is refused is said, once a reason.
+_READ_AT_ONCE = 256  # messages; credits and deadlines are then handled, however many messages are left
+_IDLE_S = 60.0  # limit for a sampler that is idle despite its leases: it takes its work as done
+_NOT_WANTED = ("duplicate", "trained", "not_admitted")  # refusals of groups that nobody waits for
+# Refusals that copies, losses and restarts cause. The first refusal for any other reason is reported.
 _EXPECTED = (*_NOT_WANTED, "not_credited", "other_incarnation", "unknown_sampler", "eval_unknown", "eval_duplicate")
 
 
 class SocketThread(threading.Thread):
-    """`end` it with a goodbye for the samplers."""
+    """A thread that serves the samplers until `end`, which sends them a goodbye."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class SocketThread(threading.Thread):
         self.max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
-        self._first_hello: wire.Hello | None = None  # all others must agree with it, also when it is gone
-        self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # when, and with what, all heard last
+        self._first_hello: wire.Hello | None = None  # all others must agree with it, even after that sampler is lost
+        self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # time and progress of the last credit to all
 
     def wake(self) -> None:
-        """The state changed: samplers shall hear of it at once."""
+        """Wakes the thread after a change of the state, so that samplers hear of it at once."""
         self.transport.wake()
 
     def end(self, bye: wire.Bye | None = None) -> None:
@@ -72,7 +72,7 @@ class SocketThread(threading.Thread):
         finally:
             for name in self.state.peers:
                 self._send(name, self._bye)
-            time.sleep(0.05)  # `close` drops what has not left: let the goodbye leave
+            time.sleep(0.05)  # `close` drops unsent messages: leave time to send the goodbye
             self.transport.close()
 
     def _serve(self) -> None:
@@ -88,7 +88,7 @@ class SocketThread(threading.Thread):
                 self._credit(is_beat)
                 self.state.changed.notify_all()
 
-    # ---- what samplers say --------------------------------------------------------------------------------------
+    # ---- messages from samplers ---------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         for _ in range(_READ_AT_ONCE):
@@ -104,7 +104,7 @@ class SocketThread(threading.Thread):
                 self.count(error)
 
     def _decoded(self, frames: list[bytes]) -> tuple[wire.Envelope, wire.WireMessage]:
-        """A result that cannot be read, though it came as it was sent, would be refused each time: it is a failure."""
+        """Decodes a message; an intact but unreadable result is a failure, because each resend would be refused too."""
         try:
             return wire.decode(frames)
         except WireError as error:
@@ -166,7 +166,7 @@ class SocketThread(threading.Thread):
             self.state.ledger.is_due = True
 
     def _part(self, name: str, bye: wire.Bye) -> None:
-        """A sampler ends; it may do so before its hello, with an engine that refuses the settings."""
+        """Handles a sampler's goodbye, which may come before its hello if its engine refuses the settings."""
         self.say(f"sampler {name} ended: {bye.reason}")
         if name in self.state.peers:
             self.state.peers[name].lost = True
@@ -175,7 +175,7 @@ class SocketThread(threading.Thread):
             self.state.failure = UserError(f"sampler {name}: {bye.reason}")
 
     def _accept(self, name: str, group: Group | Tombstone, frames: list[bytes]) -> None:
-        """What may not be trained would be refused each time it is sent: it is a tombstone, with the reason."""
+        """Accepts a group, or in its place a tombstone with the reason if it would be refused whenever it is sent."""
         state = self.state
         if state.published is None:
             raise WireError("not_credited", f"group {group.group_id}")
@@ -202,7 +202,7 @@ class SocketThread(threading.Thread):
             self._end_if_too_many(count, state.ledger.total, what, group)
 
     def check(self, group: Group | Tombstone) -> None:
-        """Raises WireError unless it may train now."""
+        """Raises WireError unless this group may train now."""
         assert self.state.published is not None
         newest = self.state.published.version
         if refused := self.state.ledger.refusal(group, range(max(0, newest - self.max_version_lag), newest + 1)):
@@ -231,7 +231,7 @@ class SocketThread(threading.Thread):
         if text := too_many(failures, total, what):
             self.state.failure = UserError(f"{text}; the last one: {last.reason}")
 
-    # ---- who is lost --------------------------------------------------------------------------------------------
+    # ---- lost samplers ------------------------------------------------------------------------------------------
 
     def _find_lost(self, now: float) -> None:
         works = self.state.works()
@@ -253,9 +253,9 @@ class SocketThread(threading.Thread):
                 self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase}); {too_short}")
 
     def _send_away(self, name: str, reason: str) -> None:
-        """It still reads what we say. A supervisor starts it again; its work goes to others meanwhile.
+        """Ends a sampler that still reads messages; a supervisor restarts it, and others get its work meanwhile.
 
-        We no longer know it, so that beats on their way cannot revive it; if our goodbye is lost, it says hello again.
+        Leaving `peers` keeps beats in transit from reviving it; if the goodbye is lost, the sampler says hello again.
         """
         self._send(name, wire.Bye(reason, RETRYABLE))
         self.state.peers = {other: peer for other, peer in self.state.peers.items() if other != name}
@@ -268,10 +268,10 @@ class SocketThread(threading.Thread):
         freed = self.state.ledger.release(name)
         return len(freed) + len(evaluation.release(name) if evaluation else [])
 
-    # ---- what samplers hear -------------------------------------------------------------------------------------
+    # ---- messages to samplers -----------------------------------------------------------------------------------
 
     def _credit(self, is_beat: bool) -> None:
-        """To everyone at a beat and when the training loop went on; in between to those whose lease changed."""
+        """Sends credits to all samplers at a beat and after progress of the loop, else to those whose lease changed."""
         state, ledger = self.state, self.state.ledger
         if state.published is None or not (is_beat or ledger.is_due or state.progress != self._credited_progress):
             return
@@ -294,5 +294,5 @@ class SocketThread(threading.Thread):
                 self._send(name, credit)
 
     def _send(self, name: str, message: wire.WireMessage) -> None:
-        if not self.transport.send(wire.encode(self.envelope, message), to=name):  # repeated when the peer is back
+        if not self.transport.send(wire.encode(self.envelope, message), to=name):  # sent again when the peer is back
             self.state.counters["unsent"] += 1

@@ -1,4 +1,4 @@
-"""Where the training loop gets its groups from: samplers on the link (inbox.py), or a recording (recording.py)."""
+"""The training loop's interface to its source of groups: samplers (inbox.py) or a recording (recording.py)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from common.weights import Published
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the samplers report of themselves, and what the link counted.
+    """Statistics that the samplers reported, and the link's counters.
 
-    samplers: total/… is what they did since the statistics before: counts are summed, seconds (…_s) are the mean, so
-    that they compare with the wall time of a step. Anything else is the mean of their newest values.
+    samplers: total/… is the growth since the previous statistics: counts are summed, seconds (…_s) are the mean, so
+    that they compare with the wall time of a step. Other values are the mean of the samplers' newest ones.
     """
 
     samplers: Mapping[str, float]
@@ -24,42 +24,42 @@ class Statistics:
 
 
 class GroupSource:
-    """What rank 0 asks for groups. Only `take` must be overridden: the rest is as if there were no sampler."""
+    """A source of groups for rank 0. Only `receive` must be overridden: by default there is no sampler."""
 
     incarnation: str  # names this start of the trainer
 
     def wait_for_sampler(self) -> wire.Hello:
-        """The first sampler's introduction. Raises Retryable when none comes."""
+        """Returns the first sampler's hello. Raises Retryable if no sampler connects."""
         return wire.Hello(0, "", "", 0, 0)
 
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
-        """The groups below `cursor` are trained and `published` holds the result.
+        """Reports that the groups below `cursor` are trained and that `published` holds the resulting weights.
 
         With an eval_id, these weights are evaluated on the held-out problems too.
         """
 
     def refill(self, count: int) -> None:
-        """The batch will take `count` more groups than it has slots: they are wanted at once, of the same weights."""
+        """Requests `count` groups beyond the batch's slots, at once and sampled by the same weights."""
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        """The groups, in this order, as soon as all of them are here."""
+        """Returns the groups, in this order, once all of them have arrived."""
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
-        """A checkpoint of this version is saved: a restart goes no further back."""
+        """Drops what no restart needs, since a checkpoint of this version is saved and no restart goes further back."""
 
     def samplers_rest(self) -> bool:
-        """Whether no sampler has anything to do until the next `commit`, so that its cores could be borrowed."""
+        """Returns whether no sampler has work until the next `commit`, so that its CPU cores could be borrowed."""
         return False
 
     def finish_eval(self) -> list[EvalResult]:
-        """The results of the evaluation that `commit` asked for, chunk by chunk; [] if it asked for none."""
+        """Returns the results of the evaluation that `commit` requested, chunk by chunk; [] if it requested none."""
         return []
 
     def versions_in_use(self) -> list[int]:
-        """Policy versions whose files somebody may still read."""
+        """Returns the policy versions whose files some sampler may still read."""
         return []
 
     def drain_statistics(self) -> Statistics:
-        """Of the time since the last call."""
+        """Returns the statistics of the time since the last call."""
         return Statistics({}, 0, {})

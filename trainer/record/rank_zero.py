@@ -1,4 +1,4 @@
-"""What only rank 0 has: where groups come from, and where the run is recorded and shown."""
+"""The objects that only rank 0 has: the source of groups, the run's records and its display."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainer.link.source import GroupSource
 @dataclass(frozen=True)
 class RankZero:
     source: GroupSource
-    recorder: Recorder | None  # of the groups that are trained
+    recorder: Recorder | None  # records the groups that are trained
     log: MetricsLog
     display: StepDisplay
 
     def sync(self) -> None:
-        """What was recorded of the steps so far survives a crash."""
+        """Makes the records of all steps so far survive a crash of the machine."""
         self.log.sync()
         if self.recorder:
             self.recorder.sync()
@@ -45,16 +45,16 @@ def open_rank_zero(
     cursor: int,
     resumed_at: tuple[int | None, int | None],
 ) -> RankZero:
-    """Closed by the stack: records, display, and the link to the samplers or a recording.
+    """Opens the records, the display, and the link to the samplers or a recording; `stack` closes them.
 
-    batch, cursor: batches and groups that are trained. resumed_at: step and policy version of the checkpoint, if any.
+    batch, cursor: numbers of trained batches and groups. resumed_at: step and policy version of the checkpoint, if any.
     """
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
         durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # of an earlier start: this one publishes its own first
+    weights.remove_versions(weights_dir)  # those of an earlier start: this one publishes its own first
     public = redacted(config.model_dump(mode="json"))
     durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
     log = MetricsLog(output_dir, config.run.report_to, *resumed_at)

@@ -1,4 +1,4 @@
-"""Numbers of one step, under TRL's names where TRL has one. Pure."""
+"""Metrics of one step, under TRL's names where TRL has them. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Scoring = Callable[[str], Collection[str]]  # source -> the functions that score
 def rollout_metrics(
     groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark, scoring: Scoring | None = None
 ) -> dict[str, float]:
-    """What the sampler did: rewards, lengths, dead groups, staleness. Means over completions unless named otherwise."""
+    """Returns metrics of rewards, lengths, dead groups and staleness, means over completions unless named otherwise."""
     alive = [g for g in groups if isinstance(g, Group)]
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
     if not alive:
@@ -56,7 +56,7 @@ def rollout_metrics(
 
 
 def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Of each data set that has a name: what rollout_metrics says of all, and how many groups have an advantage."""
+    """Returns groups, reward and length of each named data set, and how many of its groups have an advantage."""
     metrics = dict[str, float]()
     for source in sorted({g.source for g in groups if isinstance(g, Group) and g.source}):
         own = [g for g in groups if isinstance(g, Group) and g.source == source]
@@ -71,7 +71,7 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
 
 
 def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """What rollouts did in their environments. Means over rollouts, those that failed left out, unless named otherwise.
+    """Returns metrics of the rollouts' environments: means over rollouts without failures, if not named otherwise.
 
     A rollout that ended because its max_turns was reached counts in max_turns_ratio: it was cut off within its task.
     """
@@ -94,7 +94,7 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
 
 
 def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
-    """What weights that changed under sequences left in them. policy_version: of the policy before the step."""
+    """Returns metrics of weight updates during sampling. policy_version: the policy's version before the step."""
     rollouts = [(r, r.token_versions(g.policy_version)) for g in groups if isinstance(g, Group) for r in g.rollouts]
     if not rollouts:
         return {}
@@ -108,7 +108,7 @@ def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) 
 
 
 def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """What the trainer made of the rewards, where a setting changes them. `reward` stays the functions' own."""
+    """Returns metrics of the trainer's reward shaping, if switched on. `reward` stays that of the reward functions."""
     alive = [g for g in groups if isinstance(g, Group)]
     algorithm, metrics = config.algorithm, {}
     if alive and algorithm.kl_in_reward:
@@ -122,7 +122,7 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
 
 
 def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
-    """What the update saw, as means over the tokens that trained: log-ratio = log π_θ − log π_old."""
+    """Returns the update's loss and means over the tokens that trained, where log-ratio = log π_θ − log π_old."""
     n = max(sums["tokens"], 1.0)
     metrics = {
         "loss": sums["loss"],
@@ -138,7 +138,7 @@ def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
 
 
 def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[str, float]:
-    """Mean weight of the mismatch correction over tokens, and the share of tokens where it was truncated or masked."""
+    """Returns the mean weight of the mismatch correction over tokens, and the share of tokens truncated or masked."""
     if algorithm.vllm_importance_sampling_mode is None:
         return {}
     n = max(sums["tokens"], 1.0)
@@ -149,10 +149,10 @@ def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """One line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
+    """Returns one line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
 
-    A function's shares and means are of the completions that it scored: those for which it did not return None. Of
-    several sources each has its own, too: "math/answer".
+    A function's shares and means cover the completions that it scored: those for which it did not return None. Each of
+    several sources also has shares and means of its own, such as "math/answer".
     """
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
@@ -182,7 +182,7 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
 
 
 def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
-    """The best and the worst completion of the first `count` groups, for samples.jsonl."""
+    """Returns the worst and the best completion of each of the first `count` groups, for samples.jsonl."""
     records = []
     for group in [g for g in groups if isinstance(g, Group)][:count]:
         ranked = sorted(group.rollouts, key=lambda r: r.reward)
@@ -207,10 +207,10 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
 
 
 def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
-    """The completion in parts, by who wrote them: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]
+    """Returns a completion's parts by author: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …].
 
-    By "history": what a rewritten one repeats, and what is new behind it. Where turns had rewards of their own, the
-    model's parts have `reward`.
+    A part by "history" is what a rewritten history repeats, and the new text after it. If turns had rewards of their
+    own, the model's parts have `reward`.
     """
     edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
     texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]

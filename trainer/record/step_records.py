@@ -1,4 +1,4 @@
-"""What a step leaves on record: a line of metrics, a few samples, a row of the display. Of rank 0; changes nothing."""
+"""Records of each step on rank 0: a line of metrics, a few samples and a row of the display. Training is unaffected."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SAMPLER_TOTALS = {
     "total/unread": "rollout/unread",
 }
 
-_SHOWN_GROUPS = 2  # of a step, in samples.jsonl
+_SHOWN_GROUPS = 2  # groups of a step in samples.jsonl
 
 
 class StepRecords:
-    """Only rank 0 has them."""
+    """The writer of step records, which exists only on rank 0."""
 
     def __init__(self, config: Config, rank_zero: RankZero, tokenizer: Any, batch: int):
         self._config, self._log, self._display = config, rank_zero.log, rank_zero.display
@@ -43,8 +43,8 @@ class StepRecords:
         more: Mapping[str, float],
         devices: int,
     ) -> None:
-        """number: of the optimizer step. batch: how many are complete. more: metrics that the caller knows, step_time
-        and policy_version, the newest, among them. devices: that served the step."""
+        """Writes the records of optimizer step `number`, after `batch` complete batches, served by `devices` devices.
+        more: metrics of the caller, which include step_time and policy_version, the newest version."""
         values = self._learning(trained, result, sums, int(more["policy_version"]) - result.new_versions)
         values |= more
         values["tokens_per_second"] = values.get("completion_tokens", 0.0) / more["step_time"]
@@ -62,7 +62,7 @@ class StepRecords:
     def _learning(
         self, trained: TrainedStep, result: StepResult, sums: Mapping[str, float], version: int
     ) -> dict[str, float]:
-        """What the step trained on and what came of it. version: of the policy before it."""
+        """Returns the metrics of the step's groups and of its result. version: the policy's before the step."""
         step, groups, config, algorithm = trained.step, trained.groups, self._config, self._config.algorithm
         scoring = lambda source: config.of_source(source).rewards.names  # noqa: E731
         values = stats.rollout_metrics(groups, version, config.rewards.full_mark, scoring)
@@ -83,5 +83,5 @@ class StepRecords:
 
 
 def sampler_values(samplers: Mapping[str, float]) -> dict[str, float]:
-    """What the samplers report of themselves, under the names of metrics."""
+    """Returns the samplers' reported statistics under the names of metrics."""
     return {SAMPLER_TOTALS.get(k, k.replace("total/", "timing/sampler_")): value for k, value in samplers.items()}

@@ -1,11 +1,11 @@
-"""Where a batch's wall time went and the three throughputs of MindSpeed-RL's log, by its formulas.
+"""Wall times of a batch and the three throughputs of MindSpeed-RL's log, by its formulas.
 
     tokens = (mean completion length + mean prompt length) · completions of the batch
     e2e_tps, update_tps, vllm_tps = tokens / num_devices / (timing/all_s, timing/update_s, timing/sampler_generate_s)
 
-over one batch of rollouts, which may give several optimizer steps: the three stand in the last of them, with the
-seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch; the
-formulas come from programs whose devices do both in turn. A prompt counts once per completion, as there.
+over one batch of rollouts, which may give several optimizer steps: the last of them logs the three throughputs, over
+the seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch;
+the formulas come from programs whose devices do both in turn. A prompt counts once per completion, as in MindSpeed-RL.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ SECONDS = {"e2e_tps": "timing/all_s", "update_tps": "timing/update_s", "vllm_tps
 
 
 def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
-    """A replay has no sampler: it counts the devices that one would have."""
+    """Returns the devices of trainer and samplers; a replay, which has no sampler, counts the devices of one."""
     of_a_sampler = max(len(config.sampler.devices) // config.sampler.num_samplers, config.engine_gpus)
     return world_size + max(1, num_samplers) * of_a_sampler
 
 
 class Throughput:
-    """Feed it every optimizer step. `now`: monotonic seconds; `batch`: batches that are complete."""
+    """The wall times and throughputs of a run. `now`: monotonic seconds; `batch`: number of complete batches."""
 
     def __init__(self, batch: int, now: float) -> None:
         self._batch, self._last = batch, now
         self._is_first = True
-        self._tokens: dict[int, int] = {}  # by group, however often it is trained
+        self._tokens: dict[int, int] = {}  # by group id, counted once however often the group trains
         self._seconds: collections.Counter[str] = collections.Counter()
 
     def step(
         self, groups: Sequence[Group | Tombstone], batch: int, values: Mapping[str, float], now: float, devices: int
     ) -> dict[str, float]:
-        """timing/all_s and timing/update_s of this step, the throughputs if it ends a batch, and once, after the first
-        step of a process, timing/first_step_s since the process began."""
+        """Returns timing/all_s and timing/update_s of this optimizer step, and the throughputs if it ends a batch.
+        The first step of a process also has timing/first_step_s, the seconds since the process started."""
         update_s = values.get("timing/backward_s", 0.0) + values.get("timing/step_s", 0.0)
         metrics = {"timing/all_s": now - self._last, "timing/update_s": update_s}
         if self._is_first:
