@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A reply that is not the last: Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)."""
+    """A reply that extends a rollout: Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)."""
 
     messages: list[Message] = field(default_factory=list)  # the model's next input; after reset: the prompt, or empty
     appended: str = ""  # text that a TRL-style reset adds to the row's last user message
@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A reply that the rollout failed. timeout: killed at its deadline. crash: its process died. error: it raised."""
+    """The failure of a rollout. timeout: killed at its deadline. crash: its process died. error: it raised."""
 
     kind: Literal["timeout", "crash", "error"]
     reason: str

@@ -125,8 +125,8 @@ class Instance:
         return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
 
     def finish(self) -> Done:
-        """Ends a rollout that `step` did not end, with the reward of get_reward. Without get_reward it is None with
-        tools, and 0 for a class with `step`, which has not given its reward yet."""
+        """Ends a rollout that `step` did not end, with the reward of get_reward.
+        Without get_reward it is None with tools, and 0 for a class with `step`, which has not given one yet."""
         if hasattr(self.target, "get_reward"):
             return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.tools is not None else 0.0)

@@ -81,7 +81,7 @@ class EnvironmentPool:
         )
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
-        self._rollouts: dict[Hashable, _Rollout] = {}  # by key in use
+        self._rollouts: dict[Hashable, _Rollout] = {}  # by key, while it is in use
         self._owed: set[Hashable] = set()
         self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | Asking]] = queue.SimpleQueue()
 

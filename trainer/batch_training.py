@@ -82,14 +82,14 @@ class BatchTraining:
         self._at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the step's places; the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
-        self._is_scored = False  # the whole batch, if that is needed
+        self._is_scored = False  # whether the whole batch is scored, if it must be
 
     def train(self, step: Step, progress: Progress) -> None:
         """Runs forward and backward on a mini-batch, while later groups still decode if the settings allow it."""
         self._progress = progress
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
         self._fill(needed[waits_for(self.config.algorithm)])
-        # once for all micro-batches: if groups of the step are still missing, it does not depend on them
+        # once for all micro-batches: the denominator does not depend on groups of the step that are still missing
         self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
         if self.models.critic:  # the step's tokens that train the critic
             self._value_tokens = max(1, num_value_tokens(self.slots.training(step.places), self.config.algorithm))
@@ -133,7 +133,7 @@ class BatchTraining:
     # ---- score ----
 
     def _fill(self, count: int) -> None:
-        """Fills `count` slots, then computes advantages and the log-probs that the update needs, when possible."""
+        """Fills `count` slots, then computes advantages and needed log-probs as soon as their inputs are complete."""
         fill(self.slots, count, self._at_once, self._receiver.receive, self._receiver.refill)
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):

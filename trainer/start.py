@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> None:
-    """Trains to the end. Raises UserError, Retryable or PeerEnded."""
+    """Trains until the end of the run. Raises UserError, Retryable or PeerEnded."""
     if config.trainer.epochs is not None:
         raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
     require_models(config)

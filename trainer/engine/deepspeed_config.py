@@ -1,4 +1,4 @@
-"""Completion of the user's DeepSpeed settings by ours. Pure, and free of torch: a contradiction costs milliseconds.
+"""Completion of the user's DeepSpeed settings by Tandem's. Pure, without torch: a contradiction costs milliseconds.
 
 A file made for other trainers works as it is: its "auto" values are filled in here, or left to DeepSpeed where it has a
 default. A value that both sides set must be equal, because there is no telling which of the two was meant.
@@ -119,7 +119,7 @@ def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
-    """Sets our values. Raises UserError if the user's own value is another."""
+    """Sets Tandem's values in a section. Raises UserError if the user's own value is another."""
     for key, (value, source) in ours.items():
         if section.get(key, _AUTO) not in (_AUTO, value):
             raise UserError(
@@ -130,7 +130,7 @@ def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]])
 
 
 def optimizer_of(settings: dict[str, Any]) -> str:
-    """Returns the optimizer's name in OPTIMIZERS, ours if the user gave none. Raises UserError for any other."""
+    """Returns the optimizer's name in OPTIMIZERS, AdamW's if the user gave none. Raises UserError for any other."""
     given = str(settings.get("optimizer", {}).get("type", "AdamW"))
     if given.lower() not in OPTIMIZERS:
         raise UserError(
@@ -172,7 +172,7 @@ def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> No
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
-    """Fills in the hyperparameters of a DeepSpeed optimizer, if the user chose one. The schedule is ours."""
+    """Fills in the hyperparameters of a DeepSpeed optimizer, if the user chose one. The schedule is always Tandem's."""
     trainer = config.trainer
     if "optimizer" in given:
         rate = optimized.learning_rate, f"{optimized.section}.learning_rate"

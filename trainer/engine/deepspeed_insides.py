@@ -23,7 +23,7 @@ from torch import Tensor
 from common.pieces import PieceReader
 
 STATE_TAG = "state"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments
 
 
 def unlink_shared_buffer() -> None:

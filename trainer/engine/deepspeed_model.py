@@ -53,8 +53,8 @@ ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> tens
 @dataclass(frozen=True)
 class StepResult:
     applied: bool  # False: something was not finite, and no model moved
-    grad_norm: float  # of the whole step, before clipping
-    learning_rate: float  # of this step
+    grad_norm: float  # the norm of the whole step, before clipping
+    learning_rate: float  # the rate in this step
     critic_only: bool = False  # within critic_warmup_steps: grad_norm and learning_rate are the critic's
 
     @property
@@ -77,7 +77,7 @@ def init_distributed(config: Config) -> None:
     if not devices.count():
         devices.add_in_order()
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
-    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # an import has a limit
+    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # imports may take long
     try:
         with waiting_for("all ranks to start", timeout.total_seconds(), is_said=os.environ["LOCAL_RANK"] == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)

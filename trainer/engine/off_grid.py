@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.engine.deepspeed_insides import set_masters
 
 _SIGNIFICANT_BITS = 8  # bits of bfloat16's significand, including the hidden one
-_AT_ONCE = 1 << 24  # numbers per chunk: temporaries of 0.4 GB, no more than an embedding's masters
+_AT_ONCE = 1 << 24  # numbers per chunk, with 0.4 GB of temporaries, however large an embedding is
 
 
 def off_the_grid(weights: Tensor, seed: int) -> Tensor:

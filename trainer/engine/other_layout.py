@@ -41,7 +41,7 @@ class _SavedPart:
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
-    """Restores the state that `ranks` saved at `stage`. Every rank calls it before its first step. Raises UserError."""
+    """Restores the state of `ranks` ranks at `stage`. Every rank calls it before its first step. Raises UserError."""
     state, ds = folder / STATE_TAG, engine.ds
     first = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
     model = load_without_code(str(state / f"{first}_model_states.pt"), is_mapped=True)

@@ -37,7 +37,7 @@ _STOP_TOGETHER, _STILL_WAITING = -1, -2  # in place of an exit code; the first: 
 
 
 class Exchange:
-    """An exchange, made by `connect`. group: gloo's, of all ranks. sequence_group: of one dp_rank, or None."""
+    """The exchange made by `connect`. group: all ranks, by gloo. sequence_group: this dp_rank's ranks, None for one."""
 
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -30,7 +30,7 @@ def set_rank(environ: MutableMapping[str, str]) -> None:
                 'rank 0; before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             )
         environ["MASTER_ADDR"] = nodes
-    on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": two each on 3 nodes
+    on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": 2 on each of 3 nodes
     port = _FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % _PORTS
     for name, value in {
         "RANK": environ["SLURM_PROCID"],

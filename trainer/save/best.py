@@ -33,7 +33,7 @@ Record = dict[str, Any]  # a line of eval.jsonl
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """The best evaluation: BestSoFar(version=40, value=0.62, without_improvement=2), two later ones were not better."""
+    """The best evaluation: BestSoFar(version=40, value=0.62, without_improvement=2); two later ones were not better."""
 
     version: int | None
     value: float | None

@@ -54,7 +54,7 @@ class Progress:
     num_tokens: int  # completion tokens trained
     tombstones: int
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
-    skipped_in_a_row: int = 0  # how many of the last steps tried were not finite
+    skipped_in_a_row: int = 0  # consecutive steps, up to the last one tried, that were not finite
     skipped_steps: int = 0  # steps tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
     dataset_fingerprint: str = ""  # identifies the samplers' training rows; "" = unknown, as in a replay

@@ -24,7 +24,7 @@ from trainer.engine.ranks import Exchange
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
-_WORD_S, _AT_WORK = 5.0, -1.0  # seconds between messages of a rank at work; their value, in place of an errno
+_WORD_S, _AT_WORK = 5.0, -1.0  # seconds between messages of a rank at work; their value in place of an errno
 _SAID_S = 30.0  # seconds between messages to the user
 
 
@@ -73,7 +73,7 @@ def on_rank_0(ranks: Exchange, work: Callable[[], None]) -> None:
 
 
 def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
-    """Returns the first result of `attempt` that the disk allows. `temporary` is removed after each failed attempt.
+    """Returns `attempt`'s first result that the disk allows. Leftovers in `temporary` would fill it, and are removed.
 
     Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
     """
@@ -126,7 +126,7 @@ def write_folder(
 
 @contextlib.contextmanager
 def may_stay(what: str) -> Iterator[None]:
-    """Reports an error of deleting what nobody needs instead of raising it; the next time tries again."""
+    """Reports an OSError of deleting what nobody needs, without raising it: the next deletion tries again."""
     try:
         yield
     except OSError as error:

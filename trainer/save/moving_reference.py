@@ -1,4 +1,4 @@
-"""Moving reference (reference.sync_steps): every n-th step's policy (TR-DPO, arXiv 2404.09656, with α = 1).
+"""The moving reference (reference.sync_steps): the policy of every n-th step (TR-DPO, arXiv 2404.09656, with α = 1).
 
     RUN/reference/step_000040/     a Hugging Face folder of the version that the samplers got, with its manifest
 

@@ -39,7 +39,7 @@ def writes_behind(config: Config) -> bool:
 
 
 class Publisher:
-    """The publisher of versions. `published`: the newest one written; only rank 0 has a source. All ranks call it."""
+    """The publisher of versions, called on every rank. `published`: the newest one. Only rank 0 has a source."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Publisher:
         is_first = self.published.version < 0  # nothing can be trained meanwhile
         ranks = self.exchange if is_first else self._exchange_behind or self.exchange
         behind = ranks is self._exchange_behind
-        taken = None  # None: the newest version again
+        taken = None  # None: the newest version is announced again
         if version != self.published.version:
             name = VersionName(self.dir, run_id, self.incarnation, version)
             taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
