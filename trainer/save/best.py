@@ -84,7 +84,7 @@ class Best:
             self._look_at_patience()
 
     def _is_of_this_history(self) -> bool:
-        """Returns whether these evaluations name best/: not steps that a resumed run repeated, nor another metric."""
+        """Returns whether these evaluations name best/, which may be of repeated steps or of another metric."""
         now = best_so_far(self.records, self.config.eval)
         return (self.folder / COMMIT).is_file() and self._kept() == self._scored(now)
 

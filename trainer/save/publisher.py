@@ -118,6 +118,6 @@ class Publisher:
         self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def close(self) -> None:
-        """Waits for a version in flight, however the run ends: no folder may appear after others have cleaned up."""
+        """Waits a while for a version in flight, however the run ends: no folder may appear after others clean up."""
         if self._behind is not None:
             wait([self._behind], _CLOSING_S)

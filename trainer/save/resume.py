@@ -100,7 +100,7 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
 
 
 def verified(config: Config, found: str, ranks: Exchange, say: Callable[[str], None]) -> str:
-    """Returns rank 0's checkpoint on every rank, or an older one if a file was damaged. Every rank calls it."""
+    """Returns rank 0's checkpoint on every rank, or an older valid one if a file is damaged. Every rank calls it."""
     if not ranks.agree(bool(found)):
         return ""
     output_dir = config.run.output_dir
@@ -146,7 +146,7 @@ def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
 
 
 def _problem(folder: Path) -> str:
-    """Returns the problem that the folder's record and file sizes show; "" if there is none."""
+    """Returns the first problem found in the folder's record and file sizes; "" if there is none."""
     try:
         record = json.loads((folder / COMMIT).read_text())
         expected_digest, expected = record.pop("blake3"), record["files"]
@@ -180,7 +180,7 @@ def _difference(path: Path, name: str, expected: dict[str, Any], look: Callable[
 
 
 def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
-    """Assigns files to ranks, about equally much: a rank's own state, which it loads next, else to the least loaded."""
+    """Balances files over ranks: each reads its own state, which it loads next; the least loaded read other files."""
     shares, sizes = [list[str]() for _ in range(count)], [0] * count
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
         own = re.search(r"pp_rank_(\d+)_", name)

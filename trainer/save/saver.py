@@ -46,7 +46,7 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def save_if_due(self, progress: Progress) -> None:
-        """Saves after a batch if one of its steps reached a multiple of save_steps, or without it after ten minutes."""
+        """Saves after a batch if a step of it reached a multiple of save_steps, or without those every ten minutes."""
         every, step = self.config.trainer.save_steps, progress.step
         if every is None:
             is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
