@@ -1,4 +1,4 @@
-"""One rank of the trainer: `deepspeed training_worker.py --config configs/quickstart.yaml [key=value …]`.
+"""The trainer on one rank: `deepspeed training_worker.py --config configs/quickstart.yaml [key=value …]`.
 
 Settings and batch arithmetic are checked before torch is imported, so that a mistake costs seconds.
 """
@@ -19,9 +19,9 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
-    exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # which sets it
+    exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # that launcher sets it
 
-    from common import config  # not before signals are heard
+    from common import config  # only after signal handlers are set
     from report.sinks import require_packages
     from trainer.algorithm.user_functions import require_user_functions
     from trainer.engine.deepspeed_config import all_optimized, deepspeed_config

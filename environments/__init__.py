@@ -1,12 +1,12 @@
-"""The contract of environments: what their methods return, and what the pool answers for them.
+"""The environment contract: the return values of an environment's methods, and the replies of the pool.
 
     reset(**row) -> messages            once, in a fresh instance: the prompt; None = the row's own
     step(completion) -> messages        what the model sees next, or Done(reward); `messages, 0.5` rewards the turn
 
-Both plain or async. Messages are a string (of the user), one chat message or a list of them. A class without `step` is
-taken as TRL's `environment_factory` takes it: its public methods are tools, `reset` may return text that is added to
-the last user message, and `get_reward()` scores the rollout at its end. Tools are plain functions with type hints and a
-docstring. Nothing here imports more than the standard library, so that user files may import `Done`.
+Both may be plain or async. Messages are a string (a user message), one chat message or a list of them. A class without
+`step` is treated as TRL's `environment_factory` treats it: its public methods are tools, `reset` may return text
+that is added to the last user message, and `get_reward()` scores the rollout at its end. Tools are plain functions with
+type hints and a docstring. This package imports only the standard library, so that user files may import `Done`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """The rollout goes on.  Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)"""
+    """A reply that extends a rollout: Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)."""
 
-    messages: list[Message] = field(default_factory=list)  # what the model sees next; of reset: the prompt, or nothing
-    appended: str = ""  # by TRL's kind of reset to the last message of the row's user
-    assistant: Message | None = None  # how rewards see the turn, with its tool_calls; None: its text alone
-    num_calls: int = 0  # of tools in this turn, those included that could not be read
-    num_call_errors: int = 0  # of these, how many gave the model an error
-    seconds: float = 0.0  # wall clock, in the environment
-    reward: float | None = None  # of this turn alone; None: the environment gave none
+    messages: list[Message] = field(default_factory=list)  # the model's next input; after reset: the prompt, or empty
+    appended: str = ""  # text that a TRL-style reset adds to the row's last user message
+    assistant: Message | None = None  # the turn's message for rewards, with its tool_calls; None: its text alone
+    num_calls: int = 0  # tool calls in this turn, including those that could not be parsed
+    num_call_errors: int = 0  # how many of these calls gave the model an error
+    seconds: float = 0.0  # wall-clock time in the environment
+    reward: float | None = None  # the reward of this turn alone; None: the environment gave none
 
 
 @dataclass(frozen=True)
 class Done:
-    """The rollout has ended.  Done(1.0)"""
+    """A reply that ends the rollout: Done(1.0)."""
 
-    reward: float | None = None  # None: the environment has no opinion, reward functions decide
-    messages: list[Message] = field(
-        default_factory=list
-    )  # last words, for rewards and samples; the model never sees them
+    reward: float | None = None  # None: the environment gives none, reward functions decide
+    messages: list[Message] = field(default_factory=list)  # for rewards and samples; the model never sees them
     assistant: Message | None = None
     num_calls: int = 0
     num_call_errors: int = 0
@@ -48,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rollout cannot go on, and why. timeout: killed at its deadline. crash: its process died. error: it raised."""
+    """The failure of a rollout. timeout: killed at its deadline. crash: its process died. error: it raised."""
 
     kind: Literal["timeout", "crash", "error"]
     reason: str
@@ -59,7 +57,7 @@ Reply = Turn | Done | Failed
 
 
 def prompt_of(row: Sequence[Message], reset: Turn) -> list[Message]:
-    """The prompt: the messages that reset gave, else the row's own with what reset appended.
+    """Returns the prompt: the messages that reset gave, else the row's own with the text that reset appended.
 
     prompt_of([{"role": "user", "content": "Go "}], Turn(appended="north")) == [{"role": "user", "content": "Go north"}]
     """
@@ -74,9 +72,9 @@ def prompt_of(row: Sequence[Message], reset: Turn) -> list[Message]:
 
 
 def conversation(turns: Sequence[tuple[str, Turn | Done | None]]) -> list[Message]:
-    """A rollout as reward functions get it: what the model wrote and what it was answered, in order.
+    """Returns a rollout as chat messages for reward functions: the model's turns and the replies to them, in order.
 
-    turns: the text of each turn, and what came back; None where nothing did.
+    turns: the text of each turn and the reply to it; None where there was no reply.
     """
     messages: list[Message] = []
     for text, reply in turns:

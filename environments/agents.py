@@ -1,7 +1,7 @@
-"""An agent in the worker of one rollout: the user's function or command, told where it finds its model.
+"""The worker service of an agent: a user's function or command that calls the model at a given address.
 
-The address (endpoint.py) is in OPENAI_BASE_URL. Clients of the openai package that the user's file made when it was
-imported, before there was a rollout, are told of it.
+The address (endpoint.py) is in OPENAI_BASE_URL. Clients of the openai package that the user's file created when it was
+imported, before the rollout started, are set to this address, too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from environments.chat_completions import Said, answer
 from environments.contracts import AgentSetup, BrokenEnvironment, called, wanted
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
-_NOWHERE = "http://127.0.0.1:9/v1"  # until there is a rollout
+_NOWHERE = "http://127.0.0.1:9/v1"  # the placeholder until a rollout starts
 
 
 class AgentService(EnvironmentService):
-    """The user's file is imported once, in the fork server. Raises UserError."""
+    """The service that runs an agent. The user's file is imported once, in the fork server. Raises UserError."""
 
     def __init__(self, setup: bytes) -> None:
         self._setup, self._instance = decode(setup, AgentSetup), None
         os.environ["OPENAI_BASE_URL"] = _NOWHERE
-        os.environ.setdefault("OPENAI_API_KEY", "none")  # clients want one; nobody else knows the address
+        os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require a key; nobody else knows the address
         direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
         agent, columns = self._setup.agent, self._setup.columns
@@ -44,7 +44,7 @@ class AgentService(EnvironmentService):
             if shutil.which(agent[0]) is None:
                 raise UserError(f"rollout.agent {agent}: no program {agent[0]!r}")
             return
-        with contextlib.suppress(Exception):  # no openai package, or of another version than ours: it takes longer
+        with contextlib.suppress(Exception):  # without openai, or with another version of it, agents start more slowly
             _note_clients(self._clients)
             _warm()
         self._label = label = f"agent {short_name(agent)}"
@@ -75,20 +75,20 @@ class AgentService(EnvironmentService):
 
 
 def _warm() -> None:
-    """What openai's package imports and compiles for its first answer is done before the forks, not in each."""
+    """Makes openai requests before the fork, so that workers inherit what openai imports and compiles for them."""
     import httpx2
     import openai
 
     said = answer({"id": "", "created": 0, "model": ""}, Said({"role": "assistant", "content": ""}, "stop", {}))
     mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=said)))
-    for http_client in (mock, None):  # the second asks nobody, by way of the network
+    for http_client in (mock, None):  # None: a request over the network, to an address without a server
         asked = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions
         with contextlib.suppress(openai.APIConnectionError):
             asyncio.run(asked.create(model="", messages=[{"role": "user", "content": ""}]))
 
 
 def _note_clients(clients: list[Any]) -> None:
-    """Those that are made from now on."""
+    """Appends every openai client that is created from now on to `clients`."""
     import openai
 
     for kind in (openai.OpenAI, openai.AsyncOpenAI):
@@ -101,7 +101,7 @@ def _made(client: Any, make: Callable[..., None], clients: list[Any], *arguments
 
 
 def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
-    """What the last line that it prints says, in JSON. Raises BrokenEnvironment."""
+    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment."""
     told = json.dumps(row, default=str).encode()
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     last = next((line for line in reversed(_printed(program, told).splitlines()) if line.strip()), b"null")
@@ -116,7 +116,7 @@ def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
 
 
 def _printed(program: subprocess.Popen[bytes], told: bytes | None) -> bytes:
-    """Until it ends, for what it leaves behind may hold its output open."""
+    """Returns the output up to the program's exit; processes that it leaves behind may hold its output open."""
     while True:
         has_ended = program.poll() is not None
         try:
@@ -128,7 +128,7 @@ def _printed(program: subprocess.Popen[bytes], told: bytes | None) -> bytes:
 
 
 def _done(given: Any) -> Done:
-    """A number is the reward, text the answer that reward functions read. Raises BrokenEnvironment."""
+    """Converts a result: a number is the reward, text the answer for reward functions. Raises BrokenEnvironment."""
     if isinstance(given, str):
         return Done(None, [{"role": "assistant", "content": given}])
     if given is not None and finite_number(given) is None:

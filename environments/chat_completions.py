@@ -1,7 +1,7 @@
-"""OpenAI's chat completions, as far as a policy in training can serve them: requests read, answers written. Pure.
+"""Parser of OpenAI chat completion requests and writer of responses, as far as a policy in training serves them. Pure.
 
-A setting that changes what a token is drawn from is refused, unless it says what the config says: the trainer's ratios
-are those of the config. What only ends a completion (max_tokens, stop) is the agent's to choose.
+A setting that changes the distribution of tokens is refused unless it equals the config's value, because the trainer's
+ratios hold for the config's values. Settings that only end a completion (max_tokens, stop) are the agent's to choose.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 
 from environments import Message
 
-# of temperature and what else the config has; these it never sets
+# neutral values of the penalties, which the config does not set
 _UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Refused(Exception):
-    """A request that is not served: what OpenAI's clients raise as an APIStatusError."""
+    """The error of a request that is not served; OpenAI's clients raise it as an APIStatusError."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -31,10 +31,10 @@ class Refused(Exception):
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request. Another field is refused by name: an agent that counts on it would be trained without it."""
+    """A chat completion request. Unknown fields are refused by name: an agent that needs one would train without it."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]  # when read, as `normal` has them
-    model: str = ""  # any: there is one
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]  # after `read`: in the form of `normal`
+    model: str = ""  # any name: there is one model
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     stop: str | list[str] | None = None
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # served where they are what holds anyhow
+    # served if they equal the values in force
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
@@ -56,7 +56,7 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     response_format: dict[str, Literal["text"]] | None = None
-    # for its receiver's books
+    # accepted and ignored
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -72,15 +72,15 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Said:
-    """What the model answers."""
+    """The model's answer to one request."""
 
-    message: Message  # as `normal` has it, so that it is known again when it comes back as history
+    message: Message  # in the form of `normal`, so that it is recognized when it comes back as history
     finish_reason: str
     usage: dict[str, int]
 
 
 def read(raw: bytes, law: Mapping[str, float]) -> Ask:
-    """A request. law: what temperature, top_p, top_k and min_p are. Raises Refused."""
+    """Parses a request. law: the values of temperature, top_p, top_k and min_p in force. Raises Refused."""
     try:
         ask: Ask = msgspec.json.decode(raw, type=Ask)
     except (ValueError, RecursionError) as error:
@@ -99,15 +99,14 @@ def read(raw: bytes, law: Mapping[str, float]) -> Ask:
     functions = [tool.get("function") for tool in ask.tools or ()]
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) and f["name"] for f in functions):
         raise Refused('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
-    names: dict[str, str] = {}  # of functions, by the id of a call
+    names: dict[str, str] = {}  # function names by call id
     return msgspec.structs.replace(ask, messages=[normal(message, names) for message in ask.messages])
 
 
 def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
-    """A message as chat templates take it: text, a call's arguments as what their JSON says, no nulls.
+    """Returns a message in the form of chat templates: content as text, call arguments parsed from JSON, no nulls.
 
-    names: of functions by the id of their call, which is added to, and read where a tool's answer has no name. Raises
-    Refused.
+    names: function names by call id, added to by calls, and read for a tool message without a name. Raises Refused.
     """
     made = {key: value for key, value in message.items() if value is not None and value != []}
     made["role"] = "system" if made.get("role") == "developer" else made.get("role")
@@ -137,18 +136,18 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(head: Mapping[str, Any], said: Said) -> dict[str, Any]:
-    """As one object. head: id, created and model."""
+    """Returns the response to a request without streaming. head: id, created and model."""
     choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": said.usage}
 
 
 def chunk(head: Mapping[str, Any], delta: Mapping[str, Any], end: str | None = None) -> bytes:
-    """One event of a stream."""
+    """Returns one event of a streamed response."""
     return _event(head, choices=[{"index": 0, "delta": delta, "finish_reason": end}])
 
 
 def end_of_stream(head: Mapping[str, Any], said: Said, told: str, options: Mapping[str, Any]) -> bytes:
-    """What of the answer was not told before, why it ended, and what was used if that is asked."""
+    """Returns the last events: the answer's rest after `told`, the finish_reason and, if asked for, the token usage."""
     message = _message(said)
     rest = {name: value for name, value in message.items() if name != "role"}
     rest["content"] = message["content"][len(told) :]
@@ -163,7 +162,7 @@ def _event(head: Mapping[str, Any], **rest: Any) -> bytes:
 
 
 def _message(said: Said) -> Message:
-    """With the arguments of calls as JSON."""
+    """Returns the answer's message with the arguments of its calls as JSON."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in said.message.get("tool_calls", [])

@@ -1,7 +1,7 @@
-"""A user's environment or tools, found and brought into one form: reset, step, finish, close.
+"""Adapters that give a user's environment or tools one interface: reset, step, finish, close.
 
-Three kinds come in: a class with `step`; a class without it, whose public methods are tools (TRL's
-`environment_factory`); and plain functions that are tools. This runs inside the rollout's own process.
+Three kinds are accepted: a class with `step`; a class without it, whose public methods are tools (TRL's
+`environment_factory`); and plain functions that are tools. This code runs inside the rollout's own process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from environments import Done, Message, Turn
 from environments.tools import NO_CALLS, Calls, Function, answer_calls
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
-_LARGEST_STATE = 1 << 16  # bytes of an attribute
+_LARGEST_STATE = 1 << 16  # bytes per attribute
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
-    """One of environment and tools is given."""
+    """The settings of an environment. Either environment or tools is given."""
 
     environment: str | None
     tools: list[str]
@@ -41,11 +41,11 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
 
 class BrokenEnvironment(Exception):
-    """The user's environment raised, or returned something else than the contract says."""
+    """The error of a user's environment that raised, or returned a value that violates the contract."""
 
 
 class Found:
-    """The user's class or functions, imported. Raises UserError."""
+    """The imported class or functions of the user, from which instances are made. Raises UserError."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         self._setup = setup
@@ -55,7 +55,7 @@ class Found:
         self._tools = {short_name(spec): functions.find(f"tool {spec!r}", spec) for spec in setup.tools}
 
     def instance(self) -> Instance:
-        """A fresh one. Raises BrokenEnvironment."""
+        """Creates a fresh environment instance. Raises BrokenEnvironment."""
         if self._make is None:
             return Instance(None, self._tools)
         target = called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
@@ -66,7 +66,7 @@ class Found:
         return Instance(target, {name: getattr(target, name) for name in public})
 
     def checked(self) -> Instance:
-        """A first instance, with everything looked at that a run will call. Raises UserError."""
+        """Creates a first instance and checks everything that a run will call. Raises UserError."""
         name = short_name(self._setup.environment or "tools")
         try:
             instance = self.instance()
@@ -99,10 +99,10 @@ class Found:
 
 
 class Instance:
-    """One rollout's environment: the user's object, its tools, or both. Every method raises BrokenEnvironment."""
+    """The environment of one rollout: the user's object, its tools, or both. Every method raises BrokenEnvironment."""
 
     def __init__(self, target: Any, tools: Mapping[str, Function] | None) -> None:
-        """tools: by name; None of a class with `step`."""
+        """Stores the user's object and its tools by name. tools: None for a class with `step`."""
         self.target, self.tools = target, tools
 
     def reset(self, row: Mapping[str, Any]) -> Turn:
@@ -125,16 +125,16 @@ class Instance:
         return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
 
     def finish(self) -> Done:
-        """The end without a word of `step`: what get_reward says; without it nothing from tools, 0 from a class that
-        has not given its reward yet."""
+        """Ends a rollout that `step` did not end, with the reward of get_reward.
+        Without get_reward it is None with tools, and 0 for a class with `step`, which has not given one yet."""
         if hasattr(self.target, "get_reward"):
             return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.tools is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
-        """Its public attributes that are plain values: TRL's reward functions read environments[i].counter.
+        """Returns the public attributes that are plain values: TRL's reward functions read environments[i].counter.
 
-        Left out are those that hold other objects, and large ones: no rollout fails for what no reward may ask for.
+        Attributes that hold other objects, and large ones, are left out: no rollout fails for an unused attribute.
         """
         target = getattr(self.target, "__dict__", {})
         plain = {name: value for name, value in target.items() if name[0] != "_" and isinstance(value, _PLAIN)}
@@ -146,7 +146,7 @@ class Instance:
 
 
 def _has_reward(given: Any) -> bool:
-    """`"Higher.", 0.5`, and not a pair of chat messages."""
+    """Returns whether a result has a reward, as `"Higher.", 0.5` has, and is not a pair of chat messages."""
     return isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
 
 
@@ -158,7 +158,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _check_step(name: str, step: Callable[..., Any]) -> None:
-    with contextlib.suppress(ValueError):  # one written in C may have no signature
+    with contextlib.suppress(ValueError):  # a function written in C may have no signature
         try:
             inspect.signature(step).bind("")
         except TypeError as error:
@@ -166,7 +166,7 @@ def _check_step(name: str, step: Callable[..., Any]) -> None:
 
 
 def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
-    """A user's answer as chat messages: text is the user's. Raises BrokenEnvironment."""
+    """Converts a user's result to chat messages; plain text becomes a user message. Raises BrokenEnvironment."""
     if given is None and none:
         return []
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -185,7 +185,7 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
 
 
 def called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the user's function returns, awaited. Raises BrokenEnvironment for all that it raises."""
+    """Calls the user's function and returns its awaited result. Raises BrokenEnvironment for any error but Ctrl-C."""
     try:
         [value] = await_all([function(*arguments, **named)])
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Where agents find their model: an address for each rollout, all served by one thread of the sampler.
+"""HTTP endpoint through which agents reach the model: one address per rollout, all served by one sampler thread.
 
 agent ──HTTP──► Address ──Asking──► the sampler, which tells it what the model says
                    └───Asking─────► and hears whether the agent has read it: what it left unread does not train
@@ -20,21 +20,21 @@ from aiohttp import web
 from common.worker.owner import Worker
 from environments.chat_completions import Ask, Refused, Said, answer, chunk, end_of_stream, read
 
-_MAX_CONNECTIONS = 256  # of a rollout, each with one request at a time
+_MAX_CONNECTIONS = 256  # per rollout, each with one request at a time
 
 
 @dataclass(eq=False)
 class Asking:
-    """A request until it has been answered."""
+    """An agent's request until it has been answered."""
 
     ask: Ask
     loop: asyncio.AbstractEventLoop
-    is_read: bool | None = None  # None: it is not answered yet
-    told: str = ""  # of a stream: how the text of the answer begins
+    is_read: bool | None = None  # None: not answered yet
+    told: str = ""  # with streaming: the text of the answer so far
     said: asyncio.Queue[str | Said | Refused] = field(default_factory=asyncio.Queue)
 
     def tell(self, said: str | Said | Refused) -> None:
-        """From any thread: of a stream all of the text so far, and once the answer or why there is none."""
+        """Queues, from any thread, a stream's whole text so far (its new part is sent), or the answer or refusal."""
         if isinstance(said, str):
             told, self.told = self.told, said
             said = said[len(told) :]
@@ -43,7 +43,7 @@ class Asking:
 
 
 class Endpoint:
-    """Its thread ends with `close`. law: what tokens are drawn from."""
+    """The thread that serves all addresses, ended by `close`. law: the sampling settings in force."""
 
     def __init__(self, law: Mapping[str, float]) -> None:
         self._law, self._loop = law, asyncio.new_event_loop()
@@ -52,7 +52,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def address(self, worker: Worker, timeout_s: float, say: Callable[[Asking], None]) -> Iterator[Address]:
-        """While a worker is asked, with this long for itself between an answer and its next request."""
+        """Opens an address while a worker runs. timeout_s: the agent's time between an answer and its next request."""
         address = Address(self._law, worker, timeout_s, say)
         asyncio.run_coroutine_threadsafe(address.open(), self._loop).result()
         try:
@@ -68,14 +68,14 @@ class Endpoint:
 
 @dataclass(eq=False)
 class Address:
-    """Of one rollout. All but `url` and `asked_s` belongs to the endpoint's thread."""
+    """The address of one rollout. All attributes but `url` and `asked_s` belong to the endpoint's thread."""
 
     law: Mapping[str, float]
     worker: Worker
     timeout_s: float
     say: Callable[[Asking], None]
     url: str = ""
-    asked_s: float = 0.0  # it has waited for the model
+    asked_s: float = 0.0  # seconds that the agent has waited for the model
     _path: str = field(default_factory=lambda: f"/{secrets.token_hex(8)}/v1")
     _asked: set[Asking] = field(default_factory=set)
 
@@ -93,11 +93,11 @@ class Address:
 
     def _connect(self) -> asyncio.Protocol:
         if len(self._server.connections) >= _MAX_CONNECTIONS:
-            raise ConnectionRefusedError  # it is closed
+            raise ConnectionRefusedError  # asyncio then closes the connection
         return self._server()
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Errors in the form that OpenAI's clients read."""
+        """Answers an HTTP request, with errors in the form that OpenAI's clients read."""
         try:
             if (request.method, request.path) != ("POST", f"{self._path}/chat/completions"):
                 raise web.HTTPNotFound
@@ -119,12 +119,12 @@ class Address:
                 await response.prepare(request)
                 await response.write(chunk(head, {"role": "assistant", "content": ""}))
             while isinstance(said, str):
-                async with asyncio.timeout(self.timeout_s):  # to read is the agent's own time
+                async with asyncio.timeout(self.timeout_s):  # reading counts as the agent's own time
                     await response.write(chunk(head, {"content": said}))
                 said = await asking.said.get()
             if isinstance(said, Refused):
                 raise said
-            await asyncio.sleep(0)  # a client that is gone is noticed
+            await asyncio.sleep(0)  # lets the server notice a client that has disconnected
             asking.is_read = True
             async with asyncio.timeout(self.timeout_s):
                 if ask.stream:
@@ -140,7 +140,7 @@ class Address:
             self._end(asking)
 
     def _begin(self, asking: Asking) -> None:
-        """The rollout's own time does not run meanwhile, unless it is over: by requests that it did not wait for."""
+        """Registers a request and suspends the agent's deadline, unless that has passed during concurrent requests."""
         if not self._listener.is_serving():
             raise Refused("the rollout is over")
         if not self._asked:
@@ -150,7 +150,7 @@ class Address:
         self.say(asking)
 
     def _end(self, asking: Asking) -> None:
-        """Once. A refusal begins no time anew."""
+        """Ends a request, at most once. Only an answer that was read renews the agent's deadline."""
         if asking not in self._asked:
             return
         self._asked.remove(asking)

@@ -1,7 +1,8 @@
-"""Environments written for `verifiers` (tried: 0.2.1 and 0.4.0), as agents: docs/environments.md.
+"""Adapter that runs environments written for `verifiers` (tried: 0.2.1 and 0.4.0) as agents: docs/environments.md.
 
-Its packages clash with vLLM's, so in a virtual environment of its own this file is a server, which plays rollouts; to
-Tandem it is the agent `solve`, which asks for one. Left out: rewards that compare rollouts of a group, pictures.
+The packages of verifiers conflict with vLLM's, so this file runs as a server, which plays rollouts, in a virtual
+environment of its own. To Tandem it is the agent `solve`, which requests one rollout. Left out: rewards that compare
+rollouts of a group, pictures.
 
     python environments/of_verifiers.py rows|serve NAME [SETTINGS]
 """
@@ -19,13 +20,13 @@ from importlib import import_module
 from typing import Any
 
 PORT = int(os.environ.get("VERIFIERS_PORT", "8766"))
-KEY = "OPENAI_API_KEY"  # where clients look for one
+KEY = "OPENAI_API_KEY"  # the variable in which clients look for a key
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}  # a chat with its tools, not a cloud's sandbox
-Opened = tuple[Any, Any, Any]  # pairs of how it begins and the task; what is entered to serve; what plays a rollout
+Opened = tuple[Any, Any, Any]  # (prompt, task) pairs; the context to serve in; the function that plays a rollout
 
 
 def solve(task: dict[str, Any], base_url: str) -> float:
-    """The agent: one rollout, which the server plays with the model at base_url. Raises RuntimeError."""
+    """Requests one rollout, as an agent: the server plays it with the model at base_url. Raises RuntimeError."""
     request = urllib.request.Request(f"http://127.0.0.1:{PORT}", json.dumps({"task": task, "url": base_url}).encode())
     try:
         with urllib.request.urlopen(request) as answer:
@@ -79,7 +80,7 @@ def main(what: str, name: str, settings: str = "{}") -> None:
     async def played(request: web.Request) -> web.Response:
         try:
             return web.json_response(await play(**await request.json()))
-        except Exception as error:  # it fails this rollout
+        except Exception as error:  # an error fails this rollout alone
             return web.Response(text=f"{type(error).__name__}: {error}", status=500)
 
     async def served(_: web.Application) -> AsyncIterator[None]:
@@ -90,9 +91,9 @@ def main(what: str, name: str, settings: str = "{}") -> None:
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/", played)
     app.cleanup_ctx.append(served)
-    web.run_app(app, host="127.0.0.1", port=PORT, handler_cancellation=True)  # with a rollout that is killed
+    web.run_app(app, host="127.0.0.1", port=PORT, handler_cancellation=True)  # a killed rollout ends its handler
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.getcwd()  # and not this folder: verifiers' `agents` are others
+    sys.path[0] = os.getcwd()  # not this folder, whose `agents` are not those of verifiers
     main(*sys.argv[1:])

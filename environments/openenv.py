@@ -1,10 +1,11 @@
-"""An environment on an OpenEnv server (openenv-core 0.3), in rollouts as any other:
+"""Environment client of an OpenEnv server (openenv-core 0.3), used in rollouts as any other environment:
 
     rollout: {environment: environments/openenv.py:OpenEnv, environment_kwargs: {url: "ws://localhost:8000/ws"}}
 
-Of OpenEnv's packages nothing is needed here, which clash with vLLM's: the server runs where they are, and speaks JSON
-over a WebSocket. A rollout is a session, so start the server with max_concurrent_envs of as many. Its rewards are the
-turns'. Left out: actions of several fields, which the model would have to write as JSON, and MCP.
+OpenEnv's packages conflict with vLLM's and are not needed here: the server runs where they are installed, and speaks
+JSON over a WebSocket. A rollout is a session, so start the server with max_concurrent_envs of at least the number of
+concurrent rollouts. The server's rewards are those of turns. Left out: actions of several fields, which the model would
+have to write as JSON, and MCP.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from environments import Done
 
 
 class OpenEnv:
-    """action: the field that gets what the model writes. observation: the one that it reads; null = JSON of them all.
-    columns: of the row, that reset gets beside a seed that all rollouts of the row have in common."""
+    """A session on an OpenEnv server. action: the field that receives the completion. observation: the field that is
+    read; None = all fields as JSON. columns: the row's, which reset receives beside a seed common to its rollouts."""
 
     def __init__(self, url: str, action: str, observation: str | None = None, columns: Sequence[str] = ()) -> None:
         self._url, self._action, self._observation, self._columns = url, action, observation, columns
 
     def reset(self, **row: Any) -> str | None:
-        """The first observation; the row's own prompt where it says nothing."""
+        """Opens a session and returns its first observation, or None if it is empty, to keep the row's own prompt."""
         self._socket = connect(self._url)
         seed = zlib.crc32(json.dumps(row, sort_keys=True, default=repr).encode())
         return self._text(self._asked("reset", {"seed": seed} | {name: row[name] for name in self._columns})) or None
@@ -45,7 +46,7 @@ class OpenEnv:
     def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
-        errors = answer["data"].get("errors")  # of what the model wrote, if all are of this field
+        errors = answer["data"].get("errors")  # errors in the action's field are the model's, if there are no others
         is_its_own = errors and all(e["loc"][:1] == [self._action] and e["type"] != "extra_forbidden" for e in errors)
         if answer["type"] == "error" and not is_its_own:
             raise RuntimeError(f"the OpenEnv server refuses {kind} {data}: {answer['data']}")

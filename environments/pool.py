@@ -1,10 +1,10 @@
-"""Environments in processes that can be killed: none can stop, stall or crash the run, or another rollout.
+"""Pool of environments in processes that can be killed: none can stop, stall or crash the run, or another rollout.
 
-A rollout has a worker of its own (common/worker), and a thread that asks it. Deadlines hold while the sampler's own
-thread is inside the engine. A request that exceeds its deadline, kills its process or raises becomes `Failed`, once,
-and its process is killed with all that it started; no other rollout notices. Of an environment that has ended, `close`
-is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where the kernel cannot
-forbid it (Linux 6.12), fails the rollouts of that moment; the server is started again.
+A rollout has a worker of its own (common/worker), and a thread that sends it requests. Deadlines hold while the
+sampler's own thread is inside the engine. A request that exceeds its deadline, kills its process or raises gives one
+`Failed`, and its process is killed with all that it started, without effect on other rollouts. When an environment has
+ended, its `close` is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where
+the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the server is started again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from environments.endpoint import Asking, Endpoint
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
 from environments.tools import NO_CALLS, Calls
 
-_BUSY_PATIENCE_S = 1.0  # of one that is closed while it works
-_MAX_MEMORY = 2 << 30  # of each environment's process
+_BUSY_PATIENCE_S = 1.0  # for a worker that is closed during a request
+_MAX_MEMORY = 2 << 30  # bytes for each environment's process
 
 
 @dataclass(eq=False)
 class _Rollout:
-    """One key from its start until it is over."""
+    """The state of one key from its start until its rollout is over."""
 
     key: Hashable
-    requests: queue.SimpleQueue[Request | None] = field(default_factory=queue.SimpleQueue)  # None: it is closed
+    requests: queue.SimpleQueue[Request | None] = field(default_factory=queue.SimpleQueue)  # None: it was closed
     is_closed: bool = False
-    worker: Worker | None = None  # before its process exists
+    worker: Worker | None = None  # None: its process does not exist yet
 
 
 class EnvironmentPool:
-    """Resets, steps and ends the environments of rollouts.
+    """A pool that resets, steps and ends the environments of rollouts.
 
         with EnvironmentPool(config.rollout, columns=["question", "answer"]) as pool:
             pool.start(("group 7", 0), {"question": "6*4?", "answer": "24"})
@@ -52,7 +52,7 @@ class EnvironmentPool:
             pool.step(("group 7", 0), "Let me see. …", ("Let me see.", [Call("times", {"a": 6, "b": 4})]))
             [(("group 7", 0), Turn([{"role": "tool", …}], num_calls=1, …))] = pool.ready(timeout_s=10)
 
-    Entering starts the fork server, and in a process of its own a first instance, which is looked at and dropped; it
+    Entering starts the fork server and, in a process of its own, a first instance, which is checked and dropped; it
     raises UserError when something cannot be found, imported or, with `columns`, called with these columns. Every
     start, step and finish is answered once, unless its key is closed before. After Done or Failed the key is gone. One
     request per key at a time; use from one thread.
@@ -61,8 +61,8 @@ class EnvironmentPool:
     def __init__(
         self, config: Rollouts, columns: Iterable[str] | None = None, law: Mapping[str, float] | None = None
     ) -> None:
-        """law: what an agent's tokens are drawn from."""
-        self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty: it has no tools
+        """Prepares the pool. law: the sampling settings in force for agents."""
+        self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty without tools
         names = None if columns is None else list(columns)
         service = "environments.service:EnvironmentService"
         setup: Any = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, names)
@@ -81,7 +81,7 @@ class EnvironmentPool:
         )
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
-        self._rollouts: dict[Hashable, _Rollout] = {}  # of the keys in use
+        self._rollouts: dict[Hashable, _Rollout] = {}  # by key, while it is in use
         self._owed: set[Hashable] = set()
         self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | Asking]] = queue.SimpleQueue()
 
@@ -101,7 +101,7 @@ class EnvironmentPool:
             self._endpoint.close()
 
     def _describe(self) -> list[dict[str, Any]]:
-        """The tools of a first instance. Raises UserError."""
+        """Returns the tool schemas of a first instance. Raises UserError."""
         try:
             worker = self._workers.fork()
             answer = worker.ask(Request("describe"), Answer, self._import_timeout_s, MAX_ANSWER_BYTES)
@@ -116,13 +116,13 @@ class EnvironmentPool:
 
     @property
     def pending(self) -> int:
-        """Answers owed."""
+        """Returns the number of replies still owed."""
         return len(self._owed)
 
     def start(self, key: Hashable, columns: Mapping[str, Any], seed: int | None = None) -> None:
-        """A fresh instance and its reset → Turn or Failed. Beyond MAX_ENVIRONMENTS it waits for a place.
+        """Creates a fresh instance and resets it → Turn or Failed. Beyond MAX_ENVIRONMENTS it waits until another ends.
 
-        columns: one data set row. seed: of `random` and of numpy in the instance; None = another one each time.
+        columns: one data set row. seed: for the instance's `random` and numpy; None = another one each time.
         """
         assert key not in self._rollouts, f"{key!r} is in use"
         rollout = self._rollouts[key] = _Rollout(key)
@@ -130,11 +130,11 @@ class EnvironmentPool:
         self._threads.submit(self._live, rollout)
 
     def step(self, key: Hashable, completion: str, calls: Calls = NO_CALLS) -> None:
-        """What the model wrote in this turn, and what of that calls tools → Turn, Done or Failed."""
+        """Sends a turn's completion and its tool calls to the environment → Turn, Done or Failed."""
         self._request(key, Request("step", completion, calls))
 
     def finish(self, key: Hashable) -> None:
-        """The rollout ended by a limit, not by its environment → Done or Failed."""
+        """Ends a rollout that a limit, not its environment, has ended → Done or Failed."""
         self._request(key, Request("finish"))
 
     def _request(self, key: Hashable, request: Request) -> None:
@@ -143,7 +143,7 @@ class EnvironmentPool:
         self._rollouts[key].requests.put(request)
 
     def close(self, key: Hashable) -> None:
-        """The rollout is not wanted any more; an answer under way is dropped. A key that is not in use is no error."""
+        """Drops a rollout that is no longer wanted, with a reply under way. A key that is not in use is no error."""
         is_busy = key in self._owed
         self._owed.discard(key)
         if (rollout := self._rollouts.pop(key, None)) is not None:
@@ -157,9 +157,9 @@ class EnvironmentPool:
             self.close(key)
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply | Asking]]:
-        """Answers, in any order; waits at most timeout_s for the first. Empty at once when none is owed.
+        """Returns replies, in any order; waits at most timeout_s for the first. Empty at once when none is owed.
 
-        What an agent asks is among them: twice, when it asks, and when it has read the answer or has gone."""
+        Requests of agents are among them, each twice: when asked, and when the answer is read or the agent is gone."""
         answered: list[tuple[Hashable, Reply | Asking]] = []
         wait_s = timeout_s if self._owed else 0.0
         with contextlib.suppress(queue.Empty):
@@ -178,8 +178,8 @@ class EnvironmentPool:
     # ---- in the thread of a rollout ----
 
     def _live(self, rollout: _Rollout) -> None:
-        """From its reset to the end of its process, which frees its place. Every request gets one reply."""
-        patience_s = self._timeout_s  # for cleaning up
+        """Serves a rollout from reset to the end of its process, which frees a slot. Requests get one reply each."""
+        patience_s = self._timeout_s  # for the worker to clean up
         while (request := rollout.requests.get()) is not None and not rollout.is_closed:
             assert isinstance(request, Request), "nothing is asked between two requests"
             reply = self._reply(rollout, request)
@@ -198,7 +198,7 @@ class EnvironmentPool:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
                 begun = time.monotonic()
-            if rollout.is_closed:  # meanwhile: nobody would answer what it asks
+            if rollout.is_closed:  # closed meanwhile: nobody would answer its requests
                 rollout.worker.cancel()
             answer = self._ask(rollout, rollout.worker, request)
             if (reply := answer.turn or answer.done or answer.failed) is None:
@@ -217,7 +217,7 @@ class EnvironmentPool:
             return Failed("crash", f"the environment is lost: {type(error).__name__}: {error}.{about}")
 
     def _ask(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
-        """Its answer, and of an agent what it asks until then. Raises as Worker.ask."""
+        """Returns the worker's answer; an agent's requests become replies meanwhile. Raises as Worker.ask."""
         if self._endpoint is None:
             return worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
         begun = time.monotonic()

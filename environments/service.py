@@ -1,4 +1,4 @@
-"""Inside the worker of one rollout: the user's environment between requests and answers."""
+"""Service in the worker of one rollout: it runs requests in the user's environment and returns answers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from environments import Done, Failed, Turn
 from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
 from environments.tools import NO_CALLS, Calls, schemas
 
-MAX_ANSWER_BYTES = 1 << 20  # many times what a rollout has tokens for
+MAX_ANSWER_BYTES = 1 << 20  # many times the text of a rollout's tokens
 
 
 class Request(msgspec.Struct, frozen=True):
     kind: Literal["describe", "reset", "step", "finish"]
     completion: str = ""
-    calls: Calls = NO_CALLS  # in the completion
+    calls: Calls = NO_CALLS  # tool calls in the completion
     columns: dict[str, Any] = {}
     seed: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One of these, for each Request."""
+    """The answer to one Request, with one of these fields set."""
 
     turn: Turn | None = None
     done: Done | None = None
     failed: Failed | None = None
-    tools: list[dict[str, Any]] | None = None  # of describe
+    tools: list[dict[str, Any]] | None = None  # the answer to describe
 
 
 class EnvironmentService:
-    """The user's file is imported once, in the fork server, and the instance is made in the worker."""
+    """The service of an environment. The fork server imports the user's file, once; the worker makes the instance."""
 
     def __init__(self, setup: bytes) -> None:
         self._found = Found(decode(setup, EnvironmentSetup))
@@ -81,7 +81,7 @@ class EnvironmentService:
 
 
 def seed_generators(seed: int | None) -> None:
-    """Processes that were forked from one have the same state of numpy's generator."""
+    """Seeds random and numpy, because processes forked from one process share the state of numpy's generator."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(random.getrandbits(32))

@@ -1,7 +1,7 @@
-"""Calls of tools, and what the model is answered.
+"""Tool calls of the model, and the tool messages that answer them.
 
-A call that could not be read (sampler/tool_calls.py), names no tool, has other arguments or raises is an error message
-to the model and a count, never a failure of the rollout. A turn without a call ends it.
+A call that could not be parsed (sampler/tool_calls.py), names no tool, has wrong arguments or raises gives the model an
+error message and is counted; it never fails the rollout. A turn without a call ends the rollout.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One call as the model wrote it."""
+    """A tool call as the model wrote it."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
-    problem: str = ""  # not empty: it could not be read, or names none of the tools that were shown
+    problem: str = ""  # not empty: the call could not be parsed, or names no tool of the prompt
 
     def for_message(self) -> Message:
-        """As chat templates have it."""
+        """Returns the call in the form of chat templates."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments or {}}}
 
 
-Calls = tuple[str, Sequence[Call]]  # of a turn: what stands around them, and they
+Calls = tuple[str, Sequence[Call]]  # of a turn: the text around the calls, and the calls
 NO_CALLS: Calls = ("", ())
 
 
 def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
-    """The tools' messages, in the order of the calls. None: the turn has no call, so it is the last."""
+    """Runs tool calls and returns their messages in order; None without a call, because the turn is the last then."""
     content, calls = said
     if not calls:
         return None
@@ -52,7 +52,7 @@ def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
 
 
 def _start(tools: Mapping[str, Function], call: Call) -> Any:
-    """What the tool returns, still to be awaited if it is async, or what went wrong."""
+    """Starts a tool and returns its result, still to be awaited if it is async, or the error."""
     if call.problem:
         return ValueError(call.problem)
     arguments = dict(call.arguments or {})
@@ -71,7 +71,7 @@ def _start(tools: Mapping[str, Function], call: Call) -> Any:
 
 
 def _message(call: Call, outcome: Any) -> Message:
-    """What was returned, as text, or TRL's {"error": …}. Raises TypeError for what is no text, such as a picture."""
+    """Returns the tool message of a result or error (TRL's {"error": …}). Raises TypeError for non-text (a picture)."""
     if isinstance(outcome, BaseException):
         told = f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)
         outcome = {"error": told}
@@ -79,7 +79,7 @@ def _message(call: Call, outcome: Any) -> Message:
 
 
 def _text(tool: str, value: Any) -> str:
-    """Text as it is, nothing of None, the rest as JSON, which is what the model's own calls are written in."""
+    """Converts a result to text: None to "", other values to JSON, the format of the model's own calls."""
     if value is None or isinstance(value, str):
         return value or ""
 
@@ -105,9 +105,9 @@ def _text(tool: str, value: Any) -> str:
 
 
 def schemas(tools: Mapping[str, Function]) -> list[dict[str, Any]]:
-    """JSON schemas for a chat template, from type hints and Google-style docstrings. Raises UserError.
+    """Returns JSON schemas for a chat template, from type hints and Google-style docstrings. Raises UserError.
 
-    Imports transformers, which takes seconds: only the process that is asked for them at the start does.
+    Imports transformers, which takes seconds: only the process that is asked for schemas at the start does so.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -115,7 +115,7 @@ def schemas(tools: Mapping[str, Function]) -> list[dict[str, Any]]:
     for name, function in tools.items():
         try:
             schema = get_json_schema(function)
-            found.append({**schema, "function": {**schema["function"], "name": name}})  # as it is called here
+            found.append({**schema, "function": {**schema["function"], "name": name}})  # the name that calls use
         except Exception as error:
             raise UserError(
                 f"tool {name!r} cannot be described to the model: {describe(error)}. It needs type hints and a "

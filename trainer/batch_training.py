@@ -3,10 +3,10 @@
     take groups ─► score ─► plan rounds ─► their arrays ─► pack ─► reference ─► forward and backward
      slots.py       here     micro_batches   receiver      tensors               engine/policy, engine/actor_critic
 
-What is known of a group stands in one record (data/experience.py). Where all groups of a step are in when it begins,
-one plan over all of them balances the ranks best. Where they are still coming in, rounds are planned over those that
-have come, in the order of their ids, so that training goes on while the rest decodes. Both follow from settings,
-lengths and rewards alone, which every rank has of all groups: all find the same.
+All that is known of a group is in one record (data/experience.py). If all groups of a step have arrived when it starts,
+one plan over all of them balances the ranks best. Otherwise rounds are planned over the groups that have arrived, in
+the order of their ids, so that training goes on while the rest decodes. Both plans follow from settings, lengths and
+rewards alone, which every rank has for all groups, so that all ranks compute the same plan.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from trainer.save.checkpoint import Progress
 @dataclass(frozen=True)
 class Models:
     policy: PolicyEngine
-    reference: Reference | None = None  # where the trainer's ranks score it
+    reference: Reference | None = None  # None: the trainer's ranks do not score it
     critic: ActorCritic | None = None
 
     @property
     def packing(self) -> Packing:
-        """Of the rows that policy and reference share."""
+        """Returns the packing of the rows that policy and reference share."""
         return common_packing(self.policy.packing, *([self.reference.packing] if self.reference else []))
 
 
 class BatchTraining:
-    """`prepare` a batch, then `train` each of its steps. Every rank calls every method."""
+    """The training on one batch: `prepare` it, then `train` each of its steps. Every rank calls every method."""
 
     slots: Slots
 
@@ -67,7 +67,7 @@ class BatchTraining:
         models: Models,
         exchange: Exchange,
         receiver: GroupReceiver,
-        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
+        seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
         lent_cores: LentCores,
     ):
         self.config = config
@@ -76,22 +76,22 @@ class BatchTraining:
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
 
     def prepare(self, progress: Progress) -> None:
-        """The batch that follows `progress`. Nothing of it is taken yet."""
+        """Prepares the batch that follows `progress`, without taking any group of it yet."""
         self.slots = Slots(self.config, progress.cursor)
         self._receiver.begin_batch(progress.cursor)
         self._at_once = self._budget.at_once(self._exchange.dp_size)
-        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by places: the same in every pass
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the step's places; the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
-        self._is_scored = False  # as a whole, where that is needed
+        self._is_scored = False  # whether the whole batch is scored, if it must be
 
     def train(self, step: Step, progress: Progress) -> None:
-        """Forward and backward on a mini-batch, while later groups still decode where its settings allow."""
+        """Runs forward and backward on a mini-batch, while later groups still decode if the settings allow it."""
         self._progress = progress
         needed = {"batch": self.slots.size, "mini_batch": max(step.places) + 1, "micro_batch": 0}
         self._fill(needed[waits_for(self.config.algorithm)])
-        # once for all micro-batches: a step whose groups are still to come divides by nothing that depends on them
+        # once for all micro-batches: the denominator does not depend on groups of the step that are still missing
         self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
-        if self.models.critic:  # the tokens of the step at which it learns
+        if self.models.critic:  # the step's tokens that train the critic
             self._value_tokens = max(1, num_value_tokens(self.slots.training(step.places), self.config.algorithm))
         if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
             self._rounds[step.places] = self._plan(step.places)
@@ -102,7 +102,7 @@ class BatchTraining:
             self._rounds[step.places] = self._train_as_they_come(step)
 
     def _train_as_they_come(self, step: Step) -> list[Round]:
-        """The same, several groups at a time. Returns the rounds, which later passes repeat."""
+        """Trains as `train` does, on several groups at a time. Returns the rounds, which later passes repeat."""
         planner = Planner(self._exchange.dp_size, self._budget)
         for first in range(0, len(step.places), self._at_once):
             places = step.places[first : first + self._at_once]
@@ -115,11 +115,11 @@ class BatchTraining:
 
     @property
     def critic_only(self) -> bool:
-        """Within critic_warmup_steps: the policy, and so its version, stays."""
+        """Returns whether the step is within critic_warmup_steps, which change neither the policy nor its version."""
         return self._progress.step < self.config.critic.critic_warmup_steps
 
     def trained(self, step: Step) -> TrainedStep:
-        """What the step trained on, for its records."""
+        """Returns the groups and metrics of a step, for its records."""
         works = self._works(step.places)
         return TrainedStep(
             step=step,
@@ -133,7 +133,7 @@ class BatchTraining:
     # ---- score ----
 
     def _fill(self, count: int) -> None:
-        """So many slots. Advantages come as soon as what they depend on is in, then log-probs that the update needs."""
+        """Fills `count` slots, then computes advantages and needed log-probs as soon as their inputs are complete."""
         fill(self.slots, count, self._at_once, self._receiver.receive, self._receiver.refill)
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
@@ -160,7 +160,7 @@ class BatchTraining:
         self._seconds["timing/values_s"] += time.monotonic() - start
 
     def _score_proximal(self) -> None:
-        """The trainer's own log-probs of the whole batch, on every rank: shuffling gives groups to other ranks."""
+        """Computes the trainer's log-probs of the batch, for every rank because shuffling moves groups to others."""
         start, scored = time.monotonic(), dict[int, Tensor]()
         algorithm, packing = self.config.algorithm, self.models.packing
         for round_ in self._plan(range(self.slots.size)):
@@ -172,13 +172,13 @@ class BatchTraining:
                 scored |= zip(ids, logprobs.split([n for _, n in lengths]), strict=True)
         lengths = self._lengths(self.slots.training())
         parts = [scored.get(experience.group.group_id, torch.zeros(n)) for experience, n in lengths]
-        everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: others add 0
+        everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: other ranks add 0
         for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
             self.slots.replace([replace(experience, proximal_logprobs=logprobs)])
         self._seconds["timing/score_s"] += time.monotonic() - start
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
-        """Those that train the policy, with their number of tokens."""
+        """Returns the experiences that train the policy, with their numbers of tokens."""
         return [(e, n) for e in experiences if (n := num_trained_tokens(e, self.config.algorithm))]
 
     # ---- plan ----
@@ -193,7 +193,7 @@ class BatchTraining:
         return rounds
 
     def _deliver(self, rounds: Iterable[Round]) -> None:
-        """The arrays of their groups to the ranks that train them and have none yet."""
+        """Sends the arrays of the rounds' groups to the ranks that train them and have none yet."""
         pairs = [
             (experience.group.group_id, dp_rank)
             for round_ in rounds
@@ -209,13 +209,13 @@ class BatchTraining:
         self.slots.replace([replace(self.slots.of_group(group_id), group=group) for group_id, group in whole.items()])
 
     def _own(self, round_: Round) -> list[Experience]:
-        """This rank's part of a round."""
+        """Returns this rank's part of a round."""
         return self.slots.training(round_[self._exchange.dp_rank])
 
     # ---- train ----
 
     def _train_round(self, round_: Round) -> None:
-        """This rank's part of one round of a step."""
+        """Trains on this rank's part of one round of a step."""
         self._deliver([round_])
         with self._lent_cores.borrowed():
             own = self._own(round_)
@@ -230,7 +230,7 @@ class BatchTraining:
             self._seconds["timing/backward_s"] += time.monotonic() - start
 
     def _packed(self, own: Sequence[Experience]) -> MicroBatch:
-        """With the log-probs of a reference that this rank scores: once for all passes."""
+        """Packs a micro-batch, with reference log-probs if this rank computes them: once for all passes."""
         reference, algorithm, packing = self.models.reference, self.config.algorithm, self.models.packing
         batch = micro_batch(own, self._denominator, algorithm, packing, awaits_reference=reference is not None)
         if reference is None or batch.is_filler:
@@ -246,7 +246,7 @@ class BatchTraining:
         return batch
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """For later passes: what the correction keeps to, and what tells numerics from staleness."""
+        """Keeps log-probs for later passes: to correct the mismatch, and to tell numerics from staleness."""
         algorithm, proximal = self.config.algorithm, batch.by_group(logprobs)
         sampled = batch.by_group(logprobs.cpu()) if algorithm.num_iterations > 1 else {}
         is_present = batch.by_group(batch.policy_versions == self._progress.policy_version)

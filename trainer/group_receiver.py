@@ -1,9 +1,9 @@
-"""Groups as the training loop asks for them: by id, on every rank.
+"""Receiver of groups by id, on every rank, for the training loop.
 
     rank 0   source ─► recording, as they came ─► headers to every rank ─► arrays to the ranks that train them
 
-Planning needs what a header says: lengths, rewards, how a completion ended. So the other ranks hold an outline of a
-group (`wire.decode_outline`) until `deliver` has brought its arrays.
+Planning needs only what a header holds: lengths, rewards, how a completion ended. So ranks other than 0 hold an outline
+of a group (`wire.decode_outline`) until `deliver` has brought its arrays.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trainer.record.rank_zero import RankZero
 
 
 class GroupReceiver:
-    """`waited_s`: seconds of waiting for groups, since the beginning."""
+    """A receiver of groups. `waited_s`: seconds of waiting for groups since the start of the run."""
 
     def __init__(self, config: Config, rank_zero: RankZero | None, exchange: Exchange):
         self._rank_zero, self._exchange = rank_zero, exchange
         self._all_need_all = needs_all_arrays(config.algorithm)
-        self._frames: dict[int, Sequence[bytes]] = {}  # by group id; arrays are b"" on other ranks than 0
+        self._frames: dict[int, Sequence[bytes]] = {}  # by group id; the arrays are b"" except on rank 0
         self.waited_s = 0.0
 
     def begin_batch(self, first: int) -> None:
-        """Groups below `first` will not be delivered any more."""
+        """Forgets the groups below `first`, which will not be delivered any more."""
         self._frames = {group_id: frames for group_id, frames in self._frames.items() if group_id >= first}
 
     def receive(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
-        """The groups with these ids, whole on rank 0. Every rank calls it."""
+        """Returns the groups with these ids, whole on rank 0. Every rank calls it."""
         start = time.monotonic()
         received: Sequence[wire.Received] = ()
 
@@ -61,9 +61,9 @@ class GroupReceiver:
         return [whole.get(group.group_id, group) for group in groups]
 
     def deliver(self, owners: Mapping[int, Collection[int]]) -> dict[int, Group]:
-        """Brings arrays. Returns, on other ranks than 0, the groups that are whole there now. Every rank calls it.
+        """Sends arrays to ranks. Returns, except on rank 0, the groups that are whole now. Every rank calls it.
 
-        owners: by group id the dp_ranks that train it; the same on every rank.
+        owners: the dp_ranks that train a group, by group id; the same on every rank.
         """
         exchange = self._exchange
         if exchange.world_size == 1 or not owners:
@@ -87,11 +87,11 @@ class GroupReceiver:
         return whole
 
     def refill(self, count: int) -> None:
-        """As many more groups will be taken, beyond the batch."""
+        """Announces that `count` more groups will be taken, beyond the batch."""
         if self._rank_zero:
             self._rank_zero.source.refill(count)
 
     def samplers_rest(self) -> bool:
-        """On rank 0; never while groups are recorded: what follows from it is not in the recording."""
+        """Returns, on rank 0, whether samplers are idle; False while recording, as a replay could not repeat it."""
         first = self._rank_zero
         return first is not None and first.recorder is None and first.source.samplers_rest()

@@ -1,13 +1,13 @@
-"""The training loop: one batch of rollouts is a table of contents.
+"""The training loop over batches of rollouts.
 
     commit(version, cursor) ─► samplers generate ─► take groups as they arrive ─► backward ─► step ─► publish ─┐
             ▲                                                                                                  │
             └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-With max_staleness 0 the trainer runs forward and backward on groups while the rest of the batch still decodes and
-steps when the last one of a mini-batch is in; because sums are divided by the whole step's denominator, the result
-equals waiting for all. Groups are taken in the order of their ids, so the result does not depend on their order of
-arrival either.
+With max_staleness 0 the trainer runs forward and backward on groups while the rest of the batch still decodes, and
+steps when the last group of a mini-batch has arrived. Sums are divided by the whole step's denominator, so the result
+equals that of waiting for all groups. Groups are taken in the order of their ids, so the result does not depend on
+their order of arrival either.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 
-_MAX_SKIPPED_STEPS = 3  # not finite, in a row
+_MAX_SKIPPED_STEPS = 3  # consecutive steps that were not finite
 
 
 class Trainer:
-    """A run on one rank. Every rank calls every method."""
+    """The trainer of a run on one rank. Every rank calls every method."""
 
     def __init__(  # noqa: PLR0913 three models, and all around them
         self,
@@ -69,10 +69,10 @@ class Trainer:
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
         self.tokenizer, self.progress, self.rank_zero = tokenizer, progress, rank_zero
         source = rank_zero.source if rank_zero else None
-        self._source = source or GroupSource()  # rank 0 alone asks it
+        self._source = source or GroupSource()  # only rank 0 uses it
         say = rank_zero.display.note if rank_zero else lambda _: None
         sync = rank_zero.sync if rank_zero else lambda: None
-        self.seconds = defaultdict[str, float](float)  # of the step that is recorded next, by their metric's name
+        self.seconds = defaultdict[str, float](float)  # durations in the step that is recorded next, by metric name
         behind = connect(config) if writes_behind(config) else None
         self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds)
         self.receiver = GroupReceiver(config, rank_zero, exchange)
@@ -85,8 +85,8 @@ class Trainer:
         self.best = Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else [])
         self.saver = Saver(config, engine, critic, exchange, tokenizer, say, sync, self.seconds, progress.step)
         self.records = StepRecords(config, rank_zero, tokenizer, progress.batch) if rank_zero else None
-        self._evaluated_version = progress.policy_version  # of the newest evaluation, or of the start
-        self._is_between_batches = True  # no step of a batch that has begun is in the weights
+        self._evaluated_version = progress.policy_version  # the version of the newest evaluation, or of the start
+        self._is_between_batches = True  # the weights contain no step of a started batch
         self._num_eval_problems = 0
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class Trainer:
             raise Interrupted
 
     def save_and_end(self) -> NoReturn:
-        """Raises OutOfTime if that is why all ranks end, or Interrupted."""
+        """Saves a checkpoint if possible, then raises OutOfTime if all ranks end for that reason, else Interrupted."""
         is_over, hours = self.exchange.agree(out_of_time()), self.config.trainer.max_hours
         self.saver.save_before_the_end(self.progress, self._is_between_batches)
         if not is_over:
@@ -136,7 +136,7 @@ class Trainer:
         raise OutOfTime(f"trainer.max_hours {hours:g} is over: {rest}")
 
     def train_batch(self) -> None:
-        """num_iterations passes over the next batch of rollouts, with an optimizer step on each of its mini-batches."""
+        """Trains num_iterations passes over the next batch, with an optimizer step on each of its mini-batches."""
         self.batch.prepare(self.progress)
         for step in steps(self.config, self.progress.batch):
             started, waited_s = time.monotonic(), self.receiver.waited_s
@@ -146,7 +146,7 @@ class Trainer:
             self.record(step, result, sums, time.monotonic() - started, self.receiver.waited_s - waited_s)
 
     def optimizer_step(self) -> tuple[StepResult, dict[str, float]]:
-        """With the sums of the whole step, over all ranks."""
+        """Makes one optimizer step. Returns its result and the sums of the whole step over all ranks."""
         report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
         sums = self.exchange.add_named(self.engine.sums.drain())
@@ -157,7 +157,7 @@ class Trainer:
         return result, sums
 
     def _advance(self, result: StepResult, sums: dict[str, float], last: bool) -> None:
-        """The version moves only with an applied step; the batch is spent with its last step either way."""
+        """Updates the progress: only an applied step raises the version; the last step ends the batch either way."""
         p = self.progress
         self.progress = replace(
             p,
@@ -180,7 +180,7 @@ class Trainer:
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
         taken = dict(self.seconds)
-        self.seconds.clear()  # on every rank: what is not taken adds up
+        self.seconds.clear()  # on every rank, because durations add up otherwise
         if self.rank_zero is None or self.records is None:
             return
         p, reported = self.progress, self.rank_zero.source.drain_statistics()
@@ -200,7 +200,7 @@ class Trainer:
         self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, more, devices)
 
     def publish(self, evaluate: bool) -> None:
-        """The present version, with an evaluation if one is due."""
+        """Publishes the present version, with an evaluation if `evaluate` and the run has problems for one."""
         p, num_problems = self.progress, self._num_eval_problems
         if evaluate:
             self._evaluated_version = p.policy_version
@@ -212,10 +212,10 @@ class Trainer:
             self.moving_reference.follow(p.step, self.publisher.published)
 
     def _evaluates_at_start(self) -> bool:
-        """A checkpoint is saved while its version, or after an interrupt the one before, is still being evaluated.
+        """Returns whether the run starts with an evaluation. A resumed run makes up for one that its checkpoint lacks.
 
-        A resumed run makes up for it: of its own version, for the weights of the other are gone.
-        """
+        A checkpoint is saved while its version, or after an interrupt the one before, is still being evaluated. Only
+        its own version can be evaluated again, because the weights of the other are gone."""
         if self.progress.step == 0:
             return self.config.eval.before
         if self.rank_zero is None or self.rank_zero.log.has_eval(self.progress.policy_version):
@@ -224,9 +224,9 @@ class Trainer:
         return self._is_due(since=max([0, *recorded])) or (not recorded and self.config.eval.before)
 
     def _is_due(self, since: int) -> bool:
-        """Whether versions passed a multiple of eval.steps since that one; a batch may step over it.
+        """Returns whether versions passed a multiple of eval.steps since `since`, or whether this is the last batch.
 
-        Steps that the critic made alone, or that were skipped, leave the version as it was.
+        A batch may step over a multiple. Steps of the critic alone, and skipped ones, leave the version unchanged.
         """
         every, version = self.config.eval.steps, self.progress.policy_version
         is_last = self.progress.batch == self.config.num_batches
@@ -240,7 +240,7 @@ class Trainer:
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
             results = self.exchange.wait(lambda: self._source.finish_eval()) or []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
-        # before it is recorded: what is recorded is not evaluated again after a crash
+        # before the record is written: a recorded evaluation is not repeated after a crash
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)

@@ -1,4 +1,4 @@
-"""What a run will do later, once and small, before its first step: what cannot work ends it now.
+"""Rehearsal of a run's later work, once and small, before its first step: what cannot work ends the run now.
 
     longest row   forward and backward of the longest prompt and completion, by policy, critic and reference; its weight
                   is 0, so that it adds nothing to the first step
@@ -6,9 +6,9 @@
                   that is renamed, read back and removed
     room          on the disk, for the model and one checkpoint
 
-Not here: the bytes of weights and optimizer, which cost as much as a save; an optimizer step, which moves the weights
-and comes seconds later; publishing, reload and proof, which version 0 goes through before any group. The sampler
-rehearses its own part (sampler/rehearsal.py). A resumed run has done all of it.
+Not rehearsed: the bytes of weights and optimizer, which cost as much as a save; an optimizer step, which changes the
+weights and comes seconds later; publishing, reload and proof, which version 0 goes through before any group. The
+sampler rehearses its own part (sampler/rehearsal.py). A resumed run has done all of it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from trainer.loop import Trainer
 from trainer.save.checkpoint import CRITIC, save_model
 from trainer.save.disk import DiskTrouble, on_rank_0
 
-_OPTIMIZER = 12  # bytes of a parameter: AdamW's moments, and weights in float32
+_OPTIMIZER = 12  # bytes per parameter: AdamW's moments and float32 weights
 _SAMPLE = "1 + 1 = 2, and <b>é</b>\n"
 
 
 def rehearse(trainer: Trainer) -> None:
-    """Every rank calls it. Raises UserError, on the rank that met the trouble."""
+    """Rehearses the longest row and a save. Every rank calls it. Raises UserError, on the rank that failed."""
     start = time.monotonic()
     _train_longest(trainer)
     _save(trainer)
@@ -51,7 +51,7 @@ def rehearse(trainer: Trainer) -> None:
 def _train_longest(trainer: Trainer) -> None:
     report_progress("rehearsing the longest row")
     config, models = trainer.config, trainer.batch.models
-    # on a CPU one completion is enough: it is about time there, and about memory on a GPU
+    # on a CPU one completion suffices: the row tests time there, and memory on a GPU
     count = config.sampler.num_generations if devices.count() else 1
     completion = [0] * config.sampler.max_completion_length
     row = pack([([0] * config.data.max_prompt_length, [completion] * count)], models.packing)
@@ -88,7 +88,7 @@ def _save(trainer: Trainer) -> None:
 def _prepare(config: Config, folder: Path) -> None:
     durable.remove_dir(folder)
     durable.make_dir(folder)
-    if config.trainer.saves_checkpoints:  # it may lie on another disk
+    if config.trainer.saves_checkpoints:  # checkpoints may be on another disk
         other = folder.parent / CHECKPOINTS / folder.name
         durable.make_dir(other)
         durable.write_file(other / COMMIT, b"{}")
@@ -96,12 +96,12 @@ def _prepare(config: Config, folder: Path) -> None:
 
 
 def _finish(trainer: Trainer, folder: Path) -> None:
-    """What a save ends with: the card, the record, the new name."""
+    """Finishes the rehearsed save with model card, commit record and rename, then reads it back and removes it."""
     write_model_card(folder.parent, folder, version=0)
     durable.write_file(folder / COMMIT, b"{}")
     renamed = folder.with_name(f"{folder.name}-renamed")
     durable.replace_dir(folder, renamed)
-    if not trainer.config.lora.r:  # adapters are small, and no model for themselves
+    if not trainer.config.lora.r:  # adapters are small, and not a model on their own
         _read_back(trainer, renamed)
         _require_room(trainer)
     durable.remove_dir(renamed)
@@ -119,7 +119,7 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
 
 
 def _require_room(trainer: Trainer) -> None:
-    """For final/, and where checkpoints are saved for one of them."""
+    """Raises UserError if the disk has no room for final/ and, if checkpoints are saved, for one of them."""
     output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
     tensors = [tensor for model in models for tensor in model.tensors]
     weights, trained = sum(tensor.size for tensor in tensors), sum(tensor.form.numel() for tensor in tensors)

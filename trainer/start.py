@@ -1,4 +1,4 @@
-"""From a checked config to a running trainer: cheap checks, process group, checkpoint, model, then the loop."""
+"""Start of the trainer from a checked config: cheap checks, process group, checkpoint, model, then the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> None:
-    """Trains to the end. Raises UserError, Retryable or PeerEnded."""
+    """Trains until the end of the run. Raises UserError, Retryable or PeerEnded."""
     if config.trainer.epochs is not None:
         raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
     require_models(config)
@@ -54,7 +54,7 @@ def _run(config: Config) -> None:
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
         with said_once(what) if rank == 0 else contextlib.nullcontext():  # another rank may fail because rank 0 did
             trainer = _started(config, rank, stack)
-        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # its clock decides for all
+        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
         exits.defer_interrupts(
             "stopping after this step, with a checkpoint; again to stop at once" if rank == 0 else ""
         )
@@ -62,7 +62,7 @@ def _run(config: Config) -> None:
 
 
 def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
-    """What ends a start comes first: a wrong checkpoint before the ranks meet, a taken port before there is a model."""
+    """Builds a trainer and fails early: on a wrong checkpoint before ranks meet, on a taken port before models load."""
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
@@ -109,7 +109,7 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
 
 
 def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:
-    """Every rank has looked for itself, and what it plans must be what the others plan."""
+    """Checks that this rank packs rows as rank 0 does, because all must plan the same rows. Raises UserError."""
     is_shared = packing == "shared"
     if exchange.agree(is_shared) != is_shared:
         raise UserError(f"the ranks' processors round differently: this one wants {packing} rows; set trainer.packing")
@@ -140,7 +140,7 @@ def _reference(config: Config, engine: PolicyEngine, exchange: Exchange, vocab_s
 
 
 def _tokenizer_to_save(config: Config) -> Any:
-    """With the chat template that the model is trained on, or a base model's final folder could not chat."""
+    """Loads the tokenizer with the chat template of training, without which a base model's final/ could not chat."""
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
     if config.prompt.chat_template is not None:
         tokenizer.chat_template = config.prompt.chat_template.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What the training loop does beside the policy when there is a critic; without one nothing here runs.
+"""The actor-critic part of the training loop, which runs only if there is a critic.
 
     all groups of a batch ─► values, no gradient ─► GAE ─► policy backward, critic backward … ─► one step of both
 
-With group_ppo GAE gives way to segments, and values may be joined by the policy's exact score norms.
+With group_ppo, segments replace GAE, and values may be joined by the policy's exact score norms.
 
 Both models are on every rank. Either both step or neither: see `step`.
 """
@@ -36,14 +36,14 @@ class ActorCritic:
         self._packing = common_packing(policy.packing, critic.packing)
         critic.watch_gradients()
         policy.watch_gradients()
-        self._segments: SegmentSums | None = None  # of the newest batch
+        self._segments: SegmentSums | None = None  # the sums of the newest batch
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
     def score(self, batch: Experiences, parts: Sequence[Experiences], threshold: float) -> list[Experience]:
-        """The batch with advantages, and with what the critic learns.
+        """Returns the batch with advantages, and with the critic's targets.
 
-        parts: this rank's of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
+        parts: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
         threshold: τ of group_ppo for this batch.
         """
         algorithm, groups = self.config.algorithm, [e.group for e in batch]
@@ -62,7 +62,7 @@ class ActorCritic:
         return with_estimates(batch, estimates)
 
     def next_threshold(self) -> float | None:
-        """τ for the batch after this one; None without segments."""
+        """Returns τ for the next batch; None without segments."""
         if self._segments is None:
             return None
         return next_threshold(self._threshold, self._segments, self.config.algorithm.group_params)
@@ -70,9 +70,9 @@ class ActorCritic:
     def _of_every_token(
         self, batch: Experiences, parts: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
     ) -> ByGroup:
-        """What `score` says of every sampled token of every completion that trains, on every rank; 0 of the others.
+        """Returns `score`'s results for every sampled token of completions that train, on every rank; 0 for others.
 
-        Every dp_rank scores its own part, and has zeros elsewhere: the sum is what all of them found.
+        Every dp_rank scores its own part and has zeros elsewhere, so that the sum over dp_ranks holds all results.
         """
         groups = [experience.group for experience in batch if isinstance(experience.group, Group)]
         scores = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in groups}
@@ -89,14 +89,14 @@ class ActorCritic:
         return scores
 
     def backward(self, own: Experiences, num_tokens: int) -> None:
-        """The critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the whole step."""
+        """Runs the critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the step."""
         self.critic.backward(value_batch(own, num_tokens, self.config.algorithm, self._packing))
 
     def step(self, critic_only: bool) -> StepResult:
-        """One step of both models, or of none if a gradient of either is not finite on any rank.
+        """Steps both models, or neither if a gradient of either is not finite on any rank.
 
-        DeepSpeed finds that out for one model at a time and too late: the first would have stepped already. So both
-        are asked first, and a bad one makes the other's gradients NaN too; then each skips in its own way.
+        DeepSpeed finds this out for one model at a time and too late: the first would have stepped already. So both
+        models are checked first, and a bad one makes the other's gradients NaN too; then each skips in its own way.
         """
         models: list[DeepSpeedModel] = [self.critic] if critic_only else [self.critic, self.policy]
         if not all([model.gradients_are_finite() for model in models]):

@@ -1,8 +1,8 @@
-"""Compiled ops: whoever is killed while one is built or loaded leaves torch's lock, and all others would wait for ever.
+"""Kernel locks for compiled ops, in place of torch's lock files, on which all wait forever once their holder is killed.
 
-torch takes the lock of an op on every load, not only on a build, and waits for another's by looking whether its file
-is still there (torch/utils/file_baton.py). A lock of the kernel's ends with its process. Whoever gets it looks anew
-what is left to build, which is nothing as a rule. Left out: others' processes that build in the same folder.
+torch takes the lock of an op on every load, not only on a build, and waits for another process until its file is gone
+(torch/utils/file_baton.py). A lock of the kernel ends with its process. Whoever acquires it checks again what is left
+to build, which is usually nothing. Left out: other programs' processes that build in the same folder.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from common.exits import say
 
 
 class KernelLock:
-    """Takes the place of torch's FileBaton."""
+    """A kernel lock with the interface of torch's FileBaton."""
 
     def __init__(self, path: str, *_: Any, **__: Any) -> None:
-        self._path = f"{path}.kernel"  # its own file: a `lock` that stays would hold up who takes torch's
+        self._path = f"{path}.kernel"  # a separate file: a `lock` that stays would block users of torch's lock
         self._file = -1
 
     def try_acquire(self) -> bool:
-        """Waits for whoever has it, on this host or, in a shared folder, on another."""
-        try:  # NFS locks only what is open for writing
+        """Waits for the lock's holder, on this host or, in a shared folder, on another. Returns True."""
+        try:  # NFS locks only files that are open for writing
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        except PermissionError:  # another user's
+        except PermissionError:  # another user's file
             self._file = os.open(self._path, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             try:
@@ -45,20 +45,20 @@ class KernelLock:
 
 
 def guard_ops() -> None:
-    """Before the first op is loaded."""
+    """Replaces torch's locks, and resolves links in the paths of ops. Called before the first op is loaded."""
     from deepspeed.ops.op_builder import builder
     from torch.utils import cpp_extension
 
     cpp_extension.FileBaton = KernelLock  # type: ignore[assignment, misc]
-    # One path for an environment that links lead to, too: another one in its commands, and torch compiles all anew.
+    # One path, even if links lead to the environment: torch compiles all ops again if a path in its commands changes.
     builder.__file__ = os.path.realpath(builder.__file__)
     cpp_extension._TORCH_PATH = os.path.realpath(cpp_extension._TORCH_PATH)
-    if os.path.isdir(cpp_extension.TORCH_LIB_PATH):  # not quoted yet: torch quotes all paths of a command but this one
+    if os.path.isdir(cpp_extension.TORCH_LIB_PATH):  # torch quotes all paths of a command but this one
         cpp_extension.TORCH_LIB_PATH = shlex.quote(os.path.realpath(cpp_extension.TORCH_LIB_PATH))
 
 
 def require_folder() -> None:
-    """Raises UserError where no op can be built or loaded."""
+    """Raises UserError if no op can be built or loaded, because their folder cannot be written."""
     from torch.utils import cpp_extension
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()

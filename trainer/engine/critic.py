@@ -1,6 +1,6 @@
 """The critic: a value for every completion token, from a transformers backbone and a head with one output.
 
-The value of token t is read from the hidden state that also predicts t: what the completion is worth before t is
+The value of token t is read from the hidden state that also predicts t: the value of the completion before t is
 chosen. Weights start from the policy's or from critic.path. The head of a causal language model starts at zero, so
 that the first advantages are the plain returns; the head of a reward model with one label is kept, because it already
 knows the scale of its scores. Left out: a backbone shared with the policy, whose two losses would have to be weighed
@@ -31,14 +31,14 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 
 
 class ValueHead(torch.nn.Linear):
-    """In float32 whatever the weights are: two values near 10 may differ by less than bfloat16 can tell."""
+    """A linear head in float32, for any weights: two values near 10 may differ by less than bfloat16 can show."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class ValueModel(torch.nn.Module):
-    """PackedRow -> values [N] float32 at the positions that predict its targets."""
+    """A module: PackedRow -> values [N] float32 at the positions that predict the row's targets."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -58,7 +58,7 @@ class Critic(DeepSpeedModel):
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
 
     def backward(self, batch: ValueBatch) -> None:
-        """Forward and backward of one micro-batch; its metrics are added to `sums`."""
+        """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
         values = self.ds(self.here(batch.row))
         old_values, returns, weights = (
             x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
@@ -74,7 +74,7 @@ class Critic(DeepSpeedModel):
 
 
 def load_value_model(config: Config) -> Any:
-    """A transformers model with one label: `base_model` and the linear head `score`.
+    """Loads a transformers model with one label: `base_model` and the linear head `score`.
 
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """

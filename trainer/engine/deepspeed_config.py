@@ -1,7 +1,7 @@
-"""The user's DeepSpeed settings, completed from ours. Pure, and free of torch: a contradiction costs milliseconds.
+"""Completion of the user's DeepSpeed settings by Tandem's. Pure, without torch: a contradiction costs milliseconds.
 
-A file made for other trainers works as it is: what they write as "auto" is filled in here, or left to DeepSpeed where
-it has a default. What both sides set must agree, because there is no telling which of the two was meant.
+A file made for other trainers works as it is: its "auto" values are filled in here, or left to DeepSpeed where it has a
+default. A value that both sides set must be equal, because there is no telling which of the two was meant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.config import Config
 from common.errors import UserError
 
 _AUTO = "auto"
-# DeepSpeed's and torch's by name in lower case: bytes of its memory for each parameter; 8 are Adam's two moments
+# DeepSpeed's and torch's optimizers by lower-case name: bytes of state per parameter; 8 are Adam's two moments
 OPTIMIZERS = {
     "adam": 8, "adamw": 8, "lamb": 8, "nadam": 8, "radam": 8, "adamax": 8, "lion": 4, "adagrad": 4, "rmsprop": 4,
     "sgd": 4, "muon": 4,
@@ -24,23 +24,23 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Optimized:
-    """What policy and critic have of their own; everything else is the same for both."""
+    """The settings in which policy and critic differ; everything else is the same for both."""
 
-    section: str  # of the configuration, where learning_rate stands
+    section: str  # the config section with learning_rate
     learning_rate: float
     warmup_steps: int
     num_steps: int  # optimizer steps in the whole run
 
 
 def policy_of(config: Config) -> Optimized:
-    """It rests while only the critic learns."""
+    """Returns the policy's settings. The policy makes no step in critic_warmup_steps."""
     trainer = config.trainer
     num_steps = trainer.max_steps - config.critic.critic_warmup_steps
     return Optimized("trainer", trainer.learning_rate, trainer.warmup_steps, num_steps)
 
 
 def critic_of(config: Config) -> Optimized:
-    """Its rate does not rise first: the head starts at zero, and critic_warmup_steps give it time."""
+    """Returns the critic's settings, without warmup: its head starts at zero, and critic_warmup_steps give it time."""
     return Optimized("critic", config.critic.learning_rate, 0, config.trainer.max_steps)
 
 
@@ -49,9 +49,9 @@ def all_optimized(config: Config) -> list[Optimized]:
 
 
 def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
-    """What deepspeed.initialize gets, by default for the policy. Raises UserError on a contradiction, naming both.
+    """Returns deepspeed.initialize's config, by default the policy's. Raises UserError on a contradiction, naming both.
 
-    To DeepSpeed all ranks are data-parallel ranks, also those that share a micro-batch: it adds their gradients up.
+    DeepSpeed treats all ranks as data-parallel, also those that share a micro-batch: it adds their gradients up.
     """
     trainer, optimized = config.trainer, optimized or policy_of(config)
     at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
@@ -97,7 +97,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
 
 
 def _given(config: Config) -> dict[str, Any]:
-    """A copy of the user's settings."""
+    """Returns a copy of the user's settings. Raises UserError if they are not a JSON object."""
     given: Any = config.deepspeed
     if isinstance(given, Path):
         try:
@@ -111,7 +111,7 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
-    """The section of this name, made if there is none."""
+    """Returns the section of this name, created if missing. Raises UserError if it is no section."""
     section = parent.setdefault(name, {})
     if not isinstance(section, dict):
         raise UserError(f"deepspeed.{name} is {section!r}, not a section; see the DeepSpeed configuration reference")
@@ -119,7 +119,7 @@ def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
-    """Sets our values. Raises UserError where the user's own is another."""
+    """Sets Tandem's values in a section. Raises UserError if the user's own value is another."""
     for key, (value, source) in ours.items():
         if section.get(key, _AUTO) not in (_AUTO, value):
             raise UserError(
@@ -130,7 +130,7 @@ def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]])
 
 
 def optimizer_of(settings: dict[str, Any]) -> str:
-    """A name of OPTIMIZERS; ours where the user gave none. Raises UserError for any other."""
+    """Returns the optimizer's name in OPTIMIZERS, AdamW's if the user gave none. Raises UserError for any other."""
     given = str(settings.get("optimizer", {}).get("type", "AdamW"))
     if given.lower() not in OPTIMIZERS:
         raise UserError(
@@ -141,22 +141,22 @@ def optimizer_of(settings: dict[str, Any]) -> str:
 
 
 def _fill_zero(zero: dict[str, Any], default: int) -> None:
-    """default: 0 where there is nothing to shard and nothing to keep in a higher precision. Stage 1 would hold a second
-    copy of the weights and of the gradients, and copy them in every step."""
+    """Fills in the ZeRO stage and overlap_comm. default: 0 if there is nothing to shard and nothing to keep in a higher
+    precision: stage 1 would hold a second copy of weights and gradients, and copy them in every step."""
     if zero.get("stage", _AUTO) == _AUTO:
         zero["stage"] = default
     if zero["stage"] not in (0, 1, 2, 3):
         raise UserError(f"deepspeed.zero_optimization.stage {zero['stage']} is not 0, 1, 2 or 3")
-    if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap what is not there
+    if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap no communication
         _agree(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
     elif zero["stage"] == 3 and zero.get("overlap_comm", _AUTO) == _AUTO:
         zero["overlap_comm"] = False
 
 
 def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> None:
-    """bfloat16: micro-batches add their gradients up in float32, where DeepSpeed's own default is bfloat16.
+    """Makes micro-batches of bfloat16 models add gradients up in float32; DeepSpeed's own default is bfloat16.
 
-    Sums of 8 bits would depend on the number of micro-batches. ZeRO 0 has no other: DeepSpeed refuses the two together.
+    Sums of 8 bits would depend on the number of micro-batches. DeepSpeed refuses float32 sums with ZeRO 0.
     """
     stage = given["zero_optimization"]["stage"]
     if dtype != "bfloat16" or stage == 0:
@@ -167,12 +167,12 @@ def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> No
     if stage == 1 and types["grad_accum_dtype"] == "fp32":
         # a parameter's bfloat16 gradient is dropped as soon as it is added, which saves a copy of the model
         given["bf16"].setdefault("immediate_grad_update", True)
-        if world_size == 1:  # nothing is sent, and DeepSpeed would still round to what is sent
+        if world_size == 1:  # nothing is sent, but DeepSpeed would still round to the dtype for sending
             given.setdefault("communication_data_type", "fp32")
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
-    """Hyperparameters of a DeepSpeed optimizer, where the user asked for one instead of ours. The schedule is ours."""
+    """Fills in the hyperparameters of a DeepSpeed optimizer, if the user chose one. The schedule is always Tandem's."""
     trainer = config.trainer
     if "optimizer" in given:
         rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
@@ -180,7 +180,7 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         decay = trainer.weight_decay, "trainer.weight_decay"
         _agree(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
         if optimizer_of(given) == "muon":
-            params.setdefault("torch_adam", True)  # DeepSpeed's own would be compiled first, also on a CPU
+            params.setdefault("torch_adam", True)  # DeepSpeed's own Adam would be compiled first, also on a CPU
     schedule = _section(_section(given, "scheduler"), "params")
     if own := {name: value for name, value in schedule.items() if value != _AUTO}:
         raise UserError(
@@ -191,7 +191,7 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    """What is still "auto" has a default in DeepSpeed."""
+    """Removes values that are still "auto": DeepSpeed has defaults for them."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in settings.items()

@@ -1,4 +1,4 @@
-"""What of DeepSpeed's insides the trainer reads or replaces, all of it, as it is in DeepSpeed 0.19.
+"""Uses of DeepSpeed's internals by the trainer, all in this module, as they are in DeepSpeed 0.19.
 
 tests/gloo/test_deepspeed_insides.py names what an upgrade took away. Everything else is documented API: initialize, the
 engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters and deepspeed.utils.
@@ -23,27 +23,27 @@ from torch import Tensor
 from common.pieces import PieceReader
 
 STATE_TAG = "state"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments
 
 
 def unlink_shared_buffer() -> None:
-    """DeepSpeed on CPU makes a 66 MiB buffer per rank in /dev/shm for good. The mapping outlives the name."""
+    """Unlinks the 66 MiB buffer per rank that DeepSpeed on CPU leaves in /dev/shm for good. Its mapping stays."""
     import torch.distributed as dist
 
-    dist.barrier()  # every rank has opened every buffer by now
+    dist.barrier()  # after it every rank has opened every buffer
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
     buffer.unlink(missing_ok=True)
 
 
 def without_shared_buffers() -> None:
-    """Ranks on CPUs exchange by gloo alone. DeepSpeed asks for its op in this function."""
-    module: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute this is torch itself
+    """Makes ranks on CPUs communicate through gloo alone, by replacing the function that builds DeepSpeed's op."""
+    module: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is torch itself
     module.build_shm_op = lambda: None
 
 
 def pickle_the_stage_by_value() -> None:
-    """DeepSpeed writes its ZeRO stage into checkpoints, from now on as ZeroStageEnum(2).
+    """Makes DeepSpeed write its ZeRO stage into checkpoints, from now on, as ZeroStageEnum(2).
 
     Early releases of Python 3.11 (Debian 12 has 3.11.2) would write getattr(ZeroStageEnum, "gradients"), and a
     checkpoint that calls getattr is refused when it is loaded.
@@ -54,14 +54,14 @@ def pickle_the_stage_by_value() -> None:
 
 
 def clip_with(engine: Any, clip: Callable[[], None]) -> None:
-    """In ZeRO 0 and float32 DeepSpeed clips by itself, and forgets the norm."""
+    """Replaces DeepSpeed's own clipping in ZeRO 0 with float32, which forgets the gradient norm."""
     engine.clip_fp32_gradients = clip
 
 
 def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callable[[int, Tensor], Tensor]) -> None:
-    """Gives every trained bfloat16 parameter the float32 masters that make(its index, its weights) returns.
+    """Sets the float32 masters of every trained bfloat16 parameter to make(its index, its weights).
 
-    They round to its weights. optimizer, stage: DeepSpeed's own and ZeRO's. Every rank calls it.
+    The masters round to its weights. optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it.
     """
     import deepspeed
 
@@ -73,7 +73,7 @@ def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callab
 
 
 def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
-    """By parameter, of DeepSpeed's optimizer in stage 0; none of a float32 model, or where they lie flat."""
+    """Returns masters by parameter of DeepSpeed's optimizer in stage 0; {} for a float32 model or flat buffers."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
     halves, masters = (itertools.chain(*groups) for groups in (optimizer.fp16_groups, optimizer.fp32_groups))
@@ -81,14 +81,14 @@ def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
 
 
 def own_part(whole: Tensor, size: int) -> Tensor:
-    """This rank's of a flat parameter in stage 3, which ends with zeros where the ranks do not divide it."""
+    """Returns this rank's part of a flat parameter in stage 3, padded with zeros where the ranks do not divide it."""
     begin = torch.distributed.get_rank() * size
     own = whole[begin : begin + size]
     return torch.nn.functional.pad(own, (0, size - len(own)))
 
 
 def make_moments(optimizer: Any, stage: int, trained: list[Tensor], step: Any) -> None:
-    """As the optimizer does in its first step, after `step` steps."""
+    """Creates zero moments as the optimizer does in its first step, with the step count `step`."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for stepped in _stepped(optimizer, stage, trained):
         taken = step.clone().to(stepped.device) if isinstance(step, Tensor) else step
@@ -96,7 +96,7 @@ def make_moments(optimizer: Any, stage: int, trained: list[Tensor], step: Any) -
 
 
 def _stepped(optimizer: Any, stage: int, trained: list[Tensor]) -> list[Tensor]:
-    """What it steps: flat buffers, or masters of these parameters."""
+    """Returns the tensors that the optimizer steps: flat buffers, or masters of these parameters."""
     if stage == 0:
         masters = masters_without_zero(optimizer)
         return [masters.get(parameter, parameter) for parameter in trained]
@@ -105,7 +105,7 @@ def _stepped(optimizer: Any, stage: int, trained: list[Tensor]) -> list[Tensor]:
 
 
 def set_state(optimizer: Any, stage: int, parameter: Any, key: str, whole: Tensor) -> None:
-    """This rank's part of a parameter's flat moments or, under "", of its masters and weights. Every rank calls it."""
+    """Sets this rank's part of a parameter's flat moments or, for key "", masters and weights. Every rank calls it."""
     import deepspeed
 
     inner, utils = getattr(optimizer, "optimizer", optimizer), deepspeed.utils
@@ -127,10 +127,10 @@ def set_state(optimizer: Any, stage: int, parameter: Any, key: str, whole: Tenso
 
 
 def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path, Any]:
-    """This rank's part of an engine's state by the file that it belongs into. Every rank calls it.
+    """Returns this rank's part of an engine's state, by the file that it belongs to. Every rank calls it.
 
-    Nothing is written: ranks take different times for that, and DeepSpeed's collectives would wait without a word.
-    Without its script for recovery, which unpickles without a limit.
+    Nothing is written here: ranks take different times to write, and DeepSpeed's collectives would wait in silence.
+    DeepSpeed's script for recovery is left out, because it unpickles without a limit.
     """
     found: dict[Path, Any] = {}
 
@@ -145,20 +145,20 @@ def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path,
 
 
 def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed leaves frozen parameters out, but not the second name of one: the tied head."""
+    """Removes the frozen parameter that DeepSpeed leaves in under its second name: the tied head."""
     module = state_dict.get("module") or {}
     return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
 
 
 def load_state(engine: Any, folder: Path, adapters_alone: bool) -> bool:
-    """What state_to_save gave, read without running any code of it. False if there is none for this rank."""
+    """Loads what state_to_save returned, without running any code of it. Returns False if this rank has no state."""
     engine.checkpoint_engine.load = load_without_code
     path, _ = engine.load_checkpoint(str(folder), tag=STATE_TAG, load_module_strict=not adapters_alone)
     return path is not None
 
 
 def load_without_code(path: str, map_location: Any = None, is_mapped: bool = False) -> Any:
-    """is_mapped: its tensors are the file's memory, read when they are."""
+    """Loads a torch file without running any code of it. is_mapped: tensors are the file's memory, read on access."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

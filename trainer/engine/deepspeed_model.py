@@ -1,10 +1,9 @@
 """A model in DeepSpeed, and one step of its optimizer. Only this file and deepspeed_insides.py import deepspeed.
 
-Gradients accumulate over as many `backward` calls as there are until `step` (managed_gradient_accumulation: false).
-A loss already carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by
-multiplying with the world size. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed
-adds them up as it does those of data-parallel ranks. Left out: building the model in shards (zero.Init); every rank
-loads it whole first.
+Gradients accumulate over all `backward` calls until `step` (managed_gradient_accumulation: false). A loss already
+carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by multiplying with the
+world size. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed adds the parts up as it
+does those of data-parallel ranks. Left out: building the model in shards (zero.Init); every rank loads all of it first.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ from trainer.engine.off_grid import leave_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.ranks import patience
 
-ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> on a CPU
+ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> tensor on the CPU
 
 
 @dataclass(frozen=True)
 class StepResult:
     applied: bool  # False: something was not finite, and no model moved
-    grad_norm: float  # of the whole step, before clipping
-    learning_rate: float  # of this step
+    grad_norm: float  # the norm of the whole step, before clipping
+    learning_rate: float  # the rate in this step
     critic_only: bool = False  # within critic_warmup_steps: grad_norm and learning_rate are the critic's
 
     @property
     def new_versions(self) -> int:
-        """By how much this step raises policy_version."""
+        """Returns by how much this step raises policy_version: 0 or 1."""
         return int(self.applied and not self.critic_only)
 
 
 def init_distributed(config: Config) -> None:
-    """One process group over all ranks, also when started without the deepspeed launcher (one rank)."""
+    """Creates one process group over all ranks, also when started without the deepspeed launcher (one rank)."""
     import deepspeed
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -78,7 +77,7 @@ def init_distributed(config: Config) -> None:
     if not devices.count():
         devices.add_in_order()
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
-    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # who imports has a limit
+    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # imports may take long
     try:
         with waiting_for("all ranks to start", timeout.total_seconds(), is_said=os.environ["LOCAL_RANK"] == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
@@ -89,12 +88,12 @@ def init_distributed(config: Config) -> None:
 
 
 class DeepSpeedModel:
-    """One model, moved by its own optimizer: the policy, or the critic. Frozen parameters have no optimizer state."""
+    """A model, the policy or the critic, with an optimizer of its own. Frozen parameters have no optimizer state."""
 
-    adapter_settings: bytes | None = None  # adapter_config.json, where only adapters are trained
-    layout: VisionLayout | None = None  # where the model sees images
-    sequence_group: SequenceGroup | None = None  # the ranks that share this one's rows
-    _sums: Sequence[str]  # names of what its micro-batches add up
+    adapter_settings: bytes | None = None  # adapter_config.json, if only adapters are trained
+    layout: VisionLayout | None = None  # None: the model sees no images
+    sequence_group: SequenceGroup | None = None  # the ranks that share this rank's rows
+    _sums: Sequence[str]  # names of the sums over micro-batches
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class DeepSpeedModel:
         forward: torch.nn.Module,
         sequence_group: SequenceGroup | None = None,
     ):
-        """model: a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
+        """Prepares a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
         sp_size = sequence_group.size if sequence_group else 1
         assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
         if sp_size > 1 and packing_of(model) == "separate":
@@ -123,14 +122,14 @@ class DeepSpeedModel:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.tensors = self._exported()  # what others read
+        self.tensors = self._exported()  # for versions and checkpoints
 
     def start(self) -> Self:
-        """Joins the other ranks: each calls it once, before anything else. Returns itself."""
+        """Joins the other ranks: each calls it once, before anything else. Returns self."""
         import deepspeed
 
         pickle_the_stage_by_value()
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints of bfloat16's memory belongs into the log alone
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's prints about memory belong in the log alone
             self.ds, self.optimizer, *_ = deepspeed.initialize(
                 model=self._forward,
                 model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
@@ -148,7 +147,7 @@ class DeepSpeedModel:
 
     @property
     def packing(self) -> Packing:
-        """Of the rows that it takes, at least."""
+        """Returns the row packing that the model supports."""
         return packing_of(self.model)
 
     @property
@@ -156,25 +155,25 @@ class DeepSpeedModel:
         return self.ds.device
 
     def here(self, row: PackedRow) -> PackedRow:
-        """On this device, with its images as this model takes them; this rank's part, where ranks share it."""
+        """Returns the row on this device, with images in the model's form; only this rank's part if ranks share it."""
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
     @torch.no_grad()
     def evaluate(self, row: PackedRow, *arguments: Any, **options: Any) -> Tensor:
-        """What `forward` says of a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
+        """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
         self.ds.eval()
         found = self.ds(self.here(row), *arguments, **options)
         self.ds.train()
         return found.cpu()
 
     def accumulate(self, loss: Tensor) -> None:
-        """Backward of this rank's share of the step's loss."""
-        # ZeRO looks at gradients only, and an infinite loss may leave them finite: then make them NaN
+        """Runs backward of this rank's share of the step's loss."""
+        # ZeRO checks gradients only, and an infinite loss may leave them finite: this makes them NaN
         scale = torch.where(torch.isfinite(loss.detach()), self.world_size, math.nan).to(loss.dtype)
         self.ds.backward(loss * scale, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
-        """The optimizer step over all gradients since the last one. Not applied if a loss or gradient is not finite.
+        """Steps the optimizer with all gradients since the last step. Not applied if a loss or gradient is not finite.
 
         ZeRO 1–3 find a non-finite gradient and skip by themselves; ZeRO 0 would write it into the weights, so its
         gradients are dropped here first.
@@ -189,9 +188,9 @@ class DeepSpeedModel:
         return StepResult(self.ds.was_step_applied(), norm, learning_rate)
 
     def watch_gradients(self) -> None:
-        """From now on `gradients_are_finite` can answer before the step, whatever ZeRO does with gradients until then.
+        """Lets `gradients_are_finite` answer before the step, whatever ZeRO does with gradients until then.
 
-        Each is looked at once per backward, where autograd hands it over.
+        Each gradient is checked once per backward, where autograd hands it over.
         """
         seen = self._not_finite
 
@@ -203,7 +202,7 @@ class DeepSpeedModel:
                 parameter.register_hook(look)
 
     def gradients_are_finite(self) -> bool:
-        """On every rank, since the last step. Every rank calls it."""
+        """Returns whether gradients on all ranks were finite since the last step. Every rank calls it."""
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self._not_finite.logical_or_(~torch.stack([all_finite(g) for g in gradients]).all())
@@ -215,10 +214,10 @@ class DeepSpeedModel:
     def poison(self) -> None:
         """Makes the gradients of this step NaN, so that `step` skips it as DeepSpeed skips any other NaN."""
         self.accumulate(self.probe().sum() * math.nan)
-        self._not_finite.zero_()  # it has been told already
+        self._not_finite.zero_()  # the bad gradient has been reported already
 
     def probe(self) -> Tensor:
-        """What the model says of a filler: any output with a gradient."""
+        """Returns any output of the model for a filler row, with a gradient."""
         raise NotImplementedError
 
     def _clip(self) -> None:
@@ -230,15 +229,15 @@ class DeepSpeedModel:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _exported(self) -> list[Exported]:
-        """What others read of this model: with adapters, those or the weights merged with them."""
+        """Returns the tensors of versions and checkpoints; the policy's may be adapters or weights merged with them."""
         return under_checkpoint_names(self.model, parameters(self.model))
 
     def whole(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) of those wanted. tensors: made of this model's parameters, as `self.tensors`.
+        """Yields (name, whole CPU tensor) of wanted tensors, which are made of this model's parameters.
 
-        Every rank iterates to the end (ZeRO-3 gathers). to_host: is given each where it is, and makes the CPU tensor.
+        Every rank iterates to the end (ZeRO-3 gathers). to_host: gets each on its device, and makes the CPU tensor.
         """
         import deepspeed
 
@@ -253,8 +252,9 @@ class DeepSpeedModel:
 
 
 def require_fused_experts(model: torch.nn.Module, stage: int) -> None:
-    """ZeRO-3 gathers a module's weights on all ranks as it runs: of single experts each rank runs others, and all wait.
+    """Raises UserError for a list of single experts in ZeRO-3, in which ranks would wait for each other without end.
 
+    ZeRO-3 gathers a module's weights on all ranks as it runs, but of single experts each rank runs others.
     transformers' own mixtures keep a layer's experts in one module, which every rank runs.
     """
     for name, module in model.named_modules() if stage == 3 else ():

@@ -1,10 +1,10 @@
 """The tensors that leave the trainer, under the names of checkpoints: all weights, adapters, merged weights.
 
-transformers keeps some weights otherwise than checkpoints do (experts in one tensor, other names), and knows the way
-back: what `save_pretrained` writes is what every hub checkpoint and vLLM's loader call a model's tensors. Its own
-conversion runs once, at the start, on tensors without memory. What it did to each is kept and done again for one
+transformers keeps some weights in another form than checkpoints do (experts in one tensor, other names), and knows how
+to convert them back: `save_pretrained` writes tensors as every hub checkpoint and vLLM's loader name them. Its own
+conversion runs once, at the start, on tensors without memory. Its operations on each are recorded and repeated for one
 published tensor at a time: names and sizes are known before anything is made, a view is never copied, and one expert is
-made without its neighbours.
+made without the others.
 
 Under ZeRO-3 a tensor exists on no rank until its parameters are gathered, and merging needs three of them at a time, so
 each tensor names its parameters and how it is made of them. Nothing here changes the model: merged weights are new.
@@ -31,28 +31,28 @@ from model.transformers_internals import checkpoint_tensors, without_tied
 
 @dataclass(frozen=True)
 class Exported:
-    """One tensor of a version or a checkpoint. `make` is called while all of `parameters` are whole."""
+    """A tensor of a version or a checkpoint. `make` is called while all of `parameters` are whole."""
 
     name: str
     parameters: tuple[Parameter, ...]
     make: Callable[[], Tensor]
-    form: Tensor  # its shape and dtype, on the meta device
+    form: Tensor  # the tensor's shape and dtype, on the meta device
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns the tensor's size in bytes."""
         return self.form.nbytes
 
 
 def exported(model: Any, lora: Lora) -> list[Exported]:
-    """What is published. Called before DeepSpeed shards anything. Raises UserError as `under_checkpoint_names`."""
+    """Returns the published tensors. Called before DeepSpeed shards anything. Raises as `under_checkpoint_names`."""
     if lora.publishes_adapters:
         return adapters(model)
     return under_checkpoint_names(model, merged(model) if lora.r else parameters(model))
 
 
 def parameters(model: Any) -> list[Exported]:
-    """Every parameter and every buffer that is saved, under the module's names; a tied head is its embedding."""
+    """Returns every parameter and every saved buffer, under the module's names; a tied head is its embedding."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return [
         _as_it_is(name, named[name]) if name in named else _buffer(model, name, tensor)
@@ -61,19 +61,19 @@ def parameters(model: Any) -> list[Exported]:
 
 
 def adapters(model: Any) -> list[Exported]:
-    """The trained parameters, under peft's names."""
+    """Returns the trained parameters, under peft's names."""
     named = [(published_name(name), p) for name, p in model.named_parameters()]
     return [_as_it_is(name, p) for name, p in named if name]
 
 
 def base(model: Any) -> list[Exported]:
-    """The frozen parameters under adapters, under the names of the base model."""
+    """Returns the frozen parameters under adapters, under the names of the base model."""
     named = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters() if not published_name(name)]
     return [_as_it_is(name, p) for name, p in named]
 
 
 def merged(model: Any) -> list[Exported]:
-    """The base model's tensors, under its modules' names, with (alpha / r) · B A added where there are adapters."""
+    """Returns the base model's tensors, under its modules' names, plus (alpha / r) · B A where there are adapters."""
     from peft.tuners.lora import LoraLayer
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -93,7 +93,7 @@ def _as_it_is(name: str, parameter: Parameter) -> Exported:
 
 
 def _buffer(model: Any, name: str, tensor: Tensor) -> Exported:
-    return Exported(name, (), lambda: model.get_buffer(name), _form(tensor))  # it moves to a GPU as another tensor
+    return Exported(name, (), lambda: model.get_buffer(name), _form(tensor))  # on a GPU it is another tensor
 
 
 def _form(tensor: Tensor) -> Tensor:
@@ -108,13 +108,13 @@ def _with_adapter(weight: Parameter, layer: Any) -> tuple[tuple[Parameter, ...],
     return (weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight), make
 
 
-# ---- the way back to a checkpoint's tensors ------------------------------------------------------------------------
+# ---- conversion to a checkpoint's tensors --------------------------------------------------------------------------
 
 
 def under_checkpoint_names(model: Any, tensors: list[Exported]) -> list[Exported]:
-    """These tensors as `save_pretrained` would write them: in name, shape and bits.
+    """Converts tensors to those that `save_pretrained` would write: in name, shape and bits.
 
-    Raises UserError if transformers has no way back for this model.
+    Raises UserError if transformers cannot convert this model back.
     """
     recorded = _Recorded()
     given = {tensor.name: recorded.source(tensor) for tensor in tensors}
@@ -130,7 +130,7 @@ def under_checkpoint_names(model: Any, tensors: list[Exported]) -> list[Exported
 
 
 class _Recorded(TorchFunctionMode):
-    """Notes how tensors without memory are made of each other: by functions where memory is new, else as views.
+    """A recorder of how tensors without memory are made of each other: by functions where memory is new, else as views.
 
     Each piece of memory is known by its storage; a view is its shape, strides and offset in it.
     """
@@ -146,7 +146,7 @@ class _Recorded(TorchFunctionMode):
         return tensor.form
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is Tensor.contiguous:  # done for what is published, once, at its end
+        if func is Tensor.contiguous:  # done once for the published tensor, at its end
             return args[0]
         found = func(*args, **(kwargs or {}))
         for made in tree_flatten(found)[0]:

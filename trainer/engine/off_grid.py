@@ -1,9 +1,9 @@
-"""Master weights that begin between the numbers of bfloat16, so that the model moves from the first step on.
+"""Master weights that start between the numbers of bfloat16, so that the model moves from the first step on.
 
 A checkpoint in bfloat16 makes float32 master weights that are all numbers of bfloat16. The model is its masters
-rounded, so a weight stays where it is until its master has gone half of the way to the next number. At 0.1 that is
-2.4e-4: 240 steps of AdamW with a learning rate of 1e-6. Of a step of 2e-5 on each weight of SmolLM2-135M 5 % show, of
-ten such steps 33 %. So each master gets a random place among the numbers that are rounded to its weight:
+rounded, so a weight stays where it is until its master has gone half of the way to the next number. For a weight of 0.1
+that is 2.4e-4: 240 steps of AdamW with a learning rate of 1e-6. A step of 2e-5 on each weight of SmolLM2-135M changes
+5 % of them, ten such steps 33 %. So each master gets a random value among the numbers that are rounded to its weight:
 
     m_i = w_i + u_i · spacing(w_i)      u_i uniform in (−½, ½)      round(m_i) = w_i
 
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from trainer.engine.deepspeed_insides import set_masters
 
-_SIGNIFICANT_BITS = 8  # of bfloat16, the hidden one included
-_AT_ONCE = 1 << 24  # numbers, 0.4 GB on their way; an embedding is no larger then than its masters
+_SIGNIFICANT_BITS = 8  # bits of bfloat16's significand, including the hidden one
+_AT_ONCE = 1 << 24  # numbers per chunk, with 0.4 GB of temporaries, however large an embedding is
 
 
 def off_the_grid(weights: Tensor, seed: int) -> Tensor:
-    """float32 numbers that bfloat16 rounds to these bfloat16 weights of any shape.
+    """Returns float32 numbers that bfloat16 rounds to these bfloat16 weights of any shape.
 
-    A power of two has closer neighbours on one side; where its number would be theirs, and at 0, it is the weight.
+    A power of two has closer neighbours on one side. If a number would round to them, and at 0, it is the weight.
     """
     generator = torch.Generator(weights.device).manual_seed(seed)
     masters = weights.float().contiguous()
@@ -40,9 +40,9 @@ def off_the_grid(weights: Tensor, seed: int) -> Tensor:
 
 
 def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
-    """Moves DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
+    """Randomizes DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
 
-    optimizer, stage: DeepSpeed's own and ZeRO's. Every rank calls it; the masters are the same with any number of ranks
-    and in every stage.
+    optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it; the masters are the same with any number of ranks and in
+    every stage.
     """
     set_masters(model, optimizer, stage, lambda index, weights: off_the_grid(weights, seed=index))

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate over the steps, and what of both a resumed run takes from its own settings."""
+"""AdamW, its learning-rate schedule, and the settings of both that a resumed run takes from its own config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.engine.deepspeed_config import Optimized
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The same before and after ZeRO-3 has dealt the parameters out."""
+    """Returns the optimizer's parameter groups, the same before and after ZeRO-3 has partitioned the parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed, others = [p for p in trained if len(shape_of(p)) > 1], [p for p in trained if len(shape_of(p)) <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -23,17 +23,17 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """Of the whole, where ZeRO-3 has left a part of it here."""
+    """Returns the whole parameter's shape, also if ZeRO-3 has left only a part of it on this rank."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def adamw(optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:
-    """Fused: one pass over the memory, where torch's default keeps temporaries of the size of the parameters."""
+    """Returns a factory of fused AdamW, because torch's default keeps temporaries of the size of the parameters."""
     return lambda parameters: torch.optim.AdamW(parameters, lr=optimized.learning_rate, fused=True)
 
 
 def scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Optimizer], Any]:
-    """Raises UserError, when it is called, if the schedule does not take trainer.lr_scheduler_kwargs."""
+    """Returns a factory of the schedule, which raises UserError if it does not take trainer.lr_scheduler_kwargs."""
     from transformers import get_scheduler
 
     name, more = config.trainer.lr_scheduler_type, config.trainer.lr_scheduler_kwargs
@@ -49,9 +49,9 @@ def scheduler(config: Config, optimized: Optimized) -> Callable[[torch.optim.Opt
 
 @contextlib.contextmanager
 def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
-    """Whatever state is loaded meanwhile: learning rate, betas and weight decay stay those of this run's settings.
+    """Keeps this run's learning rate, betas and weight decay while a saved state is loaded.
 
-    With Adam's moments torch saves these, too, and with the number of steps the rate that they began with.
+    torch saves these with Adam's moments, too, and the initial learning rate with the number of steps.
     """
     given = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
     base_rates = list(schedule.base_lrs)

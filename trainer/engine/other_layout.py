@@ -1,4 +1,4 @@
-"""A state that other ranks, or another ZeRO stage, saved: put together parameter by parameter, and dealt out anew.
+"""Restoring of a state that other ranks, or another ZeRO stage, saved: joined by parameter, then partitioned anew.
 
     saved                                        here, on every rank
     ZeRO 0      masters and moments as they are   the same
@@ -6,8 +6,8 @@
     ZeRO 3      a part of every parameter         its parts
 
 Bits are copied, never computed: weights, masters and Adam's moments are those of the checkpoint. DeepSpeed's universal
-checkpoints would do the same by way of the disk, four files for each parameter, but unpickle without a limit. Files are
-mapped, so that ranks of a host share the memory. Left out: optimizers with other state than Adam's.
+checkpoints would do the same through the disk, four files for each parameter, but unpickle without a limit. Files are
+memory-mapped, so that ranks of a host share the memory. Left out: optimizers with other state than Adam's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.engine.optimizer import parameter_groups, shape_of
 
 @dataclass(frozen=True)
 class _SavedPart:
-    """Of one parameter: `numel` values from `start` on in each of these, which have the masters under ""."""
+    """A saved part of one parameter: `numel` values from `start` on in each tensor of `flat`, under "" the masters."""
 
     flat: dict[str, Any]
     start: int
@@ -41,7 +41,7 @@ class _SavedPart:
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
-    """Every rank calls it before its first step. stage, ranks: those that saved the folder. Raises UserError."""
+    """Restores the state of `ranks` ranks at `stage`. Every rank calls it before its first step. Raises UserError."""
     state, ds = folder / STATE_TAG, engine.ds
     first = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
     model = load_without_code(str(state / f"{first}_model_states.pt"), is_mapped=True)
@@ -66,7 +66,7 @@ def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> Non
 
 
 def holds_moments(state: Collection[str], saved: str) -> bool:
-    """Whether there are any: none before the first step. Raises UserError where they are not Adam's."""
+    """Returns whether a state has moments, as after a first step. Raises UserError if they are not Adam's."""
     found = {*state} - {"", "step"}
     if found and found != {*MOMENTS}:
         raise UserError(f"{saved}; what its optimizer holds ({', '.join(sorted(found))}) goes on as it was saved alone")
@@ -76,7 +76,7 @@ def holds_moments(state: Collection[str], saved: str) -> bool:
 def _saved(
     state: Path, model: dict[str, Any], stage: int, ranks: int, trained: list[str]
 ) -> Iterator[tuple[str, _SavedPart]]:
-    """(parameter, a part of it) in the order of its parts. trained: in the order of the optimizer."""
+    """Yields (parameter, a part of it) in the order of its parts. trained: names in the order of the optimizer."""
     if stage == 0:
         optimizer = model["optimizer"]
         adam = optimizer.get("optimizer_state_dict", optimizer)["state"]

@@ -1,4 +1,4 @@
-"""The policy in DeepSpeed: forward and backward of micro-batches, and what they tell about the step."""
+"""The policy in DeepSpeed: forward and backward of micro-batches, and their sums for a step's metrics."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trainer.engine.exported import Exported, base, exported
 
 
 class Policy(torch.nn.Module):
-    """PackedRow -> (log-probs, entropies, log-masses) of its targets, so that DeepSpeed's hooks see one forward.
+    """A module with one forward for DeepSpeed's hooks: PackedRow -> (log-probs, entropies, log-masses) of its targets.
 
-    With logprobs_only the first of them alone; with norms_only their score norms instead, without gradient.
+    With logprobs_only it returns log-probs alone; with norms_only the targets' score norms instead, without gradient.
     """
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
@@ -70,14 +70,14 @@ class PolicyEngine(DeepSpeedModel):
 
     @property
     def published_settings(self) -> bytes | None:
-        """adapter_config.json of every version; None where whole weights are published."""
+        """Returns adapter_config.json of every version; None if whole weights are published."""
         return self.adapter_settings if self.config.lora.publishes_adapters else None
 
     def _exported(self) -> list[Exported]:
         return exported(self.model, self.config.lora)
 
     def base_checksums(self) -> dict[str, str]:
-        """Of the frozen weights, summed where they are. Every rank calls it; the result is rank 0's."""
+        """Returns checksums of the frozen weights, made on their device. Every rank calls it; rank 0 has the result."""
         found, is_rank_0 = dict[str, str](), torch.distributed.get_rank() == 0
 
         def sum_up(name: str, tensor: Tensor) -> Tensor:
@@ -92,18 +92,18 @@ class PolicyEngine(DeepSpeedModel):
         return model_dims(self.model.config.to_dict()) or counted_dims(self.model.config)
 
     def backward(self, batch: MicroBatch, policy_version: int | None = None) -> Tensor:
-        """Forward and backward of one micro-batch; its metrics are added to `sums`. Nothing here waits for a GPU.
+        """Runs forward and backward of one micro-batch and adds its metrics to `sums`. Nothing here waits for a GPU.
 
-        policy_version: the present one. Of tokens that it sampled, sampled_logprobs are known now; like the proximal
-        ones they serve to measure and correct the mismatch only. Returns the log-probs [N], detached.
+        policy_version: the present one. For tokens that it sampled, sampled_logprobs are known now; like proximal
+        log-probs they only measure and correct the mismatch. Returns the log-probs [N], detached.
         """
         row = self.here(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
             self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
-        if batch.is_filler:  # of a rank without work, for the ranks' common calls: no objective sees its one token
-            loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model says
+        if batch.is_filler:  # a rank without work joins the collectives with one token: no objective sees it
+            loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model's output
             self.accumulate(loss_sum)
             self.sums.add({"loss": loss_sum})
             return logprobs.detach()
@@ -137,10 +137,10 @@ class PolicyEngine(DeepSpeedModel):
     def _when_sampled(
         self, batch: MicroBatch, logprobs: Tensor, policy_version: int | None
     ) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Log-probs [N] under the weights that sampled, and of which tokens they are known.
+        """Returns log-probs [N] under the weights that sampled, and a mask of the tokens for which they are known.
 
-        Those of an earlier pass; else the present ones, of tokens that the present version sampled. Which of the two is
-        decided on the CPU.
+        They are those of an earlier pass; else the present ones, for tokens that the present version sampled. The
+        choice is made on the CPU.
         """
         is_present = batch.policy_versions.numpy() == (-1 if policy_version is None else policy_version)
         if batch.sampled_logprobs is None:
@@ -150,11 +150,11 @@ class PolicyEngine(DeepSpeedModel):
         return sampled, is_earlier | is_present
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
-        """Log-probs [N] of the row's targets, as `evaluate`."""
+        """Returns log-probs [N] of the row's targets, as `evaluate` does."""
         return self.evaluate(row, temperature, logprobs_only=True).float()
 
     def score_norms(self, row: PackedRow) -> Tensor:
-        """Squared norms [N] of the targets' scores under the present weights, as `evaluate`."""
+        """Returns squared norms [N] of the targets' scores under the present weights, as `evaluate` does."""
         return self.evaluate(row, self.config.sampler.temperature, norms_only=True)
 
     def probe(self) -> Tensor:
@@ -162,7 +162,7 @@ class PolicyEngine(DeepSpeedModel):
 
 
 def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
-    """What a micro-batch adds to the sums of the step."""
+    """Returns a micro-batch's contribution to the sums of the step."""
     log_ratio = (logprobs - old).double()
     of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
     of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}

@@ -1,11 +1,11 @@
-"""What ranks tell each other besides gradients: rank 0 hands out groups, sums are added up, an ending is announced.
+"""Communication of ranks besides gradients: rank 0 hands out groups, sums are added up, the end of a run is announced.
 
-Always over gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL
-does not. Groups travel as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
+It uses gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL does not.
+Groups are sent as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
 
-What rank 0 waits for all ranks wait for, in `broadcast` or `wait`: no rank begins a collective of the model while
-another waits for the world. Every few seconds rank 0 says what it still waits for, and hears whether another rank was
-asked to end. The others have no clock but that: a wait may be as long as it has a reason.
+While rank 0 waits in `broadcast` or `wait`, all ranks wait: no rank starts a collective of the model while another
+waits for other processes. Every few seconds rank 0 announces what it still waits for, and learns whether another rank
+was asked to end. The other ranks have no other time limit: a wait may be as long as it has a reason.
 
     rank = dp_rank · sp_size + sp_rank        trainer.sequence_parallel_size 2:   rank     0 1 2 3
                                                                                   dp_rank  0 0 1 1
@@ -32,12 +32,12 @@ from common.watchdog import progress_heard_by, report_progress
 from model.packing import SequenceGroup
 
 T = TypeVar("T")
-_WORD_S = 5.0  # between two words of rank 0 that it still waits, or less where patience is short
-_STOP_TOGETHER, _STILL_WAITING = -1, -2  # in the place of an exit code; the first: all take part in a last checkpoint
+_WORD_S = 5.0  # seconds between rank 0's announcements that it still waits, or less with a short timeout
+_STOP_TOGETHER, _STILL_WAITING = -1, -2  # in place of an exit code; the first: all save a last checkpoint
 
 
 class Exchange:
-    """`connect` makes it. group: gloo's, of all ranks. sequence_group: of the ranks of this dp_rank, None for one."""
+    """The exchange made by `connect`. group: all ranks, by gloo. sequence_group: this dp_rank's ranks, None for one."""
 
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -48,9 +48,9 @@ class Exchange:
         self._group, self.sequence_group = group, sequence_group
 
     def broadcast(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-        """The frames that rank 0's work returns, on every rank; it may take as long as it reports progress.
+        """Returns on every rank the frames of rank 0's work, which may take as long as it reports progress.
 
-        What it raises ends rank 0. Raises Interrupted on the others if it was that, and else PeerEnded.
+        An error of the work ends rank 0. The other ranks raise Interrupted if the error was that, else PeerEnded.
         """
         frames = self._waited_for(work) if self.rank == 0 else []
         while (sizes := self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64)))[0] == _STILL_WAITING:
@@ -65,7 +65,7 @@ class Exchange:
         return [data[start:end] for start, end in itertools.pairwise(ends)]
 
     def wait(self, work: Callable[[], T]) -> T | None:
-        """Rank 0's work, while the others wait with it as in `broadcast`: what it returns, and None on the others."""
+        """Runs work on rank 0, while others wait as in `broadcast`. Returns its result, and None on other ranks."""
         found: list[T] = []
 
         def frames() -> list[bytes]:
@@ -78,7 +78,7 @@ class Exchange:
         return found[0] if found else None
 
     def _waited_for(self, work: Callable[[], T]) -> T:
-        """On rank 0."""
+        """Runs work on rank 0, and tells the other ranks that it still runs, or that it has failed."""
         is_due = exits.every(self._word_s)
 
         def say(doing: str) -> None:
@@ -86,7 +86,7 @@ class Exchange:
                 self._announce(_STILL_WAITING)
                 self.text(doing)
                 if self.any(exits.interrupted()):
-                    exits.ask_to_end()  # `work` looks for that
+                    exits.ask_to_end()  # `work` checks for it
 
         try:
             with progress_heard_by(say):
@@ -99,7 +99,7 @@ class Exchange:
         self._broadcast(torch.tensor([code], dtype=torch.int64))
 
     def send_parts(self, parts: Sequence[Sequence[bytes]]) -> None:
-        """Rank 0 sends each rank what stands at its place; that one calls `receive_part`."""
+        """Sends each rank its entry of `parts`, on rank 0. The other ranks call `receive_part`."""
         tensors = {rank: _tensor(part) for rank, part in enumerate(parts) if rank and any(part)}
         sending = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
         for work in sending:
@@ -107,28 +107,28 @@ class Exchange:
             work.wait()
 
     def receive_part(self, size: int) -> memoryview:
-        """`size` bytes from rank 0."""
+        """Receives `size` bytes from rank 0."""
         tensor = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.recv(tensor, 0, group=self._group)
         return tensor.numpy().data
 
     def agree(self, value: bool) -> bool:
-        """Rank 0's decision, on every rank."""
+        """Returns rank 0's decision, on every rank."""
         return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
 
     def any(self, value: bool) -> bool:
-        """Whether it is so on some rank."""
+        """Returns whether `value` is true on some rank."""
         return self.add([value])[0] > 0
 
     def text(self, value: str | None) -> str:
-        """Rank 0's text, on every rank."""
+        """Returns rank 0's text, on every rank."""
         if self.world_size == 1:
             return value or ""
         return self._broadcast(_tensor([(value or "").encode(), b"\0"])).numpy().tobytes()[:-1].decode()
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, in their order, on rank 0; on others nothing."""
+        """Returns the texts of all ranks, in rank order, on rank 0; [] on other ranks."""
         if self.world_size == 1:
             return [text]
         data = text.encode()
@@ -139,15 +139,15 @@ class Exchange:
         return [p[:n].numpy().tobytes().decode() for p, n in zip(parts or [], lengths, strict=False)]
 
     def add(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sums over ranks, in float64."""
+        """Returns elementwise sums over ranks, in float64."""
         return self._sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def add_over_dp(self, values: Tensor) -> Tensor:
-        """Elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
+        """Returns elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
         return self._sum(values.clone() if self.sp_rank == 0 else torch.zeros_like(values))
 
     def add_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The same by name, in float64. Every rank has the same names in the same order."""
+        """Returns sums over data-parallel ranks by name, in float64. Every rank gives the same names in one order."""
         total = self.add_over_dp(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
@@ -157,7 +157,7 @@ class Exchange:
         return values
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's one-dimensional tensor, whatever its length."""
+        """Returns rank 0's one-dimensional tensor of any length, on every rank."""
         length = torch.tensor([len(tensor)], dtype=torch.int64)
         dist.broadcast(length, src=0, group=self._group)
         if self.rank != 0:
@@ -167,17 +167,17 @@ class Exchange:
 
 
 def _tensor(parts: Sequence[bytes]) -> Tensor:
-    """[bytes] uint8, one behind the other; a zero where there are none."""
+    """Returns the joined parts as a uint8 tensor [bytes]; a single zero if they are empty."""
     return torch.frombuffer(bytearray().join(parts) or bytearray(1), dtype=torch.uint8)
 
 
 def patience(config: Config) -> datetime.timedelta:
-    """How long a rank waits in a collective for another: longer than that one's watchdog, which says what it did."""
+    """Returns how long a rank waits in a collective: longer than another rank's watchdog, which says what it did."""
     return datetime.timedelta(seconds=2 * config.channel.stall_timeout_s)
 
 
 def connect(config: Config) -> Exchange:
-    """Every rank calls it, as often as any other: it makes process groups."""
+    """Creates process groups for an Exchange. Every rank calls it equally often."""
     group = dist.new_group(backend="gloo", timeout=patience(config))
     size, rank, world_size = config.trainer.sequence_parallel_size, dist.get_rank(), dist.get_world_size()
     if size == 1:

@@ -1,6 +1,6 @@
-"""Ranks that `srun python training_worker.py` starts: Slurm's numbers under the names that torch and DeepSpeed read.
+"""Slurm's rank numbers under the names that torch and DeepSpeed read, for `srun python training_worker.py`.
 
-Without this every task would be rank 0 of 1. Free of torch, for the checks before its import count the ranks.
+Without them every task would be rank 0 of 1. Free of torch, because the checks before its import count the ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 def set_rank(environ: MutableMapping[str, str]) -> None:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task that srun started.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task that srun started.
 
     {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", …} → {"RANK": "3", "WORLD_SIZE": "4", …}
 
-    Changes nothing that is set, nor anything in a batch script itself or below another launcher. Raises UserError if
-    nobody says where rank 0 is.
+    Changes no variable that is set, and nothing in a batch script itself or below another launcher. Raises UserError if
+    no variable says where rank 0 is.
     """
-    if "RANK" in environ or "SLURM_STEP_NUM_TASKS" not in environ:  # which srun alone sets
+    if "RANK" in environ or "SLURM_STEP_NUM_TASKS" not in environ:  # only srun sets it
         return
     if "MASTER_ADDR" not in environ:
         nodes = environ.get("SLURM_STEP_NODELIST", "")
@@ -30,7 +30,7 @@ def set_rank(environ: MutableMapping[str, str]) -> None:
                 'rank 0; before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             )
         environ["MASTER_ADDR"] = nodes
-    on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": two on each of three
+    on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": 2 on each of 3 nodes
     port = _FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % _PORTS
     for name, value in {
         "RANK": environ["SLURM_PROCID"],

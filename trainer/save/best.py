@@ -1,4 +1,4 @@
-"""The best policy by a held-out metric: kept as output_dir/best, and the reason to stop early.
+"""The best policy by a held-out metric: it is kept as output_dir/best, and tells when to stop early.
 
     best/  config.json  model-*.safetensors  tokenizer…  commit.json      a Hugging Face folder, made of the very files
                                                                           that the sampler loaded and scored; or a
@@ -6,9 +6,9 @@
 
 An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
 engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
-run had never been interrupted. best/ is written before its evaluation is recorded, so a crash between the two makes the
-resumed run evaluate, and keep, once more. A best/ that these records do not name never becomes final/; the next better
-version takes its place. Left out: several metrics at once.
+run had never been interrupted. best/ is written before its evaluation is recorded, so after a crash between the two the
+resumed run evaluates, and keeps, the version once more. A best/ that these records do not name never becomes final/;
+the next better version replaces it. Left out: several metrics at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Record = dict[str, Any]  # a line of eval.jsonl
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """BestSoFar(version=40, value=0.62, without_improvement=2): two evaluations since then were not better."""
+    """The best evaluation: BestSoFar(version=40, value=0.62, without_improvement=2); two later ones were not better."""
 
     version: int | None
     value: float | None
@@ -41,7 +41,7 @@ class BestSoFar:
 
 
 def metric_of(record: Record, metric: str) -> float | None:
-    """`answer/accuracy` or `answer/mean` of one evaluation; None if it has no sample to tell."""
+    """Returns `answer/accuracy` or `answer/mean` of one evaluation; None if it has no sample for it."""
     name, _, kind = metric.rpartition("/")
     if kind == "mean":
         return record["mean"].get(name)
@@ -50,7 +50,7 @@ def metric_of(record: Record, metric: str) -> float | None:
 
 
 def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
-    """The best so far. An evaluation without any sample counts neither as better nor as worse.
+    """Returns the best evaluation so far. One without any sample counts neither as better nor as worse.
 
     accuracies 0.2, 0.5, 0.5, 0.4 of versions 0, 20, 40, 60  →  BestSoFar(20, 0.5, 2)
     """
@@ -69,7 +69,7 @@ def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
 
 
 class Best:
-    """Every rank has one and calls the same methods; rank 0 decides. `stops_early` is equal on all of them."""
+    """Keeps the best policy. Every rank calls the same methods; rank 0 decides. `stops_early` is equal on all ranks."""
 
     def __init__(self, config: Config, exchange: Any, say: Callable[[str], None], recorded: Callable[[], list[Record]]):
         self.config, self.exchange, self._say = config, exchange, say
@@ -78,13 +78,13 @@ class Best:
         self._recorded, self.records = recorded, list[Record]()
 
     def look_at_history(self) -> None:
-        """Before the first step: a run that stopped early may be resumed, and stops again."""
+        """Reads past evaluations, before the first step: a run that stopped early may be resumed, and stops again."""
         if self._metric is not None:
             self.records = self._recorded()
             self._look_at_patience()
 
     def _is_of_this_history(self) -> bool:
-        """These evaluations name best/: it is not of steps that a resumed run made again, or by another metric."""
+        """Returns whether these evaluations name best/, which may be of repeated steps or of another metric."""
         now = best_so_far(self.records, self.config.eval)
         return (self.folder / COMMIT).is_file() and self._kept() == self._scored(now)
 
@@ -95,7 +95,7 @@ class Best:
         return json.loads((self.folder / COMMIT).read_bytes())
 
     def update(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
-        """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = there was none."""
+        """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = no evaluation."""
         if self._metric is None:
             return
         self.records += [record] if record else []
@@ -106,7 +106,7 @@ class Best:
         self._look_at_patience()
 
     def commit_as_final(self, describe: Callable[[Path, int], None] = lambda *_: None) -> bool:
-        """Makes output_dir/final a copy of best/. False if that is not asked for, or no evaluation has succeeded.
+        """Makes output_dir/final a copy of best/. Returns False if that is not set, or no evaluation has succeeded.
 
         describe: adds a model card of this version to the folder.
         """
@@ -139,7 +139,7 @@ class Best:
 
 
 def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:
-    """What the sampler loaded, bit by bit, as a Hugging Face folder, or a peft folder."""
+    """Writes the version that the sampler loaded, bit by bit, as a Hugging Face folder, or a peft folder."""
     whole, *changed = (Path(version.weights_dir) for version, _ in weights.lineage(published))
     shards = [folder / path.name for path in sorted(whole.glob("*.safetensors"))]
     for shard in shards:
@@ -152,7 +152,7 @@ def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any
 
 
 def index(shards: Sequence[Path]) -> dict[str, Any]:
-    """Which shard holds which tensor, as transformers and vLLM read it."""
+    """Returns the index of tensors by shard, as transformers and vLLM read it."""
     from safetensors import safe_open
 
     names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or invisible, and each one a model that transformers and vLLM load as it is.
+"""Checkpoints: each is whole or invisible, and a model that transformers and vLLM load as it is.
 
     checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder; with LoRA peft's
                               trainer/state/…                                 DeepSpeed: optimizer, scheduler, weights
@@ -39,12 +39,12 @@ from trainer.save.disk import may_stay, on_rank_0, together, write_folder
 from trainer.save.model_files import write_side_files, write_tensors, write_weights
 
 CRITIC = "critic"
-Written = dict[Path, dict[str, Any]]  # files by their place, each as pieces.record finds it
+Written = dict[Path, dict[str, Any]]  # file records by path, as pieces.record returns them
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Everything a resumed trainer needs beside tensors."""
+    """The state that a resumed trainer needs beside tensors."""
 
     run_id: str
     batch: int  # batches of rollouts trained
@@ -54,12 +54,12 @@ class Progress:
     num_tokens: int  # completion tokens trained
     tombstones: int
     stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
-    skipped_in_a_row: int = 0  # of the steps tried, the last ones that were not finite
-    skipped_steps: int = 0  # tried and not applied, because something was not finite
+    skipped_in_a_row: int = 0  # consecutive steps, up to the last one tried, that were not finite
+    skipped_steps: int = 0  # steps tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
-    dataset_fingerprint: str = ""  # of the samplers' training rows; "" = none is known, as in a replay
-    tokenizer_hash: str = ""  # of the samplers' tokenizer, as above
-    base_fingerprint: str = ""  # of the frozen weights under adapters; "" where all are trained
+    dataset_fingerprint: str = ""  # identifies the samplers' training rows; "" = unknown, as in a replay
+    tokenizer_hash: str = ""  # identifies the samplers' tokenizer; "" = unknown
+    base_fingerprint: str = ""  # identifies the frozen weights under adapters; "" if all are trained
 
 
 def save(
@@ -71,7 +71,7 @@ def save(
     keep: int,
     critic: Critic | None = None,
 ) -> None:
-    """Every rank calls it. When it returns, the checkpoint survives a crash. Raises as `disk.patiently`."""
+    """Saves a checkpoint that survives a crash when this returns. Every rank calls it. Raises as `disk.patiently`."""
     final = step_dir(checkpoints, progress.step)
     of_ranks: list[str] = []
 
@@ -90,7 +90,7 @@ def save(
         written = {name: of for own in of_ranks for name, of in json.loads(own).items()}
         durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress, written))
 
-    write_folder(exchange, final, commit, fill)  # where one is, it is damaged, or its name alone reached no disk
+    write_folder(exchange, final, commit, fill)  # an existing folder is damaged, or its rename did not reach the disk
     if exchange.rank == 0:
         failpoint("checkpoint.committed")
         with may_stay("an old checkpoint"):
@@ -98,7 +98,7 @@ def save(
 
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Written:
-    """DeepSpeed's state of every rank."""
+    """Writes this rank's part of DeepSpeed's state. Returns the written files."""
     states = state_to_save(engine.ds, folder, adapters_alone=engine.adapter_settings is not None)
     written: Written = {}
 
@@ -118,7 +118,7 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
 def _commit_record(
     engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
 ) -> bytes:
-    """written: of files that were digested while they were written; the others are small."""
+    """Returns the commit record. written: files that were digested while they were written; the others are small."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
     names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
@@ -131,7 +131,7 @@ def digest(record: dict[str, Any]) -> str:
 
 
 def _prune(checkpoints: Path, newest: int, keep: int) -> None:
-    """Keeps the `keep` newest. What lies beyond `newest` was skipped as damaged on resuming, or it would be ours."""
+    """Keeps the `keep` newest. Folders beyond `newest` were skipped as damaged on resuming, and are removed, too."""
     folders = step_dirs(checkpoints)
     end = folders.index(step_dir(checkpoints, newest)) + 1
     for old in folders[end:] + folders[: max(0, end - keep)]:
@@ -156,11 +156,10 @@ def save_model(
     tensors: slice = slice(None),
     written: Written | None = None,
 ) -> list[str]:
-    """A Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
+    """Writes a Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
 
     With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
-    tensors: those that are written. written: is told the files of weights. Returns what the folder lacks, as
-    `write_side_files`.
+    tensors: those to write. written: gets the files of weights. Returns what the folder lacks, as `write_side_files`.
     """
     settings, lacks = engine.adapter_settings, list[str]()
     written = {} if written is None else written
@@ -188,7 +187,7 @@ def commit_final(
     critic: Critic | None = None,
     describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """The trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
+    """Writes the trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
     write_folder(
         exchange, output_dir / FINAL, describe, lambda folder: save_models(engine, critic, exchange, tokenizer, folder)
     )
@@ -197,8 +196,8 @@ def commit_final(
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
     """Restores weights, Adam's moments and the number of steps; the optimizers keep this run's settings.
 
-    Every rank calls it. The ranks and the ZeRO stage may be others than those that saved it. Raises UserError if there
-    is no critic.
+    Every rank calls it. The ranks and the ZeRO stage may be others than those that saved it. Raises UserError if the
+    checkpoint lacks a critic that the run needs.
     """
     record = json.loads((folder / COMMIT).read_text())
     saved_by = record["zero_stage"], record["world_size"]

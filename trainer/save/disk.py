@@ -1,9 +1,9 @@
-"""What ranks write together: all of it or none. A disk that fails one of them is waited for by all, with the reason.
+"""Collective writing: all ranks' files or none. If the disk fails one rank, all ranks wait for it and say why.
 
 Ranks write different files and call the same collectives, so one rank may not leave alone: `together` turns any rank's
-trouble into the same DiskTrouble on all of them, and `patiently` starts the whole save again. Folders are filled under
-a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see. Left out: errors that
-waiting does not cure, such as a missing permission; they are raised as they are.
+disk error into the same DiskTrouble on all of them, and `patiently` starts the whole save again. Folders are filled
+under a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see. Left out: errors
+that waiting does not cure, such as a missing permission; they are raised as they are.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trainer.engine.ranks import Exchange
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
-_WORD_S, _AT_WORK = 5.0, -1.0  # between two words of a rank that it is still at work; in the place of an errno
-_SAID_S = 30.0  # between two words to people
+_WORD_S, _AT_WORK = 5.0, -1.0  # seconds between messages of a rank at work; their value in place of an errno
+_SAID_S = 30.0  # seconds between messages to the user
 
 
 class DiskTrouble(Retryable):
-    """The disk failed at least one rank. Says which one and how."""
+    """The error of a disk that failed at least one rank. Its message says which one and how."""
 
 
 def together(ranks: Exchange, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier.
 
-    Parts may take as long as they report progress, of which the ranks that are done hear every few seconds, and people
-    from rank 0 now and then. In a part there is no other collective.
+    Parts may take as long as they report progress. Ranks that are done learn of it every few seconds, and the user from
+    rank 0 now and then. A part contains no other collective.
     """
     codes, reason = [0.0] * ranks.world_size, ""
     is_due, is_late = every(min(_WORD_S, ranks.stall_timeout_s / 4)), every(_SAID_S)
@@ -73,7 +73,7 @@ def on_rank_0(ranks: Exchange, work: Callable[[], None]) -> None:
 
 
 def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
-    """The result of the first attempt that the disk takes; what others left in `temporary` would keep it full.
+    """Returns `attempt`'s first result that the disk allows. Leftovers in `temporary` would fill it, and are removed.
 
     Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
     """
@@ -85,7 +85,7 @@ def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: P
             if ranks.rank == 0 and temporary is not None:
                 with may_stay("a part of it"):
                     durable.remove_dir(temporary)
-            since = min(since, time.monotonic())  # a slow disk may have taken longer than that before it was full
+            since = min(since, time.monotonic())  # not from the start: a slow disk may be full only after the timeout
             if ranks.agree(time.monotonic() - since + pause_s > ranks.stall_timeout_s):
                 raise
             if ranks.rank == 0:
@@ -101,7 +101,7 @@ def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: P
 def write_folder(
     ranks: Exchange, final: Path, finish: Callable[[Path], object], fill: Callable[[Path], object] = lambda _: None
 ) -> None:
-    """Makes the folder `final`, or puts a new one in its place, as a whole. When it returns it survives a crash.
+    """Creates or replaces the folder `final`, as a whole. When this returns, the folder survives a crash.
 
     fill, finish: write into the temporary folder that they are given, the first on every rank, the other on rank 0 and
     last. Raises as `patiently`.
@@ -126,7 +126,7 @@ def write_folder(
 
 @contextlib.contextmanager
 def may_stay(what: str) -> Iterator[None]:
-    """Around deleting what nobody needs: an error is said, and the next time tries again."""
+    """Reports an OSError of deleting what nobody needs, without raising it: the next deletion tries again."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory for the copies of what is published."""
+"""Host memory for copies of published tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model import devices
 class HostCopies:
     """Copies of tensors in one buffer, used again for the next version: fresh pages cost more than the copy itself.
 
-    That of a GPU's tensors is pinned, so that all are on their way at once: until `devices.synchronize`.
+    The buffer for a GPU's tensors is pinned, so that all copies run at once, until `devices.synchronize`.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class HostCopies:
         self._of: dict[str, Tensor] = {}
 
     def make_room(self, sizes: Sequence[int]) -> None:
-        """For tensors of so many bytes, before the first copy."""
+        """Reserves memory for tensors of these sizes in bytes, before the first copy."""
         self._size = self._size or sum(map(_aligned, sizes))
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Overwrites the copy of this name."""
+        """Copies a tensor over the earlier copy of this name, and returns the copy."""
         into = self._of.get(name)
         if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
             into = self._of[name] = self._place(tensor)
@@ -40,5 +40,5 @@ class HostCopies:
 
 
 def _aligned(size: int) -> int:
-    """Where the next tensor may begin: the copy of the one before it must not share its cache lines."""
+    """Rounds a size up to whole cache lines, which two copies must not share."""
     return -(-size // 64) * 64

@@ -1,10 +1,10 @@
-"""A saved model as a Hugging Face folder: the weights first, for nothing else in it is worth a run.
+"""Writer of a model as a Hugging Face folder: weights come first, and no failure of another file ends a run.
 
 Configuration, generation settings, a model's own code and the tokenizer go through transformers, which refuses to write
-some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the file that the model
-came with is copied, which the weights still fit; and where there is none, the folder goes without it. Either is said,
-once: the rehearsal before the first step writes all of this but the bytes of the weights. Left out: errors of the disk,
-which trainer/save/disk.py waits for.
+some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the initial model's file
+is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once:
+the rehearsal before the first step writes all of this but the bytes of the weights. Left out: errors of the disk, which
+trainer/save/disk.py waits for.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from model.hub import present_file
 from model.tokenizer import save_tokenizer
 from trainer.engine.deepspeed_model import DeepSpeedModel
 
-_WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as transformers
+_WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as in transformers
 _TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
 _say_once = functools.cache(say)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = True) -> dict[str, Any]:
-    """Returns as pieces.write."""
+    """Writes a safetensors file. Returns what pieces.write returns."""
     return pieces.write(path, tensor_file(tensors), digests)
 
 
 def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
-    """Writes the very bytes of safetensors' save_file, which knows no progress, into an open file."""
+    """Returns a writer of the very bytes of safetensors' save_file, which reports no progress, into an open file."""
     from safetensors.torch import _TYPES
 
     codes = {dtype: code for code, dtype in _TYPES.items()}
@@ -58,7 +58,7 @@ def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
 
 
 def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
-    """model.safetensors, or shards with their index, as save_pretrained writes them. state: under checkpoint names.
+    """Writes model.safetensors, or shards with their index, as save_pretrained does. state: under checkpoint names.
 
     Returns the files of weights, each as `write_tensors`.
     """
@@ -76,9 +76,9 @@ def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> dict
 
 
 def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:
-    """All that stands beside the weights. Returns what the folder lacks, each with its reason.
+    """Writes all files beside the weights. Returns what the folder lacks, each with its reason.
 
-    is_whole: False for adapters, whose model is elsewhere.
+    is_whole: False for adapters, whose base model is elsewhere.
     """
     parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {}
     if is_whole:
@@ -102,7 +102,7 @@ def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_wh
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """As transformers' save_pretrained does. Code first: it may change the configuration that names it."""
+    """Writes the config as transformers' save_pretrained does. Code first: it may change the config that names it."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -118,7 +118,7 @@ def _write_generation(model: Any, folder: Path) -> None:
 
 
 def _copy(engine: DeepSpeedModel, patterns: tuple[str, ...], folder: Path) -> bool:
-    """Of the model that training began with; a critic's configuration is another one."""
+    """Copies files of the initial model. Returns False if it has none, or for a critic, whose config is another one."""
     given = engine.config.model
     found = present_file(given.path, "config.json", given.revision)
     if found is None or not engine.model.can_generate():

@@ -1,9 +1,9 @@
-"""reference.sync_steps: the policy of every n-th step becomes the reference (TR-DPO, arXiv 2404.09656, with α = 1).
+"""The moving reference (reference.sync_steps): the policy of every n-th step (TR-DPO, arXiv 2404.09656, with α = 1).
 
     RUN/reference/step_000040/     a Hugging Face folder of the version that the samplers got, with its manifest
 
-Every rank loads it from there and compares what it holds with the checksums that the engine's tensors had to have, too.
-The reference of a step follows from its number, so a resumed run loads the one that its checkpoint trained with.
+Every rank loads it from this folder and compares its tensors with the manifest's checksums, as samplers do. The step's
+number determines the reference of a step, so a resumed run loads the one that its checkpoint trained with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.save.disk import may_stay, write_folder
 
 
 class MovingReference:
-    """Every rank calls every method."""
+    """The reference that is replaced by the policy of every n-th step. Every rank calls every method."""
 
     def __init__(self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Reference | None):
         self.config, self._engine, self._ranks, self._tokenizer = config, engine, ranks, tokenizer
@@ -35,14 +35,14 @@ class MovingReference:
         self._folder, self._present = config.run.output_dir / "reference", 0
 
     def _step_for(self, step: int) -> int:
-        """The policy of which step is the reference of those after `step`; 0: the one that the run began with."""
+        """Returns the step whose policy is the reference after `step`; 0: the policy that the run started with."""
         return step // self._every * self._every if self._every else 0
 
     def is_due(self, step: int) -> bool:
         return self._step_for(step) != self._present
 
     def follow(self, step: int, published: Published) -> None:
-        """published: of `step`, whole on the disk. Raises UserError where an earlier one is needed and is gone."""
+        """Replaces the reference. published: `step`'s version, on disk. Raises UserError if a needed one is gone."""
         self._present = self._step_for(step)
         folder = step_dir(self._folder, self._present)
         report_progress(f"making the policy of step {self._present} the reference")
@@ -64,7 +64,7 @@ class MovingReference:
         shutil.copyfile(Path(published.weights_dir) / MANIFEST, folder / MANIFEST)
 
     def _prune(self) -> None:
-        """What no checkpoint that is kept would resume with."""
+        """Removes references with which no kept checkpoint would resume."""
         resumed = (int(path.name.removeprefix("step_")) for path in checkpoints(self.config.run.output_dir))
         needed = {step_dir(self._folder, step) for step in (self._present, *map(self._step_for, resumed))}
         for path in {*step_dirs(self._folder)} - needed:

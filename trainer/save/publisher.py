@@ -1,14 +1,14 @@
-"""When a version is written and who hears of it: at once, or behind the training on groups that are wanted already.
+"""Publisher of weight versions: at once, or in a thread while training goes on with groups that are already wanted.
 
     max_staleness 0    train n ─► snapshot ─► write ─► CREDIT ─► train n + 1        the sampler waits for these weights
     above 0            train n ─► snapshot ─┬─────────────► train n + 1 ─► finish ─► snapshot …
                                             └► write ─► CREDIT      a thread of every rank
 
-Why the second is safe. Nothing is known to a sampler before CREDIT, which carries version and cursor as ever, so a
+The second way is safe, because a sampler knows nothing before CREDIT, which carries version and cursor as ever, so a
 crash in between is a crash before publishing. The thread owns a copy of the parameters, a process group of its own,
-and the ledger until `finish`: groups of batch n + 1 are admitted already, and `refill`, which would move the ledger
-meanwhile, keeps to the first way. Every rank calls `finish` at the same place, where what the thread
-raised is raised. Left out: more than one version in flight.
+and the ledger until `finish`: groups of batch n + 1 are admitted already, and `refill`, which would change the ledger
+meanwhile, keeps to the first way. Every rank calls `finish` at the same point, which raises what the thread raised.
+Left out: more than one version in flight.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _CLOSING_S = 10.0
 
 
 def writes_behind(config: Config) -> bool:
-    """Whether the sampler has something to do while a version is written, and nothing else moves the ledger then."""
+    """Returns whether samplers have work while a version is written, and nothing else changes the ledger then."""
     return config.trainer.max_staleness > 0 and config.algorithm.dead_groups != "resample"
 
 
 class Publisher:
-    """`published` is the newest version that was written; rank 0 alone has a source. Every rank calls every method."""
+    """The publisher of versions, called on every rank. `published`: the newest one. Only rank 0 has a source."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Publisher:
         exchange: Exchange,
         exchange_behind: Exchange | None,  # collectives of two threads must not mix: the writing one has its own
         source: GroupSource | None,
-        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
+        seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
     ):
         self.config, self.engine, self.exchange, self.source = config, engine, exchange, source
         self._seconds = seconds
@@ -63,25 +63,25 @@ class Publisher:
         self._write_s = 0.0
 
     def is_writing(self) -> bool:
-        """A version, behind the training on groups that are wanted already."""
+        """Returns whether a version is being written while training goes on."""
         return self._behind is not None and not self._behind.done()
 
     def publish(
         self, version: int, run_id: str, vocab_size: int, cursor: int, eval_id: str | None, num_problems: int
     ) -> None:
-        """Hands version and cursor to the samplers in one message, with the evaluation that is due if there is one.
+        """Sends version and cursor to the samplers in one message, with the evaluation that is due if there is one.
 
         The version may be the newest one again, after a step that was skipped. Raises as `disk.patiently`.
         """
         self.finish()
         start = time.monotonic()
         report_progress(f"publishing version {version}")
-        if self.config.vllm.get("enable_sleep_mode"):  # vLLM's cache wakes for this version, where our free blocks are
+        if self.config.vllm.get("enable_sleep_mode"):  # vLLM's cache wakes for this version, and needs our free blocks
             devices.release_cache()
-        is_first = self.published.version < 0  # behind it there is nothing to train yet
+        is_first = self.published.version < 0  # nothing can be trained meanwhile
         ranks = self.exchange if is_first else self._exchange_behind or self.exchange
         behind = ranks is self._exchange_behind
-        taken = None  # where it is the newest one again
+        taken = None  # None: the newest version is announced again
         if version != self.published.version:
             name = VersionName(self.dir, run_id, self.incarnation, version)
             taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
@@ -104,20 +104,20 @@ class Publisher:
         self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def finish(self) -> None:
-        """Waits for the version on its way. Raises what ended it."""
+        """Waits for the version that is being written. Raises the error that ended it."""
         behind = self._behind
         if behind is None:
             return
         start = time.monotonic()
         if not behind.done():
             report_progress("waiting for the newest version to be written")
-        wait([behind])  # a disk that is slow or fails moves the watchdog; one that hangs is the watchdog's
-        self._behind = None  # and not before: after an interrupt `close` waits for it
+        wait([behind])  # a slow or failing disk reports progress; the watchdog ends a disk that hangs
+        self._behind = None  # only now: after an interrupt `close` waits for it
         behind.result()
         self._seconds["sync/write_s"] += self._write_s
         self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def close(self) -> None:
-        """At the end, whatever its reason: no folder may appear behind those who clean up."""
+        """Waits a while for a version in flight, however the run ends: no folder may appear after others clean up."""
         if self._behind is not None:
             wait([self._behind], _CLOSING_S)

@@ -1,15 +1,15 @@
-"""What a resumed run must have in common with the run that saved its checkpoint.
+"""Choice of the checkpoint to resume from, and checks that the run continues the stream of groups of that checkpoint.
 
-A group is a number: which problem it asks follows from the seed, the rows that are left after filtering, and the sizes
-of batches. So these are compared, before a model is loaded, with what the checkpoint recorded:
+A group is a number: its problem follows from the seed, the rows that are left after filtering, and the sizes of
+batches. So these are compared, before a model is loaded, with what the checkpoint recorded:
 
     settings       every field of `data` and `prompt` unless it is in _HARMLESS, and those of _OTHERS
     files          of a template its contents, wherever it lies
     adapters       their shape
 
 and by fingerprints, before the first step: the rows and the tokenizer of the samplers, as their first one says, and the
-frozen weights under adapters, which a checkpoint does not hold. Left out: what decides no problem, such as sampling,
-learning rate, rewards and a user's own functions, which may change.
+frozen weights under adapters, which a checkpoint does not hold. Left out: settings that decide no problem, such as
+sampling, learning rate, rewards and a user's own functions, which may change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OTHERS = (
 
 
 def stream_settings(config: Config) -> dict[str, Any]:
-    """Settings that define which groups come, in which order, by dotted name, without secrets and as JSON has them."""
+    """Returns settings that define which groups come, in which order, by dotted name, without secrets, as JSON."""
     names = [f"{s}.{field}" for s in _SECTIONS for field in type(getattr(config, s)).model_fields]
     given = {name: _recorded(name, config) for name in (*_OTHERS, *names) if name not in _HARMLESS}
     lora = config.lora  # a checkpoint with adapters has no other weights
@@ -79,11 +79,11 @@ def _recorded(name: str, config: Config) -> Any:
     try:
         return f"a file with BLAKE3 {blake3.blake3(value.expanduser().read_bytes()).hexdigest()[:16]}"
     except OSError:
-        return "a file that is not here"  # the process that needs it says so
+        return "a file that is not here"  # the process that needs the file says so
 
 
 def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
-    """The checkpoint to resume from, as far as sizes of files tell; "" for a fresh start. Raises UserError, no guess.
+    """Returns the checkpoint to resume from, judged by files' sizes; "" for a fresh start. Raises UserError, no guess.
 
     `verified` reads the files, when there are ranks to do so together.
     """
@@ -100,7 +100,7 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
 
 
 def verified(config: Config, found: str, ranks: Exchange, say: Callable[[str], None]) -> str:
-    """What rank 0 found, or an older one where a file of it is not as committed, on every rank. Every rank calls it."""
+    """Returns rank 0's checkpoint on every rank, or an older valid one if a file is damaged. Every rank calls it."""
     if not ranks.agree(bool(found)):
         return ""
     output_dir = config.run.output_dir
@@ -115,7 +115,7 @@ def verified(config: Config, found: str, ranks: Exchange, say: Callable[[str], N
 def newest_valid(
     checkpoints: Path, ranks: Exchange, say: Callable[[str], None], newest: Path | None = None
 ) -> Path | None:
-    """The newest checkpoint, from `newest` on, whose every file is as committed. Says which ones it skips and why.
+    """Returns the newest checkpoint up to `newest` whose every file is as committed. Says which ones it skips and why.
 
     Every rank calls it and reads its part of the files; rank 0 says in which folder.
     """
@@ -133,7 +133,7 @@ def newest_valid(
 
 
 def _committed(folders: Sequence[Path], say: Callable[[str], None]) -> Iterator[Path]:
-    """Those whose record is whole and whose files have its sizes, newest first."""
+    """Yields folders whose record is whole and whose files have its sizes, newest first."""
     for folder in reversed(folders):
         if problem := _problem(folder):
             _skip(folder, problem, say)
@@ -146,7 +146,7 @@ def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
 
 
 def _problem(folder: Path) -> str:
-    """What a look at the folder shows; "" for nothing."""
+    """Returns the first problem found in the folder's record and file sizes; "" if there is none."""
     try:
         record = json.loads((folder / COMMIT).read_text())
         expected_digest, expected = record.pop("blake3"), record["files"]
@@ -180,7 +180,7 @@ def _difference(path: Path, name: str, expected: dict[str, Any], look: Callable[
 
 
 def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
-    """Which rank reads what, about equally much: its own state, which it loads next, and else the one with least."""
+    """Balances files over ranks: each reads its own state, which it loads next; the least loaded read other files."""
     shares, sizes = [list[str]() for _ in range(count)], [0] * count
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
         own = re.search(r"pp_rank_(\d+)_", name)
@@ -191,7 +191,7 @@ def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
 
 
 def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
-    """Raises UserError if the checkpoint belongs to another stream of groups."""
+    """Reads a checkpoint's progress. Raises UserError if it belongs to another stream of groups."""
     commit = json.loads((folder / COMMIT).read_text())
     before = commit["stream"]
     changed = [f"{name}={now!r} (was {before.get(name)!r})" for name, now in stream.items() if before.get(name) != now]
@@ -203,14 +203,14 @@ def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
 
 
 def base_fingerprint(engine: PolicyEngine) -> str:
-    """Of the frozen weights under adapters. Every rank calls it; the result is rank 0's."""
+    """Returns a fingerprint of the frozen weights under adapters. Every rank calls it; rank 0 has the result."""
     return digest(engine.base_checksums())[:32]
 
 
 def with_fingerprints(progress: Progress, found: dict[str, Any], output_dir: Path) -> Progress:
-    """The progress with these fingerprints. Raises UserError if a resumed run's changed.
+    """Returns the progress with these fingerprints. Raises UserError if a resumed run's have changed.
 
-    found: by name; "" is not known, as a replay knows neither rows nor tokenizer: what the checkpoint knows stays.
+    found: by name; "" is unknown, as a replay knows neither rows nor tokenizer: the checkpoint's value stays.
     """
     for name, now in found.items():
         was = getattr(progress, name)

@@ -1,7 +1,7 @@
-"""When a checkpoint is written: every so many steps, or every ten minutes, and before an end that somebody asked for.
+"""Schedule of checkpoints: every so many steps, or every ten minutes, and before an end that somebody asked for.
 
-Always between two batches of rollouts, where cursor and weights agree. Writing one leaves no trace in the run, which
-trains to the same bits with any of them. Minutes are those of rank 0's clock, which decides for all ranks.
+They are always saved between two batches of rollouts, where cursor and weights agree. Saving leaves no trace in the
+run, which trains to the same bits with or without it. Minutes are those of rank 0's clock, which decides for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAVE_EVERY_S = 600.0
 
 
 class Saver:
-    """Every rank calls every method. Minutes are counted from the last checkpoint, or from when this was made."""
+    """Saves checkpoints when due. Every rank calls every method. Minutes count from the last save, or from creation."""
 
     def __init__(  # noqa: PLR0913 two models, and all that a checkpoint is made of
         self,
@@ -35,18 +35,18 @@ class Saver:
         exchange: Exchange,
         tokenizer: Any,
         say: Callable[[str], None],
-        sync_history: Callable[[], None],  # on rank 0: what was recorded of the steps so far survives a crash
-        seconds: defaultdict[str, float],  # of a step's parts, by their metric's name
+        sync_history: Callable[[], None],  # on rank 0: makes records of the steps so far survive a crash
+        seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
         step: int,
     ):
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
         self.tokenizer, self._say = tokenizer, say
         self._sync_history, self._seconds = sync_history, seconds
-        self.saved_step = step  # of the newest checkpoint, or of the start
+        self.saved_step = step  # the step of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
 
     def save_if_due(self, progress: Progress) -> None:
-        """At the end of a batch of rollouts, which may hold several steps: did one reach a multiple of save_steps?"""
+        """Saves after a batch if a step of it reached a multiple of save_steps, or without those every ten minutes."""
         every, step = self.config.trainer.save_steps, progress.step
         if every is None:
             is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
@@ -56,9 +56,9 @@ class Saver:
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
-        """The state is that after the last whole batch; gradients of a batch that has begun are in no checkpoint.
+        """Saves the state after the last whole batch; gradients of a batch that has started are in no checkpoint.
 
-        Once a step of a batch has moved the weights, cursor and weights agree again only at its end: nothing is saved.
+        After a step of a batch has moved the weights, cursor and weights agree only at its end: nothing is saved.
         """
         if not self.config.trainer.saves_checkpoints or progress.step == self.saved_step:
             return

@@ -1,4 +1,4 @@
-"""Parameters -> a committed weight version that the sampler can verify. Every rank takes part.
+"""Writer of parameters as a committed weight version that the sampler can verify. Every rank takes part.
 
 Ranks write their own contiguous slice of the model, of about equal bytes, side by side; rank 0 adds the manifest and
 commits with one rename. The canary is scored by the trainer itself under the very weights that are written, and every
@@ -36,7 +36,7 @@ _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
 
 def slices(sizes: Sequence[int], count: int) -> list[range]:
-    """Contiguous index ranges of about equal total size.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
+    """Returns contiguous index ranges of about equal sums.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
     total, bounds, running = sum(sizes), [0], 0
     for i, size in enumerate(sizes):
         # a boundary falls where the running sum passes the next multiple of total / count
@@ -48,9 +48,9 @@ def slices(sizes: Sequence[int], count: int) -> list[range]:
 
 
 def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
-    """Fixed random token sequences with the log-probs that the trainer's forward gives them.
+    """Returns fixed random token sequences with the log-probs that the trainer's forward gives them.
 
-    Where the run has images each prompt shows one, so that the tower is proven too.
+    If the run has images, each prompt shows one, so that the vision tower is verified, too.
     """
     random = np.random.default_rng(0).integers(0, vocab_size, (_CANARY_SEQUENCES, _CANARY_LENGTH))
     length, image = _CANARY_PROMPT, None
@@ -72,7 +72,7 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
 
 
 class Changes:
-    """What this rank published last, so that the next version is what changed since. Every rank counts the same."""
+    """The file that this rank published last, so that the next version holds only changes. All ranks count the same."""
 
     def __init__(self, full_every: int):
         self._full_every, self._count = full_every, 0
@@ -81,11 +81,11 @@ class Changes:
 
     @property
     def base(self) -> Published | None:
-        """Of the next version; None where it is published whole."""
+        """Returns the version that the next one's changes are based on; None if the next is published whole."""
         return self._published if self._count % self._full_every else None
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Returns what was written."""
+        """Writes this rank's file, whole or as changes. Returns its path."""
         if self._full_every == 1:
             write_tensors(path, tensors, digests=False)
             return path
@@ -103,22 +103,22 @@ class Changes:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in memory, on one rank: its slice of the parameters, and what the manifest says besides."""
+    """A version in memory, on one rank: its slice of the parameters, and the other contents of the manifest."""
 
     name: VersionName
-    file: str | None  # this rank's; None if it has no slice
-    tensors: Mapping[str, Tensor]  # of this rank's file, on the host
-    on_device: Mapping[str, TensorInfo]  # of those that came from a GPU, as they were there
+    file: str | None  # name of this rank's file; None if it has no slice
+    tensors: Mapping[str, Tensor]  # the tensors of this rank's file, on the host
+    on_device: Mapping[str, TensorInfo]  # infos of tensors that came from a GPU, taken there
     canary: Canary
     adapter_settings: bytes | None  # peft's; None for a whole model
 
     def write(self, ranks: Exchange, changes: Changes | None = None) -> Published:
-        """Writes and commits. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
+        """Writes and commits the version. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
         changes = changes or Changes(full_every=1)
 
         def prepare() -> None:
             durable.remove_dir(self.name.temporary)
-            durable.remove_dir(self.name.final)  # of an attempt that failed behind its rename; nobody has heard of it
+            durable.remove_dir(self.name.final)  # left by an attempt that failed after its rename; no sampler knows it
             self.name.temporary.mkdir(parents=True, mode=0o700)
 
         def attempt() -> Published:
@@ -135,7 +135,7 @@ class Snapshot:
         return published
 
     def _write_own(self, changes: Changes) -> dict[str, Any]:
-        """This rank's file, to the disk. What the manifest says of it."""
+        """Writes this rank's file to the disk. Returns its entries in the manifest."""
         if self.file is None:
             return {}
         path = changes.write(self.name.temporary / self.file, self.tensors)
@@ -165,11 +165,11 @@ def snapshot(
     copies: bool = False,
     memory: HostCopies | None = None,
 ) -> Snapshot:
-    """Scores the canary and takes this rank's slice.
+    """Scores the canary and takes this rank's slice of the parameters.
 
     copies: the slice must outlive the next optimizer step. It may then be written in a thread, if the Exchange that
-    `write` gets is that thread's own. What is on a GPU is copied in any case.
-    memory: of the copies of the version before, which nobody reads any more.
+    `write` gets is that thread's own. Tensors on a GPU are copied in any case.
+    memory: holds the copies of the version before, which nobody reads any more.
     """
     settings, rank = engine.published_settings, exchange.rank
     if settings is None:
@@ -189,7 +189,7 @@ def snapshot(
 def _on_host(
     engine: PolicyEngine, wanted: Collection[str], copies: bool, host: HostCopies
 ) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
-    """The wanted parameters, and what those that had to be copied from a GPU were there. Every rank takes part."""
+    """Returns the wanted tensors on the host, and infos of those copied from a GPU, taken there. All ranks call it."""
     on_device: dict[str, TensorInfo] = {}
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
