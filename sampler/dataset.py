@@ -205,7 +205,7 @@ def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
 
 
 def problem_index(group_id: int, seed: int, num_problems: int, shuffle: bool = True) -> int:
-    """Returns group g's problem: permutation(seed, g // n)[g % n], or g % n unshuffled. Each n groups ask all."""
+    """Returns group g's problem, permutation(seed, g // n)[g % n] or unshuffled g % n; n consecutive groups ask all."""
     epoch, place = divmod(group_id, num_problems)
     return int(permutation(seed, epoch, num_problems)[place]) if shuffle else place
 

@@ -274,7 +274,7 @@ def settled(engine: EngineModel, names: list[str], known: list[Rule] | None) -> 
 
 
 def as_published(tensor: Tensor, info: TensorInfo) -> Tensor:
-    """Returns the tensor in the published type if that loses nothing: vLLM widens some biases to float32."""
+    """Returns a tensor in the published type if that is exact, else as it is; vLLM widens some biases to float32."""
     published = getattr(torch, info.dtype)
     if tensor.dtype == published:
         return tensor

@@ -289,11 +289,11 @@ def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str
 
 
 def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
-    """Compares the adapter in a model's LoRA layers. B is published without alpha / r, expected with.
+    """Compares the adapter in a model's LoRA layers. B is published without the factor alpha / r, expected with it.
 
     A layer that vLLM splits into more parts than were published (the one projection before a state) has A in each of
     them, and B's rows one part after the other; several published tensors share it in their order, and the first has
-    all further parts. Numbers around the published ones, up to vLLM's largest rank, and layers without must be 0.
+    all further parts. Numbers around the published ones, up to vLLM's largest rank, and all other layers must be 0.
     """
     fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
     published_in = Counter(whole for whole, _ in fused.values())
