@@ -80,7 +80,7 @@ class SingleTurns:
 
 @dataclass
 class RunningGroup:
-    """One prompt and its rollouts, by number."""
+    """A prompt and its rollouts, by number."""
 
     prompt: Prompt
     params: SamplingParams

@@ -45,7 +45,7 @@ class HeldOut:
         self.waiting: collections.deque[EvalKey] = collections.deque()  # problems that are not in the engine yet
 
     def ask(self, request: EvalRequest, version: int, trainer: int) -> None:
-        """Queues a chunk that a credit leases, once. Sends an answered one again, because its result was lost."""
+        """Queues a leased chunk unless it is queued. Sends an answered one again, because its result was lost."""
         chunk = self._chunks.get((request.eval_id, request.chunk))
         if chunk is not None:
             if chunk.sent is not None and chunk.sent.policy_version == version:
@@ -59,7 +59,7 @@ class HeldOut:
         )
 
     def to_start(self, version: int | None, decoding: list[Key]) -> list[EvalKey]:
-        """Returns the problems to start now. version: the engine's policy version; decoding: keys in work."""
+        """Returns the problems to start now. version: the engine's; decoding: the keys without completions."""
         if self.waiting and self.waiting[0].policy_version != version:
             self.forget()  # another sampler answered, and the trainer went on
         if not self.waiting or (self._on_cpu and any(isinstance(key, GroupKey) for key in decoding)):

@@ -180,7 +180,7 @@ def image_size(source: ImageFile) -> tuple[int, int]:
     """Returns (height, width) as displayed, from the image's header. Raises ValueError."""
     picture = open_picture(source)
     try:
-        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL did it
+        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL rotates
     except (SyntaxError, struct.error, TypeError, KeyError):
         is_turned = False
     return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
