@@ -123,8 +123,8 @@ class Chat:
         return turn, Said(message, "tool_calls" if calls else completion.finish_reason, usage)
 
     def begin(self, ask: Ask, ids: list[int]) -> str:
-        """Returns the part of an unfinished turn's text that later tokens cannot change: it omits what may be the
-        beginning of a stop text or of a character, and is "" if the turn may have parts that are not text."""
+        """Returns the beginning of an unfinished turn's text, which no later token can change.
+        It omits what may begin a stop text or a character, and is "" if the turn may have parts that are not text."""
         if self._without_calls.reads_parts:
             return ""
         text = self.decode([ids])[0].rstrip("\ufffd")

@@ -91,9 +91,9 @@ class Episode:
         return replace(going, state=reply.state) if isinstance(reply, Done) else going
 
     def asked(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> Episode:
-        """Returns the episode before a turn that follows exactly `token_ids`, prompt included: it extends the present
-        sequence, or forks from it after the common prefix. The last of `token_ids` is always observed, because a turn
-        follows an observation. Ends the episode as `observed` does."""
+        """Returns the episode before a turn that follows exactly `token_ids`, prompt included.
+        It extends the present sequence, or forks from it after the common prefix; the last of `token_ids` is always
+        observed, because a turn follows an observation. It ends as `observed` does."""
         present = self.sequence(prompt_ids)
         kept = shared(present, token_ids[:-1])
         return self.observed(token_ids[kept:], () if kept == len(present) else ((len(self.token_ids), kept),))

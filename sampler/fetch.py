@@ -113,7 +113,7 @@ class Fetcher:
         self._config = config
         self._last: Whole | None = None
         self._wanted: Published | None = None
-        self._coming: Future[Fetched] = Future()  # of the wanted version
+        self._coming: Future[Fetched] = Future()  # fetch of the wanted version
         self._pieces = 0  # pieces of files that the thread has read so far
 
     def start(self, published: Published) -> None:

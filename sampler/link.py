@@ -28,8 +28,8 @@ _HELLO_AFTER_S = 3.0  # time of three missed credits: a restarted trainer does n
 
 
 class Link:
-    """The connection to the trainer, used by the sampler's only thread. `hello` may follow by `introduce`; `transport`
-    is ZeroMQ by the config, unless given."""
+    """The connection to the trainer, used by the sampler's only thread.
+    `introduce` gives the `hello` unless the constructor does; `transport` is ZeroMQ by the config, unless given."""
 
     def __init__(
         self, config: Config, sampler_id: str, hello: wire.Hello | None = None, transport: Transport | None = None

@@ -43,7 +43,7 @@ class MultiTurn:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
-        """Tries the template on a problem of the run. Raises UserError for a template that cannot serve."""
+        """Returns the settings, tried on a problem of the run. Raises UserError for a template that cannot serve."""
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
         if config.rollout.agent is not None:  # an agent makes its own conversations

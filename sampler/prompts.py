@@ -1,5 +1,5 @@
-"""Turns problems into Prompts: chat messages, the chat template, then token ids. The run, `plan`, `check` and `eval`
-all make their prompts with this module.
+"""Turns problems into Prompts: renders chat messages with the chat template, then makes token ids of the text.
+The run, `plan`, `check` and `eval` all make their prompts with this module.
 
 Tokens are made from the rendered text, once, and are passed on as ids: nothing downstream tokenises again. The template
 writes the special tokens, so none are added (except the first: sampler/chat_template.py).

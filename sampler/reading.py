@@ -140,8 +140,8 @@ def _file_of(module: str) -> Path | None:
 
 
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
-    """Returns the text that the chat template writes after the assistant's last turn, or if empty, before the user's
-    next; "" if it cannot be seen. (gpt-oss ends the last in <|return|>, and each of several others in <|end|>.)"""
+    """Returns the text that the chat template writes after the assistant's last turn; "" if it cannot be seen.
+    If that is empty, it is the text before the user's next. (gpt-oss has <|return|> there, and <|end|> elsewhere.)"""
     said = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
     for some in (said[:2], said):
         try:

@@ -55,7 +55,7 @@ def run(config: Config, sampler_id: str) -> None:
 
 
 def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManager[None]:
-    """Locks a sampler id, because two samplers of one id would take each other's messages, on all hosts of the run."""
+    """Returns the lock of an id: two samplers would take each other's messages. It is shared through the run folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", sampler_id):
         raise UserError(f"--id {sampler_id!r}: use at most 64 letters, digits, '.', '_' and '-', such as sampler-1")
     return durable.lock(

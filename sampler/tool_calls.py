@@ -82,7 +82,7 @@ def parser_of(template: str, given: str) -> str:
 
 class CallReader:
     """A parser of the tool calls in a turn.
-        CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
+    CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
 
     def __init__(self, tokenizer: Any, parser: str = "", splits_thoughts: bool = False) -> None:
         """Compiles the patterns. Without a parser it reads no calls. splits_thoughts: as of TurnTemplate."""

@@ -100,7 +100,7 @@ def by_expert(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tup
 
 
 def copy_sinks(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Copies attention sinks after a reload: models load them past vLLM's loader. Not with tensor parallelism."""
+    """Copies attention sinks after a reload: models load them past vLLM's loader. Skips tensor-parallel engines."""
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         for given in engine_names(model, name) if name.endswith(".sinks") else ():
@@ -261,9 +261,9 @@ def lasting_cache(runner: Any) -> tuple[int, str, int]:
 
 
 def rotate_every_head() -> None:
-    """Makes vLLM's rotation on a CPU, which takes queries [tokens, heads · d], take others; once, before vllm.LLM.
+    """Makes vLLM's rotation on a CPU accept queries [tokens, heads, d], too; once in a process, before vllm.LLM.
 
-    For [tokens, heads, d], as LFM2 and latent attention pass them, it rotates the wrong numbers without an error.
+    vLLM takes [tokens, heads · d]. For [tokens, heads, d], as LFM2 and latent attention pass, it rotates wrong numbers.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

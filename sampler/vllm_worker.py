@@ -42,13 +42,13 @@ class WeightExtension:
         vllm_insides.spare_other_models(self.model_runner.model)
 
     def end_with_engine(self) -> None:
-        """Ends this worker, a process of its own, with its parent. When its engine is killed, vLLM's worker ends by
-        itself unless it is stopped, or waits for ever while it notifies its own reader (SpinCondition.cancel): then it
-        would keep its GPU."""
+        """Ends this worker, which is a process of its own, when its parent ends.
+        When its engine is killed, vLLM's worker ends by itself unless it is stopped, or waits for ever while it
+        notifies its own reader (SpinCondition.cancel): then it would keep its GPU."""
         die_with_parent()
 
     def compute_rows_once(self) -> None:
-        """Computes equal rows once (repeated_rows.py), on a CPU, where each row costs time and comparing is cheap."""
+        """Makes a model on a CPU compute equal rows once (repeated_rows.py): rows cost time, comparing does not."""
         settings = self.model_runner.vllm_config
         decoder = getattr(vllm_insides.language_model(self.model_runner.model), "model", None)
         if settings.lora_config is not None or settings.parallel_config.pipeline_parallel_size > 1:
