@@ -67,7 +67,7 @@ class Chat:
     decode: Decode
 
     def asked(self, ask: Ask, turns: Collection[AgentTurn]) -> Asked:
-        """Returns the request as text and ids, given earlier `turns`. Raises UserError or ValueError if it has none."""
+        """Returns the request as text and ids, given earlier `turns`. Raises UserError or ValueError if impossible."""
         if ask.reads_calls:
             self._reader.start(ask.tools or [])
         messages, sampled = list(ask.messages), {}

@@ -50,8 +50,8 @@ def render(
 ) -> str:
     """Returns chat messages as the text that the model sees: it answers them, or continues the last if that is its own.
 
-    arguments: added to prompt.chat_template_kwargs. is_over: nobody speaks next. history: how many of the first
-    messages need not be shown. Raises UserError, also for arguments, tools and messages that it does not show.
+    arguments: added to prompt.chat_template_kwargs. is_over: no turn follows. history: how many of the first messages
+    need not be shown. Raises UserError, also for arguments, tools and messages that the template does not show.
     """
     goes_on = messages[-1].get("role") == "assistant" and not is_over
     arguments = {**prompt.chat_template_kwargs, **(arguments or {})}

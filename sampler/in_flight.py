@@ -55,7 +55,7 @@ def spans_of(output: Any) -> tuple[tuple[int, int], ...]:
 
 
 def may_load(config: Config, fetcher: Fetcher, published: Published, evaluates: bool) -> bool:
-    """Returns whether a version may be loaded under decoding sequences: it is fetched, and no evaluation decodes."""
+    """Returns whether a fetched version may be loaded while sequences decode; held-out problems keep to one version."""
     return config.sampler.in_flight_updates and not evaluates and fetcher.has(published)
 
 

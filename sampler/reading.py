@@ -141,7 +141,7 @@ def _file_of(module: str) -> Path | None:
 
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
     """Returns the text that the chat template writes after the assistant's last turn; "" if it cannot be seen.
-    If that is empty, it is the text before the user's next. (gpt-oss has <|return|> there, and <|end|> elsewhere.)"""
+    If that is empty: the text before the user's next. (gpt-oss ends its last in <|return|>, others in <|end|>.)"""
     said = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
     for some in (said[:2], said):
         try:

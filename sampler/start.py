@@ -158,7 +158,7 @@ def _sample(
 
 
 def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
-    """Returns the problems without rows of which only the form could be rewarded. Raises UserError if none is left."""
+    """Returns the problems without rows of which only the form could be rewarded. Raises UserError if these are all."""
     names = config.rewards.reward_funcs
     judges = [name for name in names if name in _JUDGES]
     reasons = ([unreadable(problem.columns.get(_JUDGES[name])) for name in judges] for problem in problems)

@@ -99,9 +99,9 @@ class CallReader:
         )
 
     def __call__(self, text: str, begun: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
-        """Returns (content, calls) of a turn. text: as rewards read it. begun: its start in the prompt. tools: shown.
+        """Returns (content, calls) of a turn. text: as rewards read it. begun: its beginning in the prompt.
 
-        Marks may be special tokens, which rewards do not see: so ids are decoded, except the one that ends the turn.
+        tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
         """
         whole = begun + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
