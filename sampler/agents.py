@@ -1,10 +1,10 @@
-"""Prompts on their way to completions by agents, which own their loop: each asks the model when and what it likes.
+"""Runs rollouts of agents, which own their loop: an agent requests a completion whenever it likes, with any messages.
 
     start ─► Asking ─► turn ─► Said ─► Asking ─► … ─► Done or failed ─► Sampled
              endpoint  engine          it is read, or it is not and does not train
 
-Requests of one rollout may stand side by side. At its end the turns are put in the order of their tokens, so that each
-comes behind the one with which it has most in common: extensions first, then forks.
+Requests of one rollout may run in parallel. When the rollout ends, its turns are sorted by their tokens, so that each
+turn follows the one with which it shares the longest prefix: extensions first, then forks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Ids = NDArray[np.int32]
 
 @dataclass
 class AgentRollout:
-    """On its way."""
+    """The state of an agent's rollout that has not ended yet."""
 
-    turns: dict[Asking, AgentTurn] = field(default_factory=dict)  # in the order of their answers
-    running: dict[Asking, Asked] = field(default_factory=dict)  # in the engine
-    firsts: list[Asked] = field(default_factory=list)  # before any answer, which may be the prompt
-    spent: int = 0  # tokens behind the prompt: of turns, read or not, and of what they follow
-    refusal: str = ""  # the first, at a limit
+    turns: dict[Asking, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
+    running: dict[Asking, Asked] = field(default_factory=dict)  # requests in the engine
+    firsts: list[Asked] = field(default_factory=list)  # requests made before any answer: each may be the group's prompt
+    spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
+    refusal: str = ""  # message of the first refusal at a limit
 
     @property
     def asked(self) -> list[Asked]:
@@ -46,14 +46,14 @@ class AgentRollout:
 
     @property
     def first(self) -> Ids:
-        """The prompt: of the first requests the longest that was read."""
+        """Returns the rollout's prompt: the longest of its first requests whose answer the agent read."""
         read = [turn.asked for turn in self.turns.values()]
         firsts = [asked.ids for asked in self.firsts if asked in read] or [read[0].ids]
         return max(firsts, key=lambda ids: (len(ids), ids.tolist()))
 
 
 class Agents(Episodes):
-    """Completions of agents. The key of a turn in the engine is (prompt, (rollout, Asking))."""
+    """Runs the rollouts of agents. The key of a turn in the engine is (prompt, (rollout, Asking))."""
 
     _template: Chat
 
@@ -75,13 +75,13 @@ class Agents(Episodes):
             group.unread += was_running or rollout.turns.pop(reply, None) is not None
 
     def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
-        """All that it asked has been read, or not."""
+        """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
         del group.running[i]
         wants_reward = "environment" in self._config.rewards.reward_funcs
         if isinstance(reply, Failed) and reply.kind == "error" and rollout.refusal:
-            reply = Done(seconds=reply.seconds)  # it raised because it was refused: truncated
+            reply = Done(seconds=reply.seconds)  # the agent raised because it was refused: a truncated rollout
         if isinstance(reply, Done) and reply.reward is None and wants_reward and rollout.refusal:
-            reply = replace(reply, reward=0.0)  # as of an environment without get_reward
+            reply = replace(reply, reward=0.0)  # the reward of an environment without get_reward
         if isinstance(reply, Failed):
             group.failures[i] = reply.reason[:MAX_REASON]
         elif not rollout.turns:
@@ -98,16 +98,16 @@ class Agents(Episodes):
             params = self._params(group, i, asking, asked)
             self._engine.submit((key, (i, asking)), asked.ids, params, ())
             rollout.running[asking] = asked
-        except Exception as error:  # template or engine may stumble over messages that an agent made
-            if isinstance(error, Refused):  # by a limit
+        except Exception as error:  # the template or the engine may fail on messages that an agent wrote
+            if isinstance(error, Refused):  # refused at a limit
                 rollout.refusal = rollout.refusal or str(error)
             asking.tell(Refused(str(error)))
 
     def _params(self, group: RunningGroup, i: int, asking: Asking, asked: Asked) -> SamplingParams:
-        """Raises Refused."""
+        """Returns the sampling parameters of a request. Raises Refused at a limit."""
         rollout, ask = group.running[i], asking.ask
         room, seed = self._room(group, rollout, asked), group.params.seed
-        if seed is not None:  # of what is asked and not of when: requests side by side come in any order
+        if seed is not None:  # from the request's content: parallel requests arrive in any order
             same = sum(np.array_equal(asked.ids, other.ids) for other in rollout.asked)
             told = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
             seed = sampling_seed(seed + i, int.from_bytes(told.digest(), "little"))
@@ -118,7 +118,7 @@ class Agents(Episodes):
         return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
 
     def _room(self, group: RunningGroup, rollout: AgentRollout, asked: Asked) -> int:
-        """For its completion. Raises Refused at a limit, behind which the rollout gets no more turns."""
+        """Returns the tokens left for a completion. Raises Refused at a limit; the rollout then gets no more turns."""
         turns, longest = self._config.rollout.max_turns, self._config.data.max_prompt_length
         tokens = group.params.max_tokens
         if len(rollout.asked) >= turns:
@@ -129,7 +129,7 @@ class Agents(Episodes):
         known += [(len(other.ids), other.ids) for other in rollout.running.values()]
         both = [(shared(asked.ids[:-1], ids), prompt, len(ids)) for prompt, ids in known]
         most = max((n for n, *_ in both), default=len(asked.ids))
-        # a turn stands behind at least one token of its own, and `played` may put it before one that it forks from
+        # a turn follows at least one token of its own, and `played` may sort it before the turn that it forks from
         kept = [n if prompt < n == whole else min(n, prompt - 1) for n, prompt, whole in both if n == most]
         observed = len(asked.ids) - min(kept, default=most)
         if (room := tokens - rollout.spent - observed) < 1:
@@ -140,7 +140,7 @@ class Agents(Episodes):
         return room
 
     def _sampled(self, key: Any, i: Any, completion: Completion) -> None:
-        """Of requests side by side each may take what is left, so the last of them may have to be cut."""
+        """Stores a turn, and cuts it if parallel requests, each of which may use all tokens left, used up too many."""
         i, asking = i
         rollout, limit = self._groups[key].running[i], self._groups[key].params.max_tokens
         completion = completion.cut(limit - rollout.spent)
@@ -155,7 +155,7 @@ class Agents(Episodes):
         asking.tell(said)
 
     def _over(self, group: RunningGroup) -> Sampled:
-        """The prompt is what the first requests of all begin with: the same, unless agents make another each time."""
+        """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""
         if not group.ended:
             return super()._over(group)
         ended, limit, longest = group.ended, group.params.max_tokens, self._config.data.max_prompt_length
@@ -175,7 +175,7 @@ class Agents(Episodes):
 
 
 def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
-    """The rollout as it trains. Each turn comes behind the one whose tokens are most like its own."""
+    """Returns the rollout as it is trained on; each turn follows the one with which it shares the longest prefix."""
     first, turns = rollout.first, [*rollout.turns.values()]
 
     def place(turn: AgentTurn) -> tuple[bool, list[int]]:

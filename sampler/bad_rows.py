@@ -1,4 +1,4 @@
-"""Rows that cannot be used: named all at once, and left out if they are few."""
+"""Reports the rows that cannot be used, all at once, and leaves them out if they are few."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from common.outcomes import is_whole
 from common.types import Problem
 
 HALF = "half a character (a lone surrogate such as \\ud83d)"
-_ROWS_EXPLAINED, _ROWS_NAMED = 10, 1000  # of those that cannot be used
+_ROWS_EXPLAINED, _ROWS_NAMED = 10, 1000  # unusable rows
 
 
 def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], data: Data) -> list[Problem]:
-    """Those that are not bad: by index, why a row cannot be used. Names the others, or all in a UserError if many."""
+    """Returns the problems not in `bad`, {row index: reason}. Logs the others, or raises UserError if they are many."""
     if not bad:
         return list(problems)
     reasons = [f"row {index}: {bad[index]}" for index in sorted(bad)[:_ROWS_EXPLAINED]]
@@ -32,7 +32,7 @@ def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], dat
 
 
 def all_whole(value: Any) -> bool:
-    """Whether no text in it holds half a character."""
+    """Returns whether no string in a nested value contains half a character (a lone surrogate)."""
     if isinstance(value, str):
         return is_whole(value)
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

@@ -1,16 +1,16 @@
-"""vLLM's key-value cache without memory while the engine has nothing to generate: vllm.enable_sleep_mode.
+"""Frees the memory of vLLM's key-value cache while the engine has nothing to generate: vllm.enable_sleep_mode.
 
     last completion ─► rest ─► the last groups are sent ─► the trainer trains, steps, publishes ─► canary: wake ─► …
                        └──────────────── the cache's memory belongs to nobody ────────────────┘
 
-For one GPU that two processes share by turns. The weights stay where they are, so that a new version is loaded into
-them and compared while the cache sleeps. What vLLM 0.32 promises, in its source:
+This is for one GPU that two processes use in turns. The weights stay in GPU memory, so that a new version is loaded
+into them and compared while the cache sleeps. vLLM 0.32 guarantees the following in its source:
 
 - `v1/engine/core.py` EngineCore.release_kv_cache_memory: after a pause of level 0, which changes no memory, it forgets
   what the cache holds (prefixes, images) and has the workers drop what is tagged "kv_cache". It refuses while a
-  finished request is not yet reported to the workers, or a batch is on its way: one more step does either.
-- `device_allocator/cumem.py` CuMemAllocator.discard, wake_up: physical memory goes and comes, addresses stay, so CUDA
-  graphs stay valid. What comes back has any content. Weights have a tag of their own ("weights") and are not touched.
+  finished request is not yet reported to the workers, or a batch is on its way: one more step resolves either.
+- `device_allocator/cumem.py` CuMemAllocator.discard, wake_up: physical memory is freed and mapped again, addresses
+  stay, so CUDA graphs stay valid. The restored memory has any content. Weights are tagged "weights" and not touched.
 - `v1/worker/gpu_worker.py` _maybe_get_memory_pool_context: only `enable_sleep_mode` puts the cache into that allocator.
 - `v1/worker/cpu_worker.py` discard: refused, as by `config/model.py` on any platform without such an allocator.
 """
@@ -22,18 +22,18 @@ from typing import Any
 from common.errors import Retryable
 
 _CACHE = "kv_cache"
-_SETTLING_STEPS = 4  # one reports what finished, and each takes one of the two batches that may be on their way
+_SETTLING_STEPS = 4  # one step reports what finished; each step takes one of the up to two batches on their way
 
 
 class CacheSleep:
-    """llm: vllm.LLM, its engine in this process."""
+    """Frees and restores the cache of `llm`, a vllm.LLM whose engine runs in this process."""
 
     def __init__(self, llm: Any):
         self._llm = llm
         self.is_asleep = False
 
     def rest(self) -> None:
-        """Gives the cache's memory back. No sequence may be queued or running."""
+        """Frees the cache's memory. No sequence may be queued or running."""
         if self.is_asleep:
             return
         for _ in range(_SETTLING_STEPS):
@@ -43,7 +43,7 @@ class CacheSleep:
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Before anything is generated. Raises Retryable if the memory is gone."""
+        """Restores the cache's memory before anything is generated. Raises Retryable if the memory is gone."""
         if not self.is_asleep:
             return
         try:

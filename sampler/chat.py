@@ -1,6 +1,6 @@
-"""What stands between an agent's messages and the tokens of its model: a TurnTemplate that is told all messages anew.
+"""Translates between an agent's chat messages and its model's tokens: a TurnTemplate that gets all messages each time.
 
-The turns among them are those that the agent was told; each keeps its sampled ids where the text of it stays.
+An assistant message that repeats an answer of this rollout keeps that turn's sampled ids if its text is unchanged.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Asked:
     ask: Ask
     text: str
     ids: NDArray[np.int32]  # [P]
-    begun: str  # what of the model's turn the text holds
+    begun: str  # beginning of the model's turn that the text already contains
 
 
 @dataclass(frozen=True)
 class AgentTurn:
-    """What it was answered."""
+    """A sampled turn of an agent's rollout: the request and its answer."""
 
     asked: Asked
     completion: Completion
-    text: str  # behind what the prompt holds of it, as it was read off the tokens
-    message: Message  # as the agent was told
+    text: str  # decoded completion, without `asked.begun`
+    message: Message  # as it was sent to the agent
     calls: list[Call]
-    is_parted: bool  # its message is how the chat template takes it, and not its text
-    written: tuple[str, NDArray[np.int32]]  # as TurnTemplate's
+    is_parted: bool  # its message has fields for the chat template, not the plain text
+    written: tuple[str, NDArray[np.int32]]  # (text, ids) as TurnTemplate.written takes them
 
     @property
     def ids(self) -> NDArray[np.int32]:
         return np.concatenate([self.asked.ids, self.completion.token_ids])
 
     def is_told_by(self, message: Message) -> bool:
-        """Clients may drop what OpenAI has no name for."""
+        """Returns whether a message is this turn's answer; clients may drop fields that OpenAI's API lacks."""
         return message in (self.message, {n: v for n, v in self.message.items() if n != "reasoning_content"})
 
 
 @dataclass(frozen=True)
 class Chat:
-    """template: of the run. decode: as rewards read tokens."""
+    """Renders an agent's requests with the run's turn template and reads its turns; `decode` decodes as rewards do."""
 
     tokenizer: Any
     config: Config
@@ -67,16 +67,16 @@ class Chat:
     decode: Decode
 
     def asked(self, ask: Ask, turns: Collection[AgentTurn]) -> Asked:
-        """turns: that the agent has had. Raises UserError or ValueError for what cannot be shown to the model."""
+        """Returns the request as text and ids, given earlier `turns`. Raises UserError or ValueError if impossible."""
         if ask.reads_calls:
             self._reader.start(ask.tools or [])
         messages, sampled = list(ask.messages), {}
         for i, message in enumerate(ask.messages):
-            told = [turn for turn in turns if turn.is_told_by(message)]  # of several the one that said it there
+            told = [turn for turn in turns if turn.is_told_by(message)]  # of equal ones the one at this position
             if turn := max(told, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
                 as_text: Message = {"role": "assistant", "content": turn.asked.begun + turn.text}
                 messages[i], (written, ids) = turn.message if turn.is_parted else as_text, turn.written
-                goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without what ended it
+                goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without the end token
                 sampled[i] = written, ids[:-1] if goes_on else ids
         own = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
         template = replace(self.template, render=functools.partial(self.template.render, **own))
@@ -85,7 +85,7 @@ class Chat:
 
     @functools.cached_property
     def _reader(self) -> CallReader:
-        """Raises UserError where the chat template writes no calls."""
+        """Returns the reader of tool calls. Raises UserError if the chat template writes none."""
         template = self.tokenizer.get_chat_template(read_template(self.config.prompt.chat_template), [{}])
         parser = parser_of(template, self.config.rollout.tool_parser)
         return CallReader(self.tokenizer, parser, self.template.splits_thoughts)
@@ -102,7 +102,7 @@ class Chat:
         def until_a_stop(said: str) -> str:
             return said[: min((at for stop in ask.stops if (at := said.find(stop, stays)) >= 0), default=len(said))]
 
-        content = until_a_stop(text)  # its last token may hold more
+        content = until_a_stop(text)  # the last token may contain text after the stop
         reader = self._reader if ask.reads_calls else self._without_calls
         fields, written, kept = reader.parts(text, begun, completion.token_ids)
         is_text = fields is None and not ask.reads_calls
@@ -115,7 +115,7 @@ class Chat:
             made_of = f"{asked.ids.tolist()} {ids}".encode()
             message["tool_calls"] = [
                 {"id": hashlib.blake2b(made_of, salt=b"%d" % i).hexdigest()[:9]}
-                | call.for_message()  # as Mistral's are
+                | call.for_message()  # 9 characters, as Mistral's ids
                 for i, call in enumerate(calls)
             ]
         turn = AgentTurn(asked, completion, text, message, list(found), fields is not None, (written, kept))
@@ -123,8 +123,8 @@ class Chat:
         return turn, Said(message, "tool_calls" if calls else completion.finish_reason, usage)
 
     def begin(self, ask: Ask, ids: list[int]) -> str:
-        """Of what is being sampled the text that will stay, whatever follows: a stop or a character may have begun, or
-        a part that is no text."""
+        """Returns the beginning of an unfinished turn's text, which no later token can change.
+        It omits what may begin a stop text or a character, and is "" if the turn may have parts that are not text."""
         if self._without_calls.reads_parts:
             return ""
         text = self.decode([ids])[0].rstrip("\ufffd")

@@ -1,8 +1,8 @@
-"""Chat messages through the chat template, and proof that it shows them.
+"""Renders chat messages with the chat template, and checks that the template shows all of them.
 
-Templates differ in how they take what is said: as text or as parts, a call's arguments as JSON or as what it says, no
-content beside a call as null or as "". One that is told otherwise leaves things out without an error. So each shape of
-a conversation is written once with marks in place of its words, and in the first way that shows all of them.
+Templates differ in the form of messages that they take: content as text or as parts, a call's arguments as JSON text or
+as an object, the content beside a call as null or as "". Given another form, they leave things out without an error. So
+each shape of a conversation is rendered once with marks in place of its texts, in the first form that shows all marks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from environments import Message
 from model.folder import NO_CHAT_TEMPLATE
 from sampler.messages import read
 
-TURN_MARK = "⟦turn⟧"  # stands for the words of a turn; no template writes it itself
+TURN_MARK = "⟦turn⟧"  # placeholder for the text of a turn; no template writes it itself
 
 _FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 Way = Callable[[Message], Message]
 
-_KEPT = ("role", "type", "id", "tool_call_id")  # what templates decide by
+_KEPT = ("role", "type", "id", "tool_call_id")  # fields that templates branch on
 
 
 def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
-    """Raises UserError for a tokenizer without a chat template, where the config has none either."""
+    """Raises UserError if neither the tokenizer nor the config has a chat template."""
     if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
         raise UserError(NO_CHAT_TEMPLATE)
 
@@ -48,10 +48,10 @@ def render(
     is_over: bool = False,
     history: int = 0,
 ) -> str:
-    """Chat messages as the text that the model sees: it answers them, or goes on with the last if that is its own.
+    """Returns chat messages as the text that the model sees: it answers them, or continues the last if that is its own.
 
-    arguments: more for the template than prompt.chat_template_kwargs. is_over: nobody says more. history: how many of
-    the first messages it need not show. Raises UserError, also for arguments, tools and messages that it does not show.
+    arguments: added to prompt.chat_template_kwargs. is_over: no turn follows. history: how many of the first messages
+    need not be shown. Raises UserError, also for arguments, tools and messages that the template does not show.
     """
     goes_on = messages[-1].get("role") == "assistant" and not is_over
     arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
@@ -81,7 +81,7 @@ def _source(path: Path | None) -> str:
 
 
 def _marked(value: Any, mark: str, key: str = "") -> Any:
-    """With a mark of its own for every text that is not empty and that no template decides by."""
+    """Returns a message with a unique mark for each nonempty text, except the fields that templates branch on."""
     if isinstance(value, Mapping):
         return {name: _marked(item, mark + name, name) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ def _marked(value: Any, mark: str, key: str = "") -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int) -> Way:
-    """The first in which the template shows the marks of all messages behind the history. UserError: none does."""
+    """Returns the first message form in which the template shows all marks after the history, else raises UserError."""
     messages, lost_by = json.loads(shape), dict[Way, list[str]]()
     ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=4)]
     for way in ways:
@@ -105,7 +105,7 @@ def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int)
         if not lost_by[way]:
             return way
     if not lost_by:
-        return ways[0]  # the real words say why
+        return ways[0]  # rendering the real messages raises the error that tells why
     way, lost = min(lost_by.items(), key=lambda found: len(found[1]))
     if lost != ["the system message"]:
         raise UserError(
@@ -117,10 +117,10 @@ def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int)
 
 
 def _said(choice: Sequence[bool], message: Message) -> Message:
-    """One of the ways in which templates take a message."""
+    """Returns a message in one of the forms that templates take; `choice` selects among the alternatives."""
     (without_thought, in_parts, calls_in_json, calls_alone), made = choice, dict(message)
     if made["role"] == "assistant" and (thought := made.pop("reasoning_content", None)):
-        # gpt-oss shows no words beside it and a call
+        # gpt-oss drops the content of a message that has a thought and a call
         made |= {} if without_thought else dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if calls := made.get("tool_calls"):
         made["content"] = made["content"] or None if calls_alone else made["content"]
@@ -145,7 +145,7 @@ def _lost(message: Message, text: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
-    """Raises UserError for what a template would be told in vain."""
+    """Raises UserError for arguments and tools that the template does not read."""
     ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
     if taken := ours & set(arguments):
         raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")
@@ -166,13 +166,13 @@ def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ..
 
 @functools.lru_cache(maxsize=4)
 def first_token(tokenizer: Any) -> str:
-    """The token that the tokenizer puts before each text by itself, as the model was trained; "" where it puts none."""
+    """Returns the token that the tokenizer puts before each text, as in the model's training; "" if it puts none."""
     ids, first = tokenizer("a")["input_ids"], tokenizer.bos_token_id
     return str(tokenizer.bos_token) if first is not None and ids[:1] == [first] else ""
 
 
 def about_first_token(tokenizer: Any, prompt: PromptTemplate, text: str) -> str | None:
-    """Where the tokenizer and the chat template disagree about the first token, what prompts have."""
+    """Returns a note on the prompts' first token if the tokenizer and the chat template disagree, else None."""
     first, own = first_token(tokenizer), read_template(prompt.chat_template)
     if not text.startswith(first):
         return f"prompts do not begin with {first}, as the tokenizer's texts do: its own chat template leaves it out"

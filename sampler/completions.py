@@ -1,4 +1,4 @@
-"""What one prompt is asked for, and what comes back: arrays of token ids and log-probs, read off vLLM's output."""
+"""Defines a prompt's sampling parameters and its completions: token ids and log-probs, read from vLLM's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MISSING_MASS = 1e-3
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one token is drawn from: softmax(logits / temperature), on the tokens that min_p, top_k and top_p leave."""
+    """Sampling parameters: tokens follow softmax(logits / temperature) over those that min_p, top_k and top_p keep."""
 
     temperature: float
     max_tokens: int
@@ -32,9 +32,9 @@ class SamplingParams:
     top_k: int = 0  # 0 = all
     min_p: float = 0.0
     returns_sampling_mask: bool = False  # needs top_k
-    stop: tuple[str, ...] = ()  # texts that end it, beside sampler.stop
-    more: Mapping[str, Any] = field(default_factory=dict)  # sampler.generation_kwargs: vLLM's own, which forbid tokens
-    hears: Callable[[list[int]], None] | None = None  # of one completion: called with its tokens so far at each step
+    stop: tuple[str, ...] = ()  # texts that end a completion, besides sampler.stop
+    more: Mapping[str, Any] = field(default_factory=dict)  # sampler.generation_kwargs: vLLM's, forbid tokens
+    hears: Callable[[list[int]], None] | None = None  # called with one completion's tokens so far at each step
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class Completion:
     token_ids: NDArray[np.int32]  # [C]
     logprobs: NDArray[np.float32]  # [C] log-prob of each sampled token under the sampled distribution
     finish_reason: FinishReason
-    sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, itself first, -1 fills
-    incomplete_support: int = 0  # tokens of which some were not returned
-    version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout's; () unless sampler.in_flight_updates
+    sampling_mask: NDArray[np.int32] | None = None  # [C, K] tokens each could have been, sampled one first, -1 fills
+    incomplete_support: int = 0  # positions whose kept tokens were not all returned
+    version_spans: tuple[tuple[int, int], ...] = ()  # as Rollout.version_spans; () unless sampler.in_flight_updates
     observed: tuple[tuple[int, int], ...] = ()  # [start, end) of token_ids that an environment wrote
     turns: int = 1
-    tool_calls: int = 0  # those included that could not be read
-    tool_errors: int = 0  # of these, how many gave the model an error
+    tool_calls: int = 0  # includes calls that could not be read
+    tool_errors: int = 0  # calls that returned an error to the model
     environment_s: float = 0.0
     routing: NDArray[Any] | None = None  # [P + C − 1, layers, k] experts of prompt and completion; None: not recorded
-    forks: Forks = ()  # as Rollout's
+    forks: Forks = ()  # as Rollout.forks
 
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
     def cut(self, length: int) -> Completion:
-        """Of one turn: as it would be had it ended at so many tokens."""
+        """Returns a completion of one turn as if it had ended after `length` tokens."""
         if (more := len(self.token_ids) - length) <= 0:
             return self
         mask, routing = self.sampling_mask, self.routing
@@ -73,7 +73,7 @@ class Completion:
 
 
 def completions_of(output: RequestOutput) -> list[Completion]:
-    """Of one prompt, in the order of their seeds."""
+    """Returns the completions of one prompt, in the order of their seeds."""
     prompt = len(output.prompt_token_ids or ())
     return [_completion(c, prompt) for c in sorted(output.outputs, key=lambda c: c.index)]
 
@@ -81,12 +81,12 @@ def completions_of(output: RequestOutput) -> list[Completion]:
 def _completion(output: CompletionOutput, prompt: int) -> Completion:
     token_ids = np.array(output.token_ids, np.int32)
     flat = cast("FlatLogprobs", output.logprobs)
-    # for each position the sampled token, then the most likely ones, as many as were asked for
+    # for each position the sampled token, then as many of the most likely ones as were requested
     logprobs = np.array(flat.logprobs, np.float32).reshape(len(token_ids), -1)
     finish_reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
     versions = spans_of(output)
     routing = output.routed_experts
-    if routing is not None:  # cut to what was run, of whole blocks
+    if routing is not None:  # drop the padding to whole blocks after the tokens that were run
         routing = routing[: prompt + len(token_ids) - 1]
     if logprobs.shape[1] == 1:
         return Completion(token_ids, logprobs[:, 0], finish_reason, version_spans=versions, routing=routing)
@@ -96,11 +96,11 @@ def _completion(output: CompletionOutput, prompt: int) -> Completion:
 
 
 def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
-    """([C, K] kept tokens, the sampled one first, -1 fills; positions whose kept tokens were not all returned).
+    """Returns ([C, K] kept tokens, sampled one first, -1 fills; number of positions whose kept tokens are incomplete).
 
-    [C, 1 + n] each: the sampled token, then the n most likely, renormalised over what was kept. A token
-    that was not has log-prob −∞; the probabilities of those that were sum to 1 unless some are missing, which takes
-    more than TIES tokens as likely as the last of top_k.
+    ids and logprobs are [C, 1 + n]: the sampled token, then the n most likely, renormalised over the kept tokens. A
+    token that was not kept has log-prob −∞; the probabilities of the kept ones sum to 1 unless some are missing, which
+    takes more than TIES tokens as likely as the last of top_k.
     """
     kept = np.isfinite(logprobs)
     kept[:, 1:] &= ids[:, 1:] != ids[:, :1]

@@ -1,4 +1,4 @@
-"""Rows become Problems, and the run's stream of groups gets its order.
+"""Turns rows into Problems, and defines the order in which the run's groups take them.
 
 Columns may be renamed, and `a.b.0.c` looks inside a column, as verl's `reward_model.ground_truth` needs. The order is a
 set of pure functions of the seed, so that the sampler has nothing to save.
@@ -36,17 +36,17 @@ _SYNONYMS = (
     {"image", "images", "picture", "pictures", "img"},
 )
 _ABSENT = object()
-_RESERVED = {*ALWAYS_PASSED, "self"}  # arguments of reward functions
+_RESERVED = {*ALWAYS_PASSED, "self"}  # argument names of reward functions
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 Row = dict[str, Any]
 
 
 def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
-    """The problems of one data set of the config; `option` is data.train or data.eval. Says what it leaves out.
+    """Returns the problems of one data set of the config; `option` is data.train or data.eval. Logs what it leaves out.
 
     A row with an empty answer is left out, because it cannot be scored, and so are a few that cannot be used. Raises
-    UserError, also when no row has an answer or many cannot be used. Images are no column: see `whole_row`.
+    UserError, also when no row has an answer or many cannot be used. Images are not a column: see `whole_row`.
     """
     problems, bad = load_rows(entries(spec), data)
     scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
@@ -79,17 +79,17 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
 
 
 def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], dict[int, str]]:
-    """(every row, by index what is wrong with the images of some); sampler/sources.py has the notation of paths.
+    """Returns (all rows, {index: why a row's images cannot be used}); the notation of paths is in sampler/sources.py.
 
-    A Problem's columns are the whole row, after `data.rename`; what prompt_key and answer_key find is there under the
-    names prompt_key and `answer` too. Rows of several data sets have the columns of all, None where theirs has none.
-    Raises UserError, also for a missing column; of several data sets one must have image_key.
+    A Problem's columns are the whole row, after `data.rename`, and the values of prompt_key and answer_key under the
+    names prompt_key and `answer`. Rows of several data sets have the union of all columns, None where their own set
+    lacks one. Raises UserError, also for a missing column; at least one of several data sets must have image_key.
     """
     image_key = data.image_key
     if not given:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
     for source in given:
-        check_there(source.path)  # all of them before the first is read
+        check_there(source.path)  # all paths are checked before the first is read
     tables = [_named(read_rows(s.path), s.path, data, {**data.rename, **s.rename}) for s in given]
     if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
         _check_column("data.image_key", image_key, tables[0][0], given[0].path)
@@ -109,7 +109,7 @@ def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], di
 
 
 def by_source(problems: Iterable[Problem], config: Config) -> list[tuple[Config, list[Problem]]]:
-    """The problems of each source, in order, with the settings that hold for them."""
+    """Returns the problems of each source, in order, with the settings that apply to them."""
     rows: dict[str, list[Problem]] = {}
     for problem in problems:
         rows.setdefault(problem.source, []).append(problem)
@@ -117,12 +117,12 @@ def by_source(problems: Iterable[Problem], config: Config) -> list[tuple[Config,
 
 
 def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:
-    """Its columns, with the files of its images under image_key: what reward functions choose from."""
+    """Returns the row's columns, with its image files under image_key: the values that reward functions may request."""
     return problem.columns if image_key is None else {**problem.columns, image_key: [*map(read_file, problem.images)]}
 
 
 def look_up(row: Any, key: str, default: Any = None) -> Any:
-    """The column `key`, or what `a.b.0` finds inside one; default where there is none.
+    """Returns the column `key`, or the value at a path such as `a.b.0` inside one; `default` if there is none.
 
     look_up({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth") == "4"
     """
@@ -143,8 +143,8 @@ def is_empty(answer: Any) -> bool:
 
 
 def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) -> list[Row]:
-    """The rows with their new names, the prompt under prompt_key and the answer under `answer`. Raises UserError."""
-    # of several data sets, some need not have a column whose name is taken
+    """Returns renamed rows, with the prompt under prompt_key and the answer under `answer`. Raises UserError."""
+    # a rename away from a reserved name applies only to data sets that have the column
     rename = {old: new for old, new in rename.items() if old in rows[0] or old not in _RESERVED}
     for old, new in rename.items():
         _check_column("data.rename", old, rows[0], spec)
@@ -168,7 +168,7 @@ def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) ->
         if key is None:
             continue
         if look_up(rows[0], key, _ABSENT) is _ABSENT:
-            key = rename.get(key, key)  # the column's old name still means it
+            key = rename.get(key, key)  # the option may still use the column's old name
         _check_column(option, key, rows[0], spec)
         if key != name:
             rows = [{**row, name: look_up(row, key)} for row in rows]
@@ -181,7 +181,7 @@ def _rename(row: Row, rename: Mapping[str, str]) -> Row:
 
 
 def _check_column(option: str, key: str, row: Row, spec: str) -> None:
-    """Raises UserError, with a column that may be meant, unless the row has one of this name."""
+    """Raises UserError, which suggests a similar column, unless the row has one of this name."""
     if look_up(row, key, _ABSENT) is not _ABSENT:
         return
     alike = {name for group in _SYNONYMS if key in group for name in group}
@@ -198,24 +198,24 @@ def _check_column(option: str, key: str, row: Row, spec: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """The order of n problems in one epoch, [n], read-only. The same for the same arguments and numpy version."""
+    """Returns the order of n problems in one epoch, [n], read-only; it is a function of arguments and numpy version."""
     order = np.random.Generator(np.random.PCG64([seed % 2**64, epoch])).permutation(n)
-    order.setflags(write=False)  # it is cached
+    order.setflags(write=False)  # the array is cached
     return order
 
 
 def problem_index(group_id: int, seed: int, num_problems: int, shuffle: bool = True) -> int:
-    """Which problem group g asks: permutation(seed, g // n)[g % n]; g % n unshuffled. n consecutive groups ask all."""
+    """Returns group g's problem, permutation(seed, g // n)[g % n] or unshuffled g % n; n consecutive groups ask all."""
     epoch, place = divmod(group_id, num_problems)
     return int(permutation(seed, epoch, num_problems)[place]) if shuffle else place
 
 
 def mixed_index(group_id: int, seed: int, parts: Sequence[tuple[Fraction | int, int]], shuffle: bool = True) -> int:
-    """Which problem group g asks where they are of several sources.  parts: (weight, problems) of each, in order.
+    """Returns the problem of group g in a mix of sources; `parts` has (weight, number of problems) of each, in order.
 
-    Source 1, whose share is p, has the groups at which ⌊(g + 1) p⌋ > ⌊g p⌋, and had ⌊g p⌋ of those before; what is left
-    is dealt to the others in the same way. So each is within a group of its share at any time, and goes through its own
-    problems in its own order. One source has all groups.
+    Source 1, whose share is p, has the groups at which ⌊(g + 1) p⌋ > ⌊g p⌋, and had ⌊g p⌋ of those before; the
+    remaining groups are distributed to the other sources in the same way. So each source is within one group of its
+    share at any time, and goes through its own problems in its own order. A single source has all groups.
     """
     first, left = 0, sum(weight for weight, _ in parts)
     for weight, size in parts:
@@ -227,23 +227,23 @@ def mixed_index(group_id: int, seed: int, parts: Sequence[tuple[Fraction | int, 
 
 
 def sampling_seed(seed: int, group_id: int) -> int:
-    """The engine's seed for one group, 0 ≤ s < 2³¹; the engine adds the number of the completion to it."""
+    """Returns the engine's seed for one group, 0 ≤ s < 2³¹; the engine adds the number of the completion to it."""
     digest = hashlib.blake2b(f"{seed}:{group_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & 0x7FFF_FFFF
 
 
 def fingerprint(problems: Sequence[Problem], data: Data) -> str:
-    """32 hexadecimal digits that change with any value, column or order of the rows that are asked.
+    """Returns 32 hexadecimal digits that change with any value, column or order of the rows in use.
 
-    The tokens do not count: a chat template may write the date, and the run goes on tomorrow.
+    Token ids do not count: a chat template may write the date, and a run may continue on the next day.
     """
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
         columns = dict(problem.columns)
-        # of objects the repr that the next process gives, too
+        # objects enter as a repr that is the same in the next process
         digest.update(json.dumps(columns, sort_keys=True, default=lambda o: _ADDRESS.sub("", repr(o))).encode())
         digest.update(b"\n")
-        for image in map(read_file, problem.images):  # with other limits of pixels they are other data
+        for image in map(read_file, problem.images):  # other pixel limits make other images
             digest.update(f"{data.min_pixels} {data.max_pixels} {len(image)}\n".encode() + image)
             report_progress("comparing rows")
     return digest.hexdigest()

@@ -1,11 +1,10 @@
-"""vLLM, in this process: submit prompts, step, collect completions with their log-probs.
+"""Runs vLLM in this process: submits prompts, steps the engine, and collects completions with their log-probs.
 
-With completions.py, weight_loader.py, vllm_insides.py and vllm_cpu_worker.py the only file that imports vllm. The
-engine runs in-process (one process, real exceptions, nothing left behind by a SIGKILL), and is stepped by the sampler's
-loop.
-Every sampling value is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
-generation_config.json, and the trainer's ratio would compare two different distributions. Left out: text. Token ids go
-in, token ids come out.
+Only this file, completions.py, weight_loader.py, vllm_insides.py and vllm_cpu_worker.py import vllm. The engine runs
+in-process (one process, real exceptions, no process left behind by a SIGKILL), and is stepped by the sampler's loop.
+Each sampling parameter is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
+generation_config.json, and the trainer's ratio would compare two different distributions. Text is left out: token ids
+go in, token ids come out.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Scored:
 
 
 def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
-    """What of vLLM must be another before it loads this model."""
+    """Patches the parts of vLLM that are wrong for this model, before vLLM loads it."""
     vllm_insides.rotate_every_head()
     if "enable_lora" in arguments:
         vllm_insides.run_experts_without_adapters()
@@ -79,7 +78,7 @@ class Engine:
             except ValidationError as error:
                 raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
-        if self._engine.vllm_config.parallel_config.world_size > 1:  # workers in processes of their own
+        if self._engine.vllm_config.parallel_config.world_size > 1:  # the workers are processes of their own
             self._llm.collective_rpc("end_with_engine")
         else:
             self._llm.collective_rpc("spare_other_models")
@@ -92,16 +91,16 @@ class Engine:
         self._ends = ends(config)
         self._keys: dict[str, Any] = {}
         self._hears: dict[str, Callable[[list[int]], None] | None] = {}
-        self._early: list[tuple[Any, list[Completion]]] = []  # finished beside a canary; the next step returns them
+        self._early: list[tuple[Any, list[Completion]]] = []  # finished during a canary; the next step returns them
         self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
         self._cache = CacheSleep(self._llm) if config.vllm.get("enable_sleep_mode") else None
-        self._expanded: dict[str, list[int]] = {}  # prompts with images, as the trainer gets them
+        self._expanded: dict[str, list[int]] = {}  # ids of prompts with images, as the trainer gets them
         self._next_id = 0
         self.weights = WeightLoader(self._llm, config, self._in_flight)
         self.version: int | None = None
 
     def _watch_layers(self) -> None:
-        """On a CPU: every layer reports progress, and sees each of a step's equal rows once."""
+        """Makes each layer report progress and compute equal rows of a step only once, for engines on a CPU."""
         self._llm.collective_rpc("report_layers")
         if cpu.is_on():
             self._llm.collective_rpc("compute_rows_once")
@@ -139,7 +138,7 @@ class Engine:
             stop_token_ids=list(self._ends.ids),
             stop=[*self._ends.texts, *params.stop],
             include_stop_str_in_output=True,
-            skip_special_tokens=False,  # a text that ends may hold one
+            skip_special_tokens=False,  # a stop text may contain one
             seed=params.seed,
             logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
@@ -150,7 +149,7 @@ class Engine:
         self._hears[self._add(key, prompt_ids, parameters, images)] = params.hears
 
     def _forbidding(self, params: SamplingParams) -> dict[str, Any]:
-        """sampler.generation_kwargs; vLLM refuses wrong ones when the run is rehearsed."""
+        """Returns the arguments of sampler.generation_kwargs; vLLM refuses wrong ones when the run is rehearsed."""
         more = {"min_tokens": 0, **params.more}
         more["min_tokens"] = min(more["min_tokens"], params.max_tokens)
         if (form := more.get("structured_outputs")) is not None:
@@ -158,16 +157,16 @@ class Engine:
         return more
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
-        """One engine step; the prompts whose completions are all finished."""
+        """Runs one engine step. Returns the prompts whose completions are all finished, as (key, completions)."""
         early, self._early = self._early, []
         return early + [(key, completions_of(output)) for key, output in self._finished()]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[EncodedImage] = ()
     ) -> list[NDArray[np.float32]]:
-        """log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each.
+        """Returns log π(token | tokens before it) at temperature 1 for every position but the first: [L − 1] each.
 
-        images: what each of the sequences shows.
+        images: the images that each of the sequences contains.
         """
         assert self._in_flight or not self._keys, "scoring waits until the engine is idle"
         parameters = self._vllm.SamplingParams(
@@ -180,17 +179,17 @@ class Engine:
         while len(scores) < len(sequences):
             report_progress("scoring the canary")
             for key, output in self._finished():
-                if not isinstance(key, _Scored):  # it decodes beside
+                if not isinstance(key, _Scored):  # a prompt that decodes at the same time
                     self._early.append((key, completions_of(output)))
                     continue
-                # position p holds a map token id -> Logprob of the token that stands there
+                # position p maps the id of the token at p to its Logprob
                 positions = cast("list[dict[int, Logprob]]", output.prompt_logprobs)
                 pairs = zip(sequences[key.index][1:], positions[1:], strict=True)
                 scores[key.index] = np.array([at[token].logprob for token, at in pairs], np.float32)
         return [scores[i] for i in range(len(sequences))]
 
     def _finished(self) -> list[tuple[Any, RequestOutput]]:
-        """What one engine step finished, with its key. No pooling model runs here."""
+        """Returns (key, output) of all requests that one engine step finished. No pooling model runs in this engine."""
         outputs = [cast("RequestOutput", output) for output in self._engine.step()]
         done = [output for output in outputs if output.finished]
         for output in outputs:
@@ -207,7 +206,7 @@ class Engine:
         return [(self._keys.pop(output.request_id), output) for output in done]
 
     def rest(self) -> None:
-        """With vllm.enable_sleep_mode the memory of an idle engine's cache is free until something is generated."""
+        """Frees the memory of an idle engine's cache until something is generated, with vllm.enable_sleep_mode."""
         if self._cache:
             self._cache.rest()
 

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its environment, its arguments, and what ends a completion."""
+"""Defines how vLLM is started: its environment variables, its arguments, and the ends of a completion."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
 def ends(config: Config) -> Ends:
-    """Of a completion; none with sampler.ignore_eos."""
+    """Returns the ends of a completion; none with sampler.ignore_eos."""
     if config.sampler.ignore_eos:
         return Ends((), ())
     return ends_of(config, load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code))
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
-    """Before vLLM is imported. What the user has set stays."""
+    """Sets environment variables before vLLM is imported; the user's own values stay."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about a chat template nobody asks for
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the other runner is not tested here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns about a chat template that is not used
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the other runner is not tested in this project
     if not on_cpu and config.model.dtype == "float32":
         # FlashAttention and FlashInfer refuse float32, and vLLM's Triton attention then multiplies in TF32: 10 bits of
         # mantissa, log-probs off by 2e-3 and more, and the canary refuses good weights. Triton reads it when imported.
@@ -38,38 +38,38 @@ def set_environment(config: Config, on_cpu: bool) -> None:
         # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
-        os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # its kernels for a CPU take the sizes of one model alone
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # placement is the launcher's
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # vLLM's MLA kernels for a CPU take the sizes of one model alone
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the launcher places processes
 
 
 def max_num_seqs(config: Config) -> int:
-    """Sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` says otherwise."""
+    """Returns the number of sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` sets it."""
     return min(1024, max(64, config.sampler.num_generations * config.prompts_per_batch))
 
 
 def max_model_len(config: Config) -> int:
-    """Tokens of the longest sequence, unless `vllm:` says otherwise."""
+    """Returns the tokens of the longest sequence, unless `vllm:` sets it."""
     completion = config.sampler.max_completion_length
     return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
 
 
 def has_right_prefix_cache(model: Any) -> bool:
-    """Whether vLLM's cache of prompts serves a model on a CPU. model: vllm's ModelConfig.
+    """Returns whether vLLM's prefix cache is correct for a model on a CPU; `model` is vllm's ModelConfig.
 
-    That of a state's past needs prompts in chunks, which a CPU's generator cannot have. Behind a cached prompt the
-    CPU's attention in chunks (Llama 4) is wrong, by 2 in log-probs, where the canary does not look.
+    A hybrid model's state cache needs prompts in chunks, which a CPU's generator cannot have. After a cached prompt,
+    the CPU's chunked attention (Llama 4) is wrong by 2 in log-probs, at positions that the canary does not check.
     """
     return not (model.is_hybrid or model.attention_chunk_size)
 
 
 def looks_for_texts(config: Config) -> bool:
-    """Whether a text may end a completion: one of sampler.stop, or of what an agent asks."""
+    """Returns whether a text may end a completion: one of sampler.stop, or one in an agent's request."""
     agents = any(of_source.rollout.agent is not None for of_source in config.of_sources.values())
     return agents or any(isinstance(stop, str) for stop in config.sampler.stop)
 
 
 def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """vllm.LLM's arguments: ours, then the user's `vllm:` section on top."""
+    """Returns vllm.LLM's arguments: the sampler's, overridden by the user's `vllm:` section."""
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "revision": config.model.revision,
@@ -92,6 +92,6 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
             arguments |= {"worker_cls": "sampler.vllm_cpu_worker.CpuWorker", "kv_cache_memory_bytes": _MAX_CPU_CACHE}
     if config.algorithm.router_replay:
-        arguments["enforce_eager"] = True  # a CUDA graph would run what routers did when it was recorded, unseen
+        arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
     parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)
     return arguments | parts | config.vllm

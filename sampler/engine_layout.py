@@ -1,11 +1,11 @@
-"""Where in an engine's tensors the published ones are: by names, and where those do not tell by shapes and checksums.
+"""Finds the published tensors inside an engine's tensors: by names, or else by shapes and checksums.
 
 vLLM keeps a model's parameters under the published names, but fuses some (q, k, v; gate, up) and pads the vocabulary,
-so a published tensor is a range of rows of an engine's. Where names do not tell the range (experts in one tensor,
-latent attention, whatever a family's loader does), it is found at an engine's first load, and must hold ever after.
-What is found is a rule for all tensors of one kind, as in "gate_proj of expert e of layer l begins at row 0 of
-w13_weight[e] of layer l": a rule holds for every layer and every expert or it is none, so that swapped experts or
-layers are no other layout, but wrong.
+so a published tensor is a range of rows of an engine's tensor. Where names do not tell the range (experts in one
+tensor, latent attention, loaders of single families), it is found at an engine's first load, and must hold ever after.
+The result is a rule for all tensors of one kind, as in "gate_proj of expert e of layer l begins at row 0 of
+w13_weight[e] of layer l": a rule holds for every layer and every expert or it is no rule, so that swapped experts or
+layers are not taken for another layout, but are wrong.
 
     kind        model.layers.*.mlp.experts.*.gate_proj.weight [64, 128]
     rule        model.layers.*.mlp.experts.routed_experts.w13_weight [8, 128, 128], slot e, rows 0 …, as it is
@@ -30,13 +30,13 @@ from model.checksum import checksum, unordered_sum
 from sampler import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_COLUMNS, _WORK = 8, 1 << 22  # of a packed matrix that each load compares to the bit, at least; in multiplications
-_TRIED = 4  # tensors of a kind, of which a rule must hold for one to be tried on all: the first may be damaged
+_COLUMNS, _WORK = 8, 1 << 22  # least columns of a packed matrix that each load compares to the bit; multiplications
+_TRIED = 4  # sample tensors of a kind: a rule that holds for one is tried on all; the first may be damaged
 
 
 @dataclass(frozen=True)
 class Part:
-    """A published tensor in an engine's: in one slot of its first axis or all, rows from `begin` on, or transposed."""
+    """The location of a published tensor in an engine's: one slot or all, rows from `begin` on, perhaps transposed."""
 
     name: str
     info: TensorInfo
@@ -58,9 +58,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """Where all published tensors of a kind are."""
+    """The location of all published tensors of a kind."""
 
-    kind: str  # of the engine's tensors
+    kind: str  # kind of the engine's tensors
     begin: int
     has_slots: bool
     turned: bool
@@ -71,12 +71,12 @@ class Rule:
 
 @dataclass
 class Layout:
-    """What an engine's first load has told, and later ones must find again."""
+    """The results of an engine's first load, which later loads must confirm."""
 
-    rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # of each kind of published tensor
-    computed: dict[str, str] = field(default_factory=dict)  # published name -> engine's, that it is computed with
+    rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # by kind of published tensor
+    computed: dict[str, str] = field(default_factory=dict)  # published name -> the engine's tensor computed from it
     proven: set[str] = field(default_factory=set)
-    loads: int = 0  # that were compared
+    loads: int = 0  # number of compared loads
 
     @property
     def is_new(self) -> bool:
@@ -88,16 +88,16 @@ def kind_of(name: str) -> str:
 
 
 def layer_of(name: str) -> tuple[str, ...]:
-    """("layers", "3") of a tensor of a layer, whatever stands before."""
+    """Returns ("layers", "3") for a tensor of a layer, whatever precedes it in the name; () for others."""
     first = NUMBER.search(name)
     return (name[: first.start()].split(".")[-2], first[0]) if first else ()
 
 
 class EngineModel:
-    """A vLLM model without adapters, and the published tensors that are at hand to be compared with it."""
+    """A vLLM model without adapters, and the published tensors that are in memory to be compared with it."""
 
     def __init__(self, model: Any, expected: Mapping[str, TensorInfo], published: Mapping[str, Tensor], seed: int):
-        """seed: of which columns of packed matrices are looked at."""
+        """Indexes the model's tensors; `seed` chooses the columns of packed matrices that are compared."""
         self.expected, self.published = expected, published
         self._model, self._random = model, torch.Generator().manual_seed(seed)
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -110,14 +110,14 @@ class EngineModel:
             self._of_layer.setdefault((kind_of(name), layer_of(name)), name)
 
     def _value(self, name: str) -> Tensor:
-        """Plain, as it was loaded."""
+        """Returns an engine tensor as it was loaded, unpacked."""
         return vllm_insides.unpacked(self.module(name), name.rpartition(".")[2], self.tensors[name].data)
 
     def module(self, name: str) -> Any:
         return self.modules[name.rpartition(".")[0]]
 
     def named(self) -> dict[str, list[Part]]:
-        """{engine's tensor: its parts}, as far as names tell."""
+        """Returns {engine's tensor: its parts} for the tensors that names determine."""
         found = defaultdict[str, list[Part]](list)
         is_part = set()
         for name, info in self.expected.items():
@@ -128,7 +128,7 @@ class EngineModel:
         return {name: parts for name, parts in found.items() if name in is_part or len(parts) == 1}
 
     def _place(self, name: str) -> tuple[str, int, list[int]] | None:
-        """(engine's tensor, which of its parts, rows of each part; no parts if it is not fused)."""
+        """Returns (engine's tensor, index of its part, rows of each part; no parts if it is not fused)."""
         leaf = name.split(".")[-2] if "." in name else ""
         for given in vllm_insides.engine_names(self._model, name):
             path, _, parameter = given.rpartition(".")
@@ -138,14 +138,14 @@ class EngineModel:
                 if f"{layer}.{parameter}" in self.parameters:
                     sizes, declared = vllm_insides.rows_of_parts(self.modules[layer]), list(self._fused.values())
                     if len(sizes) != sum(of == whole for of, _ in declared):
-                        return None  # parts that are published as one: their rows tell
+                        return None  # parts that are published as one tensor: their number of rows tells
                     return f"{layer}.{parameter}", index, sizes
-            if given in self.tensors and parameter == name.rpartition(".")[2]:  # A is made of A_log
+            if given in self.tensors and parameter == name.rpartition(".")[2]:  # same leaf name: A is made from A_log
                 return given, 0, []
         return None
 
     def at(self, rule: Rule, name: str) -> str | None:
-        """The engine's tensor that the rule means for a published one."""
+        """Returns the name of the engine's tensor in which the rule locates a published one."""
         return self._of_layer.get((rule.kind, layer_of(name)))
 
     def holds(self, rule: Rule, name: str) -> bool:
@@ -157,7 +157,7 @@ class EngineModel:
     def multiplies_by(self, there: str, part: Part, is_rearranged: bool = False) -> bool:
         """Returns whether a layer on a CPU computes with the rows of a published matrix; True where that is unknown.
 
-        is_rearranged: with its rows in any order, as vLLM has Llama 4's, or with its columns, as GPT-2's.
+        is_rearranged: accepts its rows in any order, as in vLLM's Llama 4, or its columns as rows, as in GPT-2.
         """
         compute, matrix = vllm_insides.product(self.module(there)), self.published.get(part.name)
         is_its = there.endswith(".weight") and part.slot is None and not part.turned
@@ -170,7 +170,7 @@ class EngineModel:
     def _is_product(self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool) -> bool:
         """Returns whether compute(x) is x Wᵀ from row `begin` of W on.
 
-        It shows some columns of W to the bit where the x are unit vectors, and in float32 a sum of signed columns shows
+        Unit vectors x show some columns of W to the bit, and in float32 a sum of columns with random signs shows
         whatever is more than rounding in the others.
         """
         rows, columns = matrix.shape
@@ -188,25 +188,25 @@ class EngineModel:
         return not is_exact or bool(((y[-1] - exact[-1]).abs() <= rounding).all())
 
     def shows_product(self, there: str, name: str) -> bool:
-        """Returns whether multiplies_by can tell of a published tensor."""
+        """Returns whether multiplies_by can check a published tensor."""
         return name in self.published and vllm_insides.product(self.module(there)) is not None
 
     def holds_rounded(self, there: str, part: Part) -> bool:
-        """Returns whether a tensor of fewer bits is the published one, rounded; True where that is not at hand."""
+        """Returns whether a tensor of fewer bits is the rounded published one; True if that is not in memory."""
         held, given = part.of(self.value(there)), self.published.get(part.name)
         return given is None or torch.equal(held.cpu(), given.to(held.dtype).view(held.shape))
 
     def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
-        """Returns whether the first row of a part, or of a vector the first number, stands in a tensor."""
+        """Returns whether a tensor contains the first row of a part, or the first number of a vector."""
         first = self.published[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
         whole = self.value(there)
         if not whole.numel():
-            return True  # as multiplies_by in any order
+            return True  # multiplies_by has compared it in any order
         rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
         return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
 
     def possible(self, name: str) -> Iterator[Rule]:
-        """Rules that a tensor's shape allows in its layer."""
+        """Yields the rules that a tensor's shape allows in its layer."""
         info, numbers = self.expected[name], NUMBER.findall(name)
         for (kind, layer), there in self._of_layer.items():
             whole = self.tensors[there]
@@ -221,7 +221,7 @@ class EngineModel:
                 yield from (Rule(kind, begin, False, False) for begin, turned in _ways(shape, info.shape) if not turned)
 
     def misplaced(self, name: str) -> str:
-        """The engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
+        """Returns the engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
         info, published = self.expected[name], self.published.get(name)
         for there in self._of_layer.values():
             whole = self.tensors[there]
@@ -249,7 +249,7 @@ def same_numbers(whole: Tensor, parts: Mapping[str, Tensor]) -> bool:
 
 
 def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
-    """(first row, transposed?) where a tensor may lie in a larger one: behind others of its shape, or last."""
+    """Yields (first row, transposed?) where a tensor may lie in a larger one: after others of its shape, or last."""
     for turned in (False, True) if len(whole) > 1 and len(shape) > 1 else (False,):
         rows = [*whole[:-2], whole[-1], whole[-2]] if turned else whole
         if math.prod(rows) == math.prod(shape):
@@ -260,7 +260,7 @@ def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
 
 
 def settled(engine: EngineModel, names: list[str], known: list[Rule] | None) -> list[Rule]:
-    """Rules that hold for all tensors of a kind; if none does, the one that holds for most and tells what is wrong."""
+    """Returns rules that hold for all tensors of a kind; if none does, the one that holds for most and shows errors."""
     if known is not None and len(known) == 1:
         return known
     rules, tried = known or [], names[:: max(1, len(names) // _TRIED)][:_TRIED]
@@ -274,7 +274,7 @@ def settled(engine: EngineModel, names: list[str], known: list[Rule] | None) -> 
 
 
 def as_published(tensor: Tensor, info: TensorInfo) -> Tensor:
-    """A bias that vLLM widened to float32 has the bits of the published one if narrowing it loses nothing."""
+    """Returns a tensor in the published type if that is exact, else as it is; vLLM widens some biases to float32."""
     published = getattr(torch, info.dtype)
     if tensor.dtype == published:
         return tensor

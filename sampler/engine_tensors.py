@@ -1,9 +1,9 @@
-"""Whether an engine holds the weights of a version, bit by bit: its tensors' checksums against the manifest's.
+"""Checks bit by bit that an engine holds a version's weights: its tensors' checksums against the manifest's.
 
-They are summed where they stand, on a GPU too; where that is, engine_layout.py knows.
+Checksums are computed in place, on a GPU too; engine_layout.py knows the location of each published tensor.
 
-What cannot be compared to the bit is unproven: named and counted, never passed in silence. As far as its values can
-tell, they are asked, and the canary answers for the rest:
+A tensor that cannot be compared to the bit is unproven: named and counted, never passed in silence. It is checked by
+its values as far as possible, and the canary covers the rest:
 
     packed        for a CPU's product, the matrix dropped: what the layer multiplies by, column by column
     rearranged    by a kernel, an interleaving, a merge that no name tells: the numbers are the published ones, in
@@ -12,7 +12,7 @@ tell, they are asked, and the canary answers for the rest:
     computed      such as exp(A_log): each load overwrites it, for it is filled with NaN before
     quantised, or a shard of a tensor-parallel engine: the canary alone
 
-What was comparable once must be so for ever. What nothing was published for, or the engine has no place for, is wrong.
+A tensor that was comparable once must always be. Engine tensors and published ones without a counterpart are wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sampler.engine_layout import (
 
 @dataclass
 class Proof:
-    """What was found out about the published tensors."""
+    """The results of comparing an engine with the published tensors."""
 
     proven: set[str] = field(default_factory=set)
     unproven: dict[str, str] = field(default_factory=dict)  # name -> why it can not be compared
@@ -57,7 +57,7 @@ class Proof:
 
 
 def of_ranks(proofs: Sequence[Proof]) -> Proof:
-    """Of the ranks of one engine."""
+    """Returns the proofs of the ranks of one engine merged into one."""
     return Proof(
         set().union(*(p.proven for p in proofs)),
         {name: why for p in proofs for name, why in p.unproven.items()},
@@ -73,10 +73,10 @@ def prove(
     layout: Layout | None = None,
     published: Mapping[str, Tensor] | None = None,
 ) -> Proof:
-    """Compares a vLLM model with what was published.
+    """Compares a vLLM model with the published tensors.
 
-    layout: what earlier loads of this engine have told, which is added to. published: the tensors, on a CPU; without
-    them what is packed is left to the canary, and what is rearranged or narrowed is wrong.
+    layout: the results of earlier loads of this engine, which is updated. published: the tensors, on a CPU; without
+    them packed tensors are left to the canary, and rearranged or narrowed ones are wrong.
     """
     begun, layout = time.monotonic(), layout or Layout()
     engine = EngineModel(model, expected, published or {}, seed=layout.loads)
@@ -99,7 +99,7 @@ def prove(
     rearranged = _rearranged_homes(proof, engine, homeless, free)
     _give_homes(proof, engine, homeless, free, layout)
     for name in {**engine.parameters, **found}:
-        parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied head is the embedding
+        parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied LM head is the embedding
         if parts:
             if moved := _prove_one(proof, name, engine, parts):
                 rearranged[name] = moved
@@ -121,17 +121,17 @@ def prove(
 
 
 def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
-    """Returns the names of what an engine holds, or computes with, in fewer bits than any published tensor has."""
+    """Returns the names of the engine's tensors that have fewer bits than any published tensor."""
     fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name for name, t in tensors if t.is_floating_point() and t.itemsize < fewest}
 
 
 def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout) -> None:
-    """Gives places to published tensors that are nowhere as they are; takes these from `free`.
+    """Locates published tensors that the engine does not hold unchanged, and removes their engine tensors from `free`.
 
-    At the first load a layer's own tensor of the same size, or with a slot for the expert, is what vLLM computes with
-    them; later only that is. Which of a layer's packed matrices one went into need not be known.
+    At the first load, an engine tensor of the same layer and size, or with a slot for the expert, is taken as computed
+    from them; later only that one is. It need not be known into which of a layer's packed matrices a tensor went.
     """
     expected, taken = engine.expected, dict[int, None]()
     for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
@@ -164,10 +164,10 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
 
 
 def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]) -> dict[str, list[Part]]:
-    """Returns {engine's tensor: the homeless ones of its layer whose numbers, all together, are its own}.
+    """Returns {engine's tensor: the unlocated published ones of its layer whose numbers together are its own}.
 
-    Takes them from `homeless`, and the engine's from `free`. Numbers of another layer or another expert are wrong, and
-    so is what is left of a kind of which others were found.
+    Removes them from `homeless`, and the engine's tensors from `free`. Numbers of another layer or expert are wrong,
+    and so are the remaining tensors of a kind of which others were found.
     """
     published, homes, sums = engine.published, dict[str, list[Part]](), dict[int, list[str]]()
     whole_ones = [name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))]
@@ -196,16 +196,16 @@ def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], fr
 
 
 def _subsets(kinds: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yields each one, each two and each three together."""
+    """Yields each subset of one, two or three kinds."""
     for count in range(1, min(len(kinds), 3) + 1):
         yield from itertools.combinations(kinds, count)
 
 
 def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]) -> None:
-    """Says of tensors that hold the published numbers in another order whether a kernel or a mistake has moved them.
+    """Decides whether a kernel or a mistake has reordered the published numbers in the engine's tensors.
 
-    vLLM treats all tensors of a kind alike. Where there is but one, rows that stay whole were exchanged: what kernels
-    want is another order of the numbers in a row.
+    vLLM treats all tensors of a kind alike. If a kind has only one tensor, unchanged rows mean that rows were swapped
+    by mistake, because kernels need another order of the numbers within a row.
     """
     moved = {part.name for parts in rearranged.values() for part in parts}
     kinds = Counter(map(kind_of, moved))
@@ -224,14 +224,14 @@ def _other(name: str, part: Part) -> str:
 
 
 def spoil(model: Any, layout: Layout) -> None:
-    """Fills with NaN what the next load computes, so that one that does not reach it can not go unseen."""
+    """Fills the tensors that the next load computes with NaN, so that a load that does not reach one is noticed."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for there in set(layout.computed.values()):
         parameters[there].data.fill_(math.nan)
 
 
 def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> list[Part]:
-    """Compares one of the engine's tensors with its parts. Returns those whose numbers it holds in another order."""
+    """Compares one of the engine's tensors with its parts. Returns the parts that it holds in another order."""
     tensor = engine.tensors[name]
     if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
@@ -275,7 +275,7 @@ def _split(size: int) -> str:
 
 
 def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str:
-    """Why the engine's tensor can not have the bits of what was published; "" if it must have them."""
+    """Returns why the engine's tensor cannot have the published bits; "" if it must have them."""
     size = sum(math.prod(info.shape) for info in infos)
     if tensor.numel() == 0 and size:
         return PACKED
@@ -289,11 +289,11 @@ def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str
 
 
 def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
-    """The adapter in a model's LoRA layers. B is published without alpha / r, expected with.
+    """Compares the adapter in a model's LoRA layers. B is published without the factor alpha / r, expected with it.
 
-    A layer that vLLM cuts into more parts than were published (the one projection before a state) has A in each of
-    them, and B's rows one part after the other; several published ones share it in their order, and the first has what
-    there is more. Around the published numbers, up to vLLM's largest rank and in layers without, there must be zeros.
+    A layer that vLLM splits into more parts than were published (the one projection before a state) has A in each of
+    them, and B's rows one part after the other; several published tensors share it in their order, and the first has
+    all further parts. Numbers around the published ones, up to vLLM's largest rank, and all other layers must be 0.
     """
     fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
     published_in = Counter(whole for whole, _ in fused.values())

@@ -1,10 +1,10 @@
-"""One rollout of several turns: its tokens so far, what it may still do, and the Completion that it becomes. Pure.
+"""Defines a rollout of several turns: its tokens so far, its limits, and the Completion that it becomes, without I/O.
 
     prompt ─► turn ─► observation ─► turn ─► … ─► turn
               sampled  environment   sampled       sampled
 
-An observation that no turn follows is no part of the completion: it would be tokens without a use. A turn may be asked
-for behind other tokens than those that were: where these end to be the same, a sequence forks (`Episode.asked`).
+An observation that no turn follows is not part of the completion: its tokens would have no use. A turn may be requested
+after other tokens than the present ones: at the first difference the sequence forks (`Episode.asked`).
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from environments import Done, Message, Turn, conversation
 from sampler.completions import Completion, SamplingParams
 from sampler.dataset import sampling_seed
 
-EpisodePart = Completion | NDArray[np.int32]  # a turn, or the ids of what was observed after one
+EpisodePart = Completion | NDArray[np.int32]  # a turn, or the token ids of an observation after one
 
 
 @dataclass(frozen=True)
 class Played(Completion):
-    """A completion of several turns: token_ids are all that was sampled and observed, without the prompt."""
+    """A completion of several turns: token_ids are all sampled and observed tokens, without the prompt."""
 
     messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
-    environment_reward: float | None = None  # of all turns and of the end
-    environment_state: Mapping[str, Any] = field(default_factory=dict)  # its public attributes at the end
-    turn_rewards: tuple[float, ...] = ()  # of them the environment's reward is the sum; () = all of it at the end
+    environment_reward: float | None = None  # sum over all turns and the end
+    environment_state: Mapping[str, Any] = field(default_factory=dict)  # the environment's public attributes at the end
+    turn_rewards: tuple[float, ...] = ()  # sum is environment_reward; () = all of it at the end
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A rollout on its way."""
+    """A rollout of several turns that has not ended yet."""
 
     max_turns: int
-    max_tokens: int  # of all turns and observations together
+    max_tokens: int  # limit for all turns and observations together
     parts: tuple[EpisodePart, ...] = ()
-    replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # each turn's text, and what came back
-    seconds: float = 0.0  # in the environment
+    replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # (text, environment's reply) of each turn
+    seconds: float = 0.0  # time spent in the environment
     finish_reason: FinishReason = "stop"
-    rewards: tuple[tuple[int, float], ...] = ()  # (turn, what the environment gave for it), its last word included
-    state: Mapping[str, Any] = field(default_factory=dict)  # of the environment, at its end
-    forks: Forks = ()  # as Rollout's
+    rewards: tuple[tuple[int, float], ...] = ()  # (turn, its reward), the one at the end included
+    state: Mapping[str, Any] = field(default_factory=dict)  # the environment's public attributes at its end
+    forks: Forks = ()  # as Rollout.forks
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[C] sampled and observed, in their order."""
+        """Returns the sampled and observed tokens in their order, [C]."""
         return np.concatenate([np.array([], np.int32), *map(_ids, self.parts)]).astype(np.int32)
 
     def sequence(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """[K] what the next token follows: the prompt and all behind it, or what rewritten histories kept of that."""
+        """Returns the tokens that the next one follows, [K]: prompt and all after it, or what forks kept of that."""
         whole = np.concatenate([prompt_ids, self.token_ids])
         return whole[sequences(len(prompt_ids), len(self.token_ids), self.forks)[-1]]
 
     def said(self) -> list[tuple[str, list[Message], NDArray[np.int32]]]:
-        """(text, what the environment answered, ids as they were sampled) of each turn."""
+        """Returns (text, messages of the environment's reply, sampled ids) of each turn."""
         sampled = [part.token_ids for part in self.parts if isinstance(part, Completion)]
         answers = [reply.messages if reply else [] for _, reply in self.replies]
         return list(zip([text for text, _ in self.replies], answers, sampled, strict=True))
@@ -70,7 +70,7 @@ class Episode:
         return len(self.replies)
 
     def params(self, first: SamplingParams, rollout: int) -> SamplingParams:
-        """How the next turn is sampled. The first is that of a run of single turns: seed + rollout."""
+        """Returns the next turn's sampling parameters. The first turn has a single-turn run's seed: seed + rollout."""
         seed = first.seed
         if seed is not None:
             seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
@@ -78,12 +78,12 @@ class Episode:
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:
-        """Goes on with the environment, or has used up its tokens: then finish_reason is "length"."""
+        """Returns the episode with a turn appended; if the turn has used up the tokens, finish_reason is "length"."""
         parts, replies = (*self.parts, turn), (*self.replies, (text, None))
         return replace(self, parts=parts, replies=replies, finish_reason=turn.finish_reason)
 
     def answered(self, reply: Turn | Done) -> Episode:
-        """With what the environment said to the last turn, or to its end."""
+        """Returns the episode with the environment's reply to the last turn, or to its end."""
         *earlier, (text, before) = self.replies
         replies = (*earlier, (text, before if isinstance(before, Turn) else reply))
         given = () if reply.reward is None else ((self.num_turns - 1, reply.reward),)
@@ -91,22 +91,22 @@ class Episode:
         return replace(going, state=reply.state) if isinstance(reply, Done) else going
 
     def asked(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> Episode:
-        """Before a turn that follows exactly `token_ids`, prompt and all: an extension of the present sequence, or a
-        fork behind what both have in common, but for one token: a turn stands behind an observation. Cut short as by
-        `observed`."""
+        """Returns the episode before a turn that follows exactly `token_ids`, prompt included.
+        It extends the present sequence, or forks from it after the common prefix; the last of `token_ids` is always
+        observed, because a turn follows an observation. It ends as `observed` does."""
         present = self.sequence(prompt_ids)
         kept = shared(present, token_ids[:-1])
         return self.observed(token_ids[kept:], () if kept == len(present) else ((len(self.token_ids), kept),))
 
     def observed(self, token_ids: NDArray[np.int32], fork: Forks = ()) -> Episode:
-        """With the observation that the next turn follows, or cut short where no turn fits behind it."""
+        """Returns the episode with the observation that the next turn follows, or ended if no turn fits after it."""
         fits = len(self.token_ids) + len(token_ids) < self.max_tokens
         if self.num_turns >= self.max_turns or not fits:
             return replace(self, finish_reason="length")
         return replace(self, parts=(*self.parts, token_ids), forks=self.forks + fork)
 
     def played(self) -> Played:
-        """What trains: every token, with log-prob 0 where it was observed."""
+        """Returns the completion that is trained on: all tokens, with log-prob 0 for observed ones."""
         turns = [part for part in self.parts if isinstance(part, Completion)]
         replies = [reply for _, reply in self.replies if reply is not None]
         ends = np.cumsum([len(_ids(part)) for part in self.parts]).tolist()
@@ -142,9 +142,9 @@ def as_rollout(
     prompt: int = 0,
     weight: float = 1.0,
 ) -> Rollout:
-    """What is sent. A reference's log-probs of what was observed mean nothing, and are 0. prompt: its tokens.
+    """Returns the Rollout that is sent. The reference's log-probs of observed tokens mean nothing, and are set to 0.
 
-    weight: of the environment's reward among rewards.
+    prompt: number of its tokens. weight: weight of the environment's reward among the rewards.
     """
     c = completion
     if ref_logprobs is not None and c.observed:
@@ -172,7 +172,7 @@ def as_rollout(
 
 
 def shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the common prefix of two token sequences."""
     both = min(len(one), len(other))
     return int(next(iter(np.flatnonzero(one[:both] != other[:both])), both))
 
@@ -182,7 +182,7 @@ def _ids(part: EpisodePart) -> NDArray[np.int32]:
 
 
 def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
-    """[C, K] as of one completion, -1 fills. What was observed could have been nothing else."""
+    """Returns the sampling masks of all parts as one, [C, K], -1 fills. An observed token is its own only choice."""
     masks = [part.sampling_mask if isinstance(part, Completion) else part[:, None] for part in parts]
     if any(mask is None for mask in masks):
         return None
@@ -192,9 +192,9 @@ def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
 
 
 def _joined_routing(parts: Sequence[EpisodePart], forks: Forks) -> NDArray[Any] | None:
-    """Of every token from the turn that first ran it: a later one runs those behind the last whole block again.
+    """Returns each token's experts in the turn that first ran it: later turns rerun tokens after the last whole block.
 
-    The last token before a fork was never run; what stands in its place is never read.
+    The last token before a fork was never run; the value in its position is never read.
     """
     found, known, kept, end = list[NDArray[Any]](), 0, dict(forks), 0
     for part in parts:

@@ -1,11 +1,11 @@
-"""Prompts on their way to completions: of one turn, or of several with an environment between them.
+"""Runs prompts until their completions are finished: single turns, or several turns with an environment between them.
 
     start ─► reset ─► turn ─► step ─► turn ─► … ─► Done, failed, or out of budget ─► Sampled
              pool     engine  pool    engine
 
-Each rollout is a request of its own, so that all of them decode together and a slow tool holds only its own. Turn n + 1
-has the tokens of turn n before it, which vLLM's prefix cache still holds, or what the template rewrote of them. A group
-is sampled by one version of the policy: it counts as running, environments included, until its last rollout has ended.
+Each rollout is a request of its own, so that all of them decode together and a slow tool delays only its own rollout.
+Turn n + 1 follows the tokens of turn n, which vLLM's prefix cache still holds, or those that the template rewrote. A
+group is sampled by one version of the policy: it counts as running, environments included, until its last rollout ends.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
     from rewards.pool import RewardPool
     from sampler.engine import Engine
 
-PATIENCE_S = 0.05  # for an answer, while nothing decodes
-MIN_ROLLOUTS = 2  # of a group, or it has no deviation and trains nothing
-MAX_REASON = 500  # characters, as on the wire
+PATIENCE_S = 0.05  # wait for a reply while nothing decodes
+MIN_ROLLOUTS = 2  # rollouts of a group; fewer have no standard deviation and train nothing
+MAX_REASON = 500  # characters, the limit of the wire format
 
 Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The completions of one prompt. prompt: as it was asked, after the environment's reset."""
+    """The completions of one prompt. `prompt` is the prompt that was sampled, after the environment's reset."""
 
     prompt: Prompt
     completions: Sequence[Completion]
     failures: tuple[str, ...] = ()  # why the environments of the other rollouts failed
-    unread: int = 0  # answers that agents did not wait for
+    unread: int = 0  # answers that agents did not read
 
 
 class SingleTurns:
-    """Completions of one turn, as the engine gives them."""
+    """Runs prompts whose completions have one turn each."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._prompts: dict[Any, Prompt] = {}
-        self.num_events = 0  # of the last step: each is progress
+        self.num_events = 0  # events of the last step, each of which is progress
 
     @property
     def num_running(self) -> int:
-        """Prompts that have no completions yet."""
+        """Returns the number of prompts without completions so far."""
         return self._engine.num_running
 
     @property
@@ -63,10 +63,10 @@ class SingleTurns:
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
         self._engine.submit(key, prompt.token_ids, params, prompt.images)
-        self._prompts[key] = prompt  # behind it: an engine may refuse a prompt
+        self._prompts[key] = prompt  # after submit, because the engine may refuse a prompt
 
     def step(self, finished: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
-        """One engine step, or what it gave; the prompts whose completions are all finished."""
+        """Runs an engine step, unless `finished` is its result, and returns prompts that are completely finished."""
         finished = self._engine.step() if finished is None else finished
         self.num_events = len(finished)
         return [(key, Sampled(self._prompts.pop(key), completions)) for key, completions in finished]
@@ -80,13 +80,13 @@ class SingleTurns:
 
 @dataclass
 class RunningGroup:
-    """One prompt and its rollouts, by number."""
+    """A prompt and its rollouts, by number."""
 
     prompt: Prompt
     params: SamplingParams
     resets: dict[int, Turn | Failed] = field(default_factory=dict)
-    running: dict[int, Any] = field(default_factory=dict)  # an Episode; of an agent its AgentRollout
-    ended: dict[int, Any] = field(default_factory=dict)  # Played; of an agent its AgentRollout and Done
+    running: dict[int, Any] = field(default_factory=dict)  # an Episode, or an agent's AgentRollout
+    ended: dict[int, Any] = field(default_factory=dict)  # a Played, or an agent's AgentRollout and Done
     failures: dict[int, str] = field(default_factory=dict)
     unread: int = 0
 
@@ -96,14 +96,14 @@ class RunningGroup:
 
 
 class Episodes:
-    """Completions of several turns. reprompt: a prompt with the messages that an environment's reset gave."""
+    """Runs prompts whose completions have several turns. `reprompt` returns a prompt with the messages of a reset."""
 
     def __init__(
         self,
         config: Config,
         engine: Engine,
         pool: EnvironmentPool,
-        template: Any,  # a TurnTemplate; of agents a Chat
+        template: Any,  # a TurnTemplate, or for agents a Chat
         decode: Decode,
         reprompt: Reprompt,
     ):
@@ -114,7 +114,7 @@ class Episodes:
 
     @property
     def num_running(self) -> int:
-        """Prompts of which a rollout has not ended, in the engine or in its environment."""
+        """Returns the number of prompts with a rollout that has not ended, in the engine or in its environment."""
         return len(self._groups)
 
     @property
@@ -132,7 +132,7 @@ class Episodes:
             self._pool.start((key, i), prompt.problem.columns, None if params.seed is None else params.seed + i)
 
     def step(self, turns: Sequence[Any] | None = None) -> list[tuple[Any, Sampled]]:
-        """One engine step, or what it gave, and what environments have answered; the prompts that have ended."""
+        """Runs an engine step, unless `turns` is its result, and handles replies. Returns the prompts that ended."""
         if turns is None:
             turns = self._engine.step() if self._engine.num_running else []
         for (key, i), [completion] in turns:
@@ -157,7 +157,7 @@ class Episodes:
             self._pool.close(rollout)
 
     def _sampled(self, key: Any, i: int, completion: Completion) -> None:
-        """The engine finished a turn: the environment answers it, or hears that the tokens are used up."""
+        """Stores a finished turn and passes it to the environment, or tells it that the tokens are used up."""
         ended = completion.finish_reason == "stop"
         group = self._groups[key]
         ids, template = completion.token_ids.tolist(), self._template.of_row(group.prompt.problem)
@@ -182,7 +182,7 @@ class Episodes:
             group.ended[i] = group.running.pop(i).answered(reply).played()
 
     def _go_on(self, key: Any, group: RunningGroup, i: int, episode: Episode, reply: Turn) -> None:
-        """Another turn, if its limits leave room for what was observed and for a token behind it."""
+        """Starts another turn if the limits leave room for the observation and for a token after it."""
         try:
             template = self._template.of_row(group.prompt.problem)
             if template.rewrites:
@@ -190,7 +190,7 @@ class Episodes:
                 episode = episode.asked(group.prompt.token_ids, ids)
             else:
                 episode = episode.observed(template.continuation(int(episode.token_ids[-1]), reply.messages))
-        except Exception as error:  # the template may stumble over messages that an environment made
+        except Exception as error:  # the template may fail on messages of an environment
             self._pool.close((key, i))
             del group.running[i]
             group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
@@ -207,7 +207,7 @@ class Episodes:
         self._engine.submit((key, i), ids, episode.params(group.params, i), prompt.images)
 
     def _reset(self, key: Any, group: RunningGroup, i: int, reply: Reply) -> None:
-        """The first turns start together when every environment of the prompt has answered: they share the prompt."""
+        """Starts the first turns, once every environment of the prompt has answered: they share the prompt."""
         group.resets[i] = reply if isinstance(reply, Turn | Failed) else Failed("error", "reset ended the rollout")
         if len(group.resets) < group.params.num_completions:
             return
@@ -225,7 +225,7 @@ class Episodes:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
-            except Exception as error:  # the template may stumble over messages that an environment made
+            except Exception as error:  # the template may fail on messages of an environment
                 self._pool.close((key, j))
                 group.failures[j] = str(error)[:MAX_REASON]
                 continue
@@ -234,7 +234,7 @@ class Episodes:
 
 
 def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
-    """Why environments left too few rollouts to be scored, if they did: each number of an evaluation is of all."""
+    """Returns why too few rollouts are left to score, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
     are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
     if not sampled.failures or are_enough:
         return None
@@ -242,7 +242,7 @@ def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
 
 
 def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: Decode, policy_version: int = 0) -> None:
-    """Rewards get the text of a completion of one turn, and the messages of several."""
+    """Submits completions to the reward pool: the text of single turns, the messages of several."""
     prompt, completions = sampled.prompt, sampled.completions
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)

@@ -1,6 +1,6 @@
-"""A published version, taken into a folder of ours with every byte checked, while the engine may still decode.
+"""Copies a published version into a private folder and checks every byte, while the engine may still decode.
 
-A failure here costs nothing: the engine was not touched and keeps the weights that it has.
+A failure in this step costs nothing: the engine was not touched and keeps its present weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
 
 @dataclass(frozen=True)
 class Whole:
-    """What the next version may be a change of: no files unless weights.full_every says so."""
+    """A whole version that the next one may be a delta of; `files` is empty unless weights.full_every > 1."""
 
     manifest_sha256: str
     files: Mapping[str, BinaryIO]
@@ -43,11 +43,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version of which every byte was checked, as a copy of ours."""
+    """A private copy of a version of which every byte was checked."""
 
     manifest: Manifest
     folder: Path
-    tensors: dict[str, Tensor]  # the memory that was checked
+    tensors: dict[str, Tensor]  # mapped from the copy and checked
     seconds: float
     whole: Whole
 
@@ -55,9 +55,9 @@ class Fetched:
 def fetch(
     published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
 ) -> Fetched:
-    """Takes and checks a published version. Raises BadWeights. Who gets it deletes its folder.
+    """Copies and checks a published version. Raises BadWeights. The caller deletes the folder.
 
-    last: the version that was fetched before, from which this one may follow.
+    last: the version that was fetched before, of which this one may be a delta.
     """
     start = time.monotonic()
     failpoint("sampler.reloading")
@@ -79,7 +79,7 @@ def fetch(
 def _take(
     lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
 ) -> Manifest:
-    """Fills a new folder with the whole files of the last of these. Returns its manifest as if published so."""
+    """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""
     folders = [*(private / f"{published.version}" for published, _ in lineage[:-1]), private]
     for (published, manifest), folder in reversed([*zip(lineage, folders, strict=True)]):
         copy_files(published, manifest, folder, progressed)
@@ -102,22 +102,22 @@ def _take(
 
 
 def _opened(folder: Path) -> dict[str, BinaryIO]:
-    """They are there until they are closed, whatever becomes of the folder."""
+    """Opens the safetensors files; they can be read until they are closed, even if the folder is deleted."""
     return {path.name: open(path, "rb") for path in folder.glob("*.safetensors")}
 
 
 class Fetcher:
-    """Fetches the next version while the engine still decodes. One at a time: there is one private folder."""
+    """Fetches the next version while the engine still decodes, one at a time because there is one private folder."""
 
     def __init__(self, config: Config):
         self._config = config
         self._last: Whole | None = None
         self._wanted: Published | None = None
-        self._coming: Future[Fetched] = Future()  # what is wanted
-        self._pieces = 0  # of files, that the thread has read so far
+        self._coming: Future[Fetched] = Future()  # fetch of the wanted version
+        self._pieces = 0  # pieces of files that the thread has read so far
 
     def start(self, published: Published) -> None:
-        """Begins to fetch it, unless it has begun already."""
+        """Starts to fetch a version, unless that has already started."""
         if published == self._wanted:
             return
         if self._wanted is not None:  # the trainer was started again, or announced a newer version
@@ -127,11 +127,11 @@ class Fetcher:
         threading.Thread(target=self._fetch, args=(published, self._coming), name="fetch", daemon=True).start()
 
     def has(self, published: Published) -> bool:
-        """Whether `finish` would not wait for it, because it is here or could not be had."""
+        """Returns whether `finish` would return or raise at once for this version."""
         return published == self._wanted and self._coming.done()
 
     def finish(self, published: Published) -> Fetched:
-        """The version, as far as it has come, or from its beginning. Raises BadWeights."""
+        """Returns the version once it is fetched; starts to fetch it if necessary. Raises BadWeights."""
         self.start(published)
         fetched = self._awaited()
         self._last = fetched.whole
@@ -147,9 +147,9 @@ class Fetcher:
         self._pieces += 1
 
     def _awaited(self) -> Fetched:
-        """Waits for the thread; what it reads meanwhile is this process's progress. Raises what the fetch raised."""
+        """Waits for the thread, and reports its reading as this process's progress. Raises the fetch's exception."""
         seen, coming = self._pieces, self._coming
-        self._wanted, self._coming = None, Future()  # the tensors' memory is the caller's alone
+        self._wanted, self._coming = None, Future()  # only the caller keeps the tensors' memory
         while not wait([coming], timeout=_LOOK_S).done:
             if self._pieces != seen:
                 seen = self._pieces
@@ -158,13 +158,13 @@ class Fetcher:
 
 
 def scratch_dir(config: Config, size: int = 0) -> Path:
-    """A folder of this process alone, in memory if it has room: the copy lives for one reload."""
+    """Returns this process's private folder, in memory if it fits: the copy lives for one reload."""
     parent = _SCRATCH_PARENTS[0 if has_room(size) else 1]
     return parent / f"{_scratch_prefix(config)}{os.getpid()}"
 
 
 def remove_stale_scratch(config: Config) -> None:
-    """What samplers of this run left that were killed inside a reload."""
+    """Removes the folders of samplers of this run that were killed during a reload."""
     for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{_scratch_prefix(config)}*")):
         if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
             shutil.rmtree(path, ignore_errors=True)

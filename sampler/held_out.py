@@ -1,12 +1,12 @@
-"""Held-out problems on their way through the sampler: they wait behind the training groups that a trainer waits for.
+"""Schedules held-out problems in the sampler: they yield to the training groups that a trainer waits for.
 
 A version stays loaded until its evaluation is done, because the trainer publishes no other before; so the problems may
-take any gap that the groups leave: the trainer's step, or the rest of a batch whose first sequences have finished.
+use any gap that the groups leave: the trainer's step, or the rest of a batch whose first sequences have finished.
 
     CPU    every sequence more makes a step slower: a problem starts when no group decodes
     GPU    more sequences decode in nearly the same time: problems fill the engine, and queue behind the groups in it
 
-Few are given to the engine at once, so that groups that are leased meanwhile do not queue behind the whole evaluation.
+Only a few are given to the engine at once, so that groups leased meanwhile do not queue behind the whole evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sampler.task import EvalKey, GroupKey, Key, sampling_params
 
 @dataclass
 class _Chunk:
-    """The problems still missing, and what became of the others."""
+    """A chunk of an evaluation: its missing problems, and the results of the others."""
 
     missing: set[int]
     samples: list[EvalSample] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _Chunk:
 
 
 class HeldOut:
-    """decode: token ids -> texts."""
+    """Schedules held-out problems and sends their results; `decode` maps token ids to texts."""
 
     def __init__(self, config: Config, on_cpu: bool, decode: Callable[[list[list[int]]], list[str]], link: Link):
         self._config, self._on_cpu, self._decode, self._link = config, on_cpu, decode, link
@@ -45,7 +45,7 @@ class HeldOut:
         self.waiting: collections.deque[EvalKey] = collections.deque()  # problems that are not in the engine yet
 
     def ask(self, request: EvalRequest, version: int, trainer: int) -> None:
-        """A chunk that a credit leases, as often as it does. One that was answered is sent again: it was lost."""
+        """Queues a leased chunk unless it is queued. Sends an answered one again, because its result was lost."""
         chunk = self._chunks.get((request.eval_id, request.chunk))
         if chunk is not None:
             if chunk.sent is not None and chunk.sent.policy_version == version:
@@ -59,7 +59,7 @@ class HeldOut:
         )
 
     def to_start(self, version: int | None, decoding: list[Key]) -> list[EvalKey]:
-        """The problems that may start now. version: that the engine holds; decoding: what it works on."""
+        """Returns the problems to start now. version: the engine's; decoding: the keys without completions."""
         if self.waiting and self.waiting[0].policy_version != version:
             self.forget()  # another sampler answered, and the trainer went on
         if not self.waiting or (self._on_cpu and any(isinstance(key, GroupKey) for key in decoding)):
@@ -69,10 +69,10 @@ class HeldOut:
         return [self.waiting.popleft() for _ in range(count)]
 
     def note(self, key: EvalKey, sampled: Sampled, scores: Scores | str) -> None:
-        """A chunk is sent when its last problem is scored, or has failed: then `scores` says why."""
+        """Stores a problem's scores, or why it has none, and sends its chunk after the last problem."""
         chunk = self._chunks.get((key.eval_id, key.chunk))
         if chunk is None:
-            return  # of an earlier evaluation: another sampler answered it, and the trainer went on
+            return  # chunk of an earlier evaluation: another sampler answered it, and the trainer went on
         chunk.missing.discard(key.problem)
         if isinstance(scores, str):
             chunk.failures.append(EvalFailure(key.problem, scores))
@@ -90,6 +90,6 @@ class HeldOut:
             self._link.send_eval(chunk.sent)
 
     def forget(self) -> None:
-        """Nothing that was asked for is wanted any more."""
+        """Drops all chunks and waiting problems."""
         self._chunks.clear()
         self.waiting.clear()

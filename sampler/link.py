@@ -1,7 +1,7 @@
-"""The sampler's side of the link: HELLO until credited, BEAT from the work, results until they are acknowledged.
+"""Defines the sampler's side of the link: HELLO until credited, BEAT during work, results until they are acknowledged.
 
 A result stays in the outbox until a CREDIT's cursor passes it, and is sent again when a CREDIT still leases it. So
-neither a lost message nor a restarted trainer needs anything but this process going on.
+after a lost message or a restart of the trainer, it is enough that this process goes on.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from common.failpoints import failpoint
 from common.transcript import last_lines
 from common.types import EvalResult, Group, Tombstone
 
-_SILENT_S = 5.0  # of work before the hello: nothing is said of a short one
+_SILENT_S = 5.0  # work before the hello that is shorter sends no beat
 _RESEND_AFTER_S = 2.0
-_EXPECTED = ("past_incarnation", "outdated")  # what restarts bring about
-_HELLO_AFTER_S = 3.0  # three credits that did not come: a trainer that was started again does not know this sampler
+_EXPECTED = ("past_incarnation", "outdated")  # reasons that restarts cause
+_HELLO_AFTER_S = 3.0  # time of three missed credits: a restarted trainer does not know this sampler
 
 
 class Link:
-    """Used by the sampler's only thread. hello: unless `introduce` follows. transport: ZeroMQ by the config, unless
-    given."""
+    """The connection to the trainer, used by the sampler's only thread.
+    `introduce` gives the `hello` unless the constructor does; `transport` is ZeroMQ by the config, unless given."""
 
     def __init__(
         self, config: Config, sampler_id: str, hello: wire.Hello | None = None, transport: Transport | None = None
@@ -41,23 +41,23 @@ class Link:
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
-        self._begun, self._pieces = time.monotonic(), 0  # of work before the hello
+        self._begun, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
         self._spoke_at = -channel.BEAT_S
         self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
         self.counters: collections.Counter[str] = collections.Counter()
 
     def introduce(self, hello: wire.Hello) -> None:
-        """Who this is, known once the rows are read."""
+        """Sets the HELLO message, which is known once the rows are read."""
         self._hello = hello
 
     @functools.cached_property
     def _transport(self) -> Transport:
-        """Made for the first message, because it may wait for the trainer's keys."""
+        """Returns the transport, made for the first message because it may wait for the trainer's keys."""
         return self._given or channel.connect(self._config, self._envelope.sampler_id)
 
     def prepare(self, doing: str) -> None:
-        """Says what long work is done before the hello, if that is due: a trainer waits for it as long as it moves."""
+        """Sends a beat about long work before the hello, if due: the trainer waits as long as there is progress."""
         self._pieces += 1
         now = time.monotonic()
         if now - self._begun > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
@@ -71,7 +71,7 @@ class Link:
         return self.credit is not None and time.monotonic() - self._heard_at < patience_s
 
     def receive(self, timeout_s: float) -> bool:
-        """Reads what is there, waiting at most timeout_s. True if the trainer was started anew.
+        """Handles all messages, waiting at most timeout_s for the first. Returns whether the trainer was restarted.
 
         Raises PeerEnded on a goodbye and Retryable when the trainer stays silent beyond its deadline.
         """
@@ -144,9 +144,9 @@ class Link:
     def beat(
         self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool = False
     ) -> None:
-        """Says how far it is, if that is due or at once: BEAT to the trainer that gave the work, HELLO to a new one.
+        """Sends the progress, if due or `now`: BEAT to the trainer that gave the work, HELLO to a new one.
 
-        In the middle of a reload or a long scoring nothing is received, so the trainer may be there or another one.
+        During a reload or a long scoring no message is received, so the trainer may have been replaced meanwhile.
         """
         if not now and time.monotonic() - self._spoke_at < channel.BEAT_S:
             return
@@ -160,13 +160,13 @@ class Link:
 
     def say_goodbye(self, reason: str, exit_code: int) -> None:
         self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))
-        time.sleep(0.05)  # a process that ends does not wait for it: let it leave
+        time.sleep(0.05)  # time to leave, because a process that ends does not wait for it
 
     def close(self) -> None:
         self._transport.close()
 
     def _send(self, frames: list[bytes]) -> None:
-        """Raises UserError for what the trainer's end would not take: ZeroMQ drops it without a word."""
+        """Sends a message. Raises UserError if it is too large for the trainer: ZeroMQ drops it without an error."""
         largest, limit = max(map(len, frames)), self._config.max_message_bytes
         if largest > limit:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The sampling loop. It holds no state that matters: killing it costs time, never data.
+"""Runs the sampling loop. Its state may be lost: killing it costs time, never data.
 
     credit ─► reload ─► generate ─► reward ─► reference ─► send
       ▲                                                     │
@@ -72,11 +72,11 @@ class Sampler:
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
         self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
-        self._num_trainers = 0  # that this sampler has served so far
+        self._num_trainers = 0  # trainers that this sampler has served so far
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
 
     def run(self) -> None:
-        """Until the trainer says goodbye (PeerEnded) or something ends the process."""
+        """Runs the loop until the trainer says goodbye (PeerEnded) or another exception ends the process."""
         while True:
             report_progress(self.phase)
             self.wait_for_credit_or_work()
@@ -100,7 +100,7 @@ class Sampler:
             self.stats["total/idle_s"] += time.monotonic() - start
 
     def abort_unleased_work(self) -> None:
-        """Stops decoding groups that this sampler has no lease for any more: another one was faster."""
+        """Aborts groups that this sampler has no lease for any more, because another sampler was faster."""
         credit = self.link.credit
         if credit is None or credit is self._served:
             return
@@ -114,7 +114,7 @@ class Sampler:
 
     @property
     def _decoding(self) -> list[Key]:
-        """What is in work and has no completions yet."""
+        """Returns the keys of prompts in work that have no completions yet."""
         return [key for key, sampled in self._working.items() if sampled is None]
 
     def reload_if_credited(self) -> None:
@@ -123,7 +123,7 @@ class Sampler:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
         evaluates = any(isinstance(key, EvalKey) for key in self._decoding)
-        # else a group is sampled by one version, from its first turn to its last
+        # otherwise a group is sampled by one version, from its first turn to its last
         if self.turns.num_running and not in_flight.may_load(self.config, self._fetcher, published, evaluates):
             self._fetcher.start(published)
             return
@@ -147,13 +147,13 @@ class Sampler:
             time.sleep(1.0)
 
     def _beat_at_work(self, doing: str) -> None:
-        """A beat if one is due. Each piece of work that was done counts, so that beats alone prove nothing."""
+        """Counts one piece of work as progress and sends a beat if due, so that beats alone prove nothing."""
         self.progress += 1
         self.phase = doing
         self.link.beat(self.phase, self.progress, self.engine.version, self.stats)
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
-        """Hosts that share a folder see new files late. The loop goes on, so the link stays alive and says why."""
+        """Waits for files that a shared folder shows late. The loop goes on, so the link stays alive and says why."""
         now = time.monotonic()
         if self._invisible_since is None:
             self._invisible_since = now
@@ -161,7 +161,7 @@ class Sampler:
         self.phase = f"waiting {waited_s:.0f} s for the file system to show version {version}: {absent}"
         if waited_s > _VISIBLE_WITHIN_S:
             raise Retryable(f"{self.phase}. Is weights.dir on a file system that both hosts share?")
-        if not self.turns.num_running:  # what decodes under the old weights goes on
+        if not self.turns.num_running:  # sequences that decode under the old weights go on
             time.sleep(0.2)
 
     def start_leased_work(self) -> None:
@@ -176,7 +176,7 @@ class Sampler:
             self._held_out.ask(request, credit.version, self._num_trainers)
 
     def start_evaluation(self) -> None:
-        """Whatever of it may start beside the groups, or behind them."""
+        """Starts the held-out problems that may run beside the groups, or queue behind them."""
         self._submit_all(self._held_out.to_start(self.engine.version, self._decoding))
 
     def _submit_all(self, keys: Sequence[Key]) -> None:
@@ -198,7 +198,7 @@ class Sampler:
             self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:_MAX_REASON])
 
     def generate(self) -> None:
-        """One engine step; what it finished goes to the rewards, in text, while the engine goes on."""
+        """Runs one engine step and submits finished prompts for rewards, which run while the engine goes on."""
         if not self.turns.num_running:
             return
         self.phase = self.turns.phase
@@ -222,18 +222,18 @@ class Sampler:
         self.stats["total/generate_s"] += time.monotonic() - start
 
     def rest_if_done(self) -> None:
-        """Before the last groups are sent, with which the trainer goes on alone."""
+        """Frees the engine's cache before the last groups are sent, after which the trainer works alone."""
         sleeps = self.config.vllm.get("enable_sleep_mode")
         if sleeps and not self.turns.num_running and not self._held_out.waiting:
             self.engine.rest()
 
     def send_scored(self) -> None:
-        """Sends every group whose rewards arrived. With an idle engine it may wait for them a moment."""
+        """Sends every group whose rewards arrived. With an idle engine it waits a moment for them."""
         patience = 0.05 if self.pool.pending and not self.turns.num_running else 0.0
         finished = False
         for key, scores in self.pool.ready(timeout_s=patience):
             if key not in self._working:
-                continue  # asked for by a trainer that is gone
+                continue  # requested by a trainer that is gone
             report_progress("sending groups")
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1
@@ -244,7 +244,7 @@ class Sampler:
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
 
     def _finish(self, key: Key, outcome: Scores | str) -> None:
-        """outcome: what the completions scored, or why they have no scores."""
+        """Sends a prompt's result. `outcome` is the completions' scores, or why they have none."""
         sampled = self._working.pop(key)
         assert sampled is not None, "what has an outcome was sampled"
         if isinstance(outcome, str):
@@ -274,13 +274,13 @@ class Sampler:
         )
         version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)
         index = prompt.problem.index
-        routing = completions[0].routing  # the others' is the same, as far as equal rows are computed equally
+        routing = completions[0].routing  # the other completions have the same if equal rows are computed equally
         routing = None if routing is None else routing[: len(prompt.token_ids)]
         of_prompt = prompt.images, sampled.failures, routing, prompt.problem.source
         return Group(key.group_id, version, index, prompt.token_ids, rollouts, *of_prompt)
 
     def _forget_everything(self) -> None:
-        """The trainer was started again: nothing that the one before asked for is wanted."""
+        """Drops all work after the trainer was restarted: no request of its predecessor is wanted."""
         self._num_trainers += 1
         self.turns.abort(self._decoding)
         self.stats["total/aborted"] += len(self._working)

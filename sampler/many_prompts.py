@@ -1,4 +1,4 @@
-"""The prompts of a whole data set: all are tried before the run, together, and each is made when it is asked for."""
+"""Makes the prompts of a whole data set: all are rendered together before the run, and each is made on request."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _AT_ONCE = 1000  # prompts that are tokenised together
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Sequence[Prompt]):
-    """Each is made when it is asked for: of a million rows neither tokens nor resized images are held."""
+    """A sequence of prompts that are made on request: of a million rows neither tokens nor resized images are held."""
 
     problems: Sequence[Problem]
-    largest: NDArray[np.int64]  # id in each prompt
+    largest: NDArray[np.int64]  # largest token id in each prompt
     make: Callable[[Problem], Prompt]
     _early: dict[int, Future[Prompt]] = field(default_factory=dict)
 
@@ -54,14 +54,14 @@ class Prompts(Sequence[Prompt]):
         return early.result() if early else self.make(self.problems[place])
 
     def begin(self, places: Iterable[int]) -> None:
-        """Those with images that are asked for next, on all cores."""
+        """Starts to make the prompts with images at these indexes, which are requested next, on all cores."""
         for place in places:
             if self.problems[place].images and place not in self._early:
                 self._early[place] = _threads().submit(self.make, self.problems[place])
 
     @classmethod
     def joined(cls, parts: Mapping[str, Prompts]) -> Prompts:
-        """Of several sources, by their names."""
+        """Returns the prompts of several sources, keyed by name, as one sequence."""
         if len(parts) == 1:
             return next(iter(parts.values()))
         largest = np.concatenate([part.largest for part in parts.values()])
@@ -83,16 +83,16 @@ def make_prompts(
     vision: Vision | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[Prompts, int]:
-    """Prompts of at most data.max_prompt_length tokens, in order, and how many longer ones were filtered out.
+    """Returns the prompts of at most data.max_prompt_length tokens, in order, and the number of longer ones.
 
-    vision: of the model, where data.image_key is given. tools: JSON schemas that the chat template shows. Rows that
-    make no prompt are named, and a few are left out. Raises UserError when none is left.
+    vision: the model's, where data.image_key is given. tools: JSON schemas that the chat template shows. Rows that make
+    no prompt are named, and a few are left out. Raises UserError when none is left.
     """
     sizes, bad = list[tuple[int, int]](), dict[int, str]()
     for start in counted(range(0, len(problems), _AT_ONCE), "making prompts", len(problems), _AT_ONCE):
         part = problems[start : start + _AT_ONCE]
         sizes += _sizes(part, tokenizer, config, vision, tools, bad)
-        if len(bad) == start + len(part):  # the chat template, say
+        if len(bad) == start + len(part):  # the cause is common, such as the chat template
             raise UserError(f"row {min(bad)}: {bad[min(bad)]}")
     lengths, largest = np.array(sizes, np.int64).reshape(-1, 2).T
     problems = usable("prompts", problems, bad, config.data)
@@ -123,9 +123,9 @@ def _sizes(
     tools: Sequence[Mapping[str, Any]] | None,
     bad: dict[int, str],
 ) -> list[tuple[int, int]]:
-    """(tokens, largest id) of each prompt that can be made; why the others cannot goes to `bad`, by index.
+    """Returns (tokens, largest id) of each prompt that can be made; stores why others cannot in `bad`, by index.
 
-    Tokenised together, which takes a third of the time; of images the headers say how many tokens they become.
+    Prompts are tokenised together, which takes a third of the time; image headers tell how many tokens images become.
     """
     texts, added = list[str](), list[int]()
     for problem in problems:
@@ -142,7 +142,7 @@ def _sizes(
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """On all cores, and without the masks that transformers makes beside them in Python, which take as long again."""
+    """Tokenises on all cores, without the masks that transformers makes in Python, which take as long again."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
     backend.no_padding()

@@ -1,8 +1,8 @@
-"""Rows become chat messages: what a chat template is shown, and what it may be told besides.
+"""Turns rows into chat messages, tools and arguments for the chat template.
 
-Messages may be in the OpenAI form, role and content, or in ShareGPT's, from and value. Whatever else a message holds
-(name, tool_calls, reasoning_content) goes to the template as it is, without the nulls that Arrow puts where other rows
-have something. An image stands where the row's text says <image>, or else all stand before it.
+Messages may be in the OpenAI form, role and content, or in ShareGPT's, from and value. Other fields of a message (name,
+tool_calls, reasoning_content) go to the template unchanged, without the nulls that Arrow puts where other rows have a
+value. An image stands in the place of <image> in the row's text, or else all images precede the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.types import Problem
 from environments import Message
 from rewards.gold import golds
 
-IMAGE = "<image>"  # in the text of a row with images
+IMAGE = "<image>"  # marks an image in the text of a row
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _TURN: tuple[Literal["user", "assistant"], ...] = ("user", "assistant")
@@ -30,7 +30,7 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Message]:
-    """What the chat template gets. Raises UserError for a row that is neither text nor chat messages."""
+    """Returns the messages for the chat template. Raises UserError for a row that is neither text nor chat messages."""
     raw = problem.columns[data.prompt_key]
     messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
     if prompt.format_prompt is not None:
@@ -42,18 +42,18 @@ def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Me
 
 
 def shown_to_rewards(problem: Problem, config: Config) -> str | list[Message]:
-    """What reward functions get as `prompts`."""
+    """Returns the prompt that reward functions get as `prompts`."""
     return for_rewards(problem, config, as_messages(problem, config.data, config.prompt))
 
 
 def for_rewards(problem: Problem, config: Config, messages: list[Message]) -> str | list[Message]:
-    """The row's string as it is; of a message list, and for rollouts of several turns, all messages."""
+    """Returns the row's string, or all messages if the row has a list or rollouts have several turns."""
     raw = problem.columns[config.data.prompt_key]
     return raw if isinstance(raw, str) and not config.rollout.is_multi_turn else messages
 
 
 def tools_of(problem: Problem) -> list[Any] | None:
-    """The schemas in a row's column `tools`, as in TRL: a list, or JSON text. None for a column of another kind."""
+    """Returns the schemas in a row's column `tools`, as in TRL: a list, or JSON text. None for other values."""
     given = _from_json(problem.columns.get("tools"))
     schemas = [_without_nulls(_from_json(one)) for one in given] if isinstance(given, list | tuple) else []
     are_named = all(isinstance(one, Mapping) and ("function" in one or "name" in one) for one in schemas)
@@ -61,13 +61,13 @@ def tools_of(problem: Problem) -> list[Any] | None:
 
 
 def arguments_of(problem: Problem) -> dict[str, Any]:
-    """The template arguments in a row's column `chat_template_kwargs`, as in TRL; none in a column of another kind."""
+    """Returns the template arguments in a row's `chat_template_kwargs`, as in TRL; {} for a column of another kind."""
     given = _from_json(problem.columns.get("chat_template_kwargs"))
     return dict(_without_nulls(given)) if isinstance(given, Mapping) else {}
 
 
 def _from_json(value: Any) -> Any:
-    """What JSON text holds; anything else, and text that is none, as it is."""
+    """Returns the value of JSON text; other values, and text that is not JSON, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
     except ValueError:
@@ -75,14 +75,14 @@ def _from_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct the fields of all rows."""
+    """Returns a value without nulls: Arrow gives every struct the fields of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:
-    """The messages with the last of the user written by the Jinja file, from its own content and the row's columns."""
+    """Returns the messages, the last user message rendered by the Jinja file from its content and the row's columns."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
         raise UserError(f"row {problem.index}: prompt.format_prompt {path} needs a user message, and there is none")
@@ -99,15 +99,15 @@ def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Me
 
 @functools.lru_cache(maxsize=4)
 def _format_prompt(path: Path) -> Template:
-    # Sandboxed as chat templates are: both kinds of file are passed around with data and models.
+    # The sandbox is that of chat templates: both kinds of file are passed around with data and models.
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(read("prompt.format_prompt", path))
 
 
 def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
-    """A row's chat messages. Raises UserError unless each has a role, and content or tool calls.
+    """Returns a row's chat messages. Raises UserError unless each has a role, and content or tool calls.
 
-    The last one is left off when it is where the model answers: an assistant's that is empty or holds the gold answer,
-    or ShareGPT's `gpt`. With other content, the model goes on with it.
+    The last one is left off if the model answers in its place: an assistant's that is empty or holds the gold answer,
+    or ShareGPT's `gpt`. With other content, the model continues it.
 
         [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}] -> [{"role": "user", "content": "2+2?"}]
     """
@@ -134,20 +134,20 @@ def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
 
 
 def leaves_gold_off(problem: Problem, data: Data) -> bool:
-    """Whether the row's last message held its gold answer, and is therefore no part of the prompt."""
+    """Returns whether the row's last message contains its gold answer, and is therefore left out of the prompt."""
     raw = problem.columns[data.prompt_key]
     last = _message(raw[-1]) if isinstance(raw, list | tuple) and len(raw) > 1 else {}
     return last.get("role") == "assistant" and "from" not in raw[-1] and _holds_gold(last["content"], problem)
 
 
 def _holds_gold(content: Any, problem: Problem) -> bool:
-    """Whether a last message of the assistant ends in the gold answer: what goes on behind it solves no problem."""
+    """Returns whether an assistant's content ends in the gold answer: continuing it would solve no problem."""
     end = str(content).rstrip(" \n.*$})").removesuffix("</answer>").rstrip(" \n.*$})")
     return any(end.endswith(gold.rstrip(" .")) for gold in golds(problem.columns.get("answer")) if gold.rstrip(" ."))
 
 
 def _message(message: Any) -> Message:
-    """In the OpenAI form, without what is null; {} for what is no message."""
+    """Returns a message in the OpenAI form, without nulls; {} for a value that is no message."""
     if not isinstance(message, Mapping):
         return {}
     sender = message.get("role") if message.get("role") is not None else message.get("from")
@@ -167,7 +167,7 @@ def _content(message: Mapping[str, Any]) -> Any:
 
 
 def _with_read_arguments(call: Any) -> Any:
-    """A call whose arguments are JSON text, as OpenAI has them, with what it says: templates write JSON of it."""
+    """Returns a call with its arguments parsed if they are JSON text, as OpenAI's: templates write JSON themselves."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -185,7 +185,7 @@ def _shows_an_image(message: Mapping[str, Any]) -> bool:
 
 
 def _joined(content: Any) -> Any:
-    """[{"type": "image"}, {"type": "text", "text": "How many?"}] -> "<image>How many?"; anything else as it is."""
+    """Joins parts: [{"type": "image"}, {"type": "text", "text": "How many?"}] -> "<image>How many?"; else as it is."""
     if not _is_parts(content):
         return content
     texts: list[Any] = [IMAGE if part.get("type") in _IMAGE_PARTS else part.get("text") for part in content]
@@ -201,10 +201,10 @@ def read(option: str, path: Path) -> str:
 
 
 def with_image_places(messages: Sequence[Message], problem: Problem, begin: int, tokens: str) -> list[Message]:
-    """The messages with the model's image tokens for each <image> of the row, or before its first user message.
+    """Returns the messages with the model's image tokens for each <image> of the row, or before its first user message.
 
-    They are written here and not by the chat template, so that templates for text serve, too. begin: where the row's
-    own messages begin, behind worked examples and a given system message.
+    The tokens are inserted before the chat template runs, so that templates for text serve, too. begin: index of the
+    row's first own message, after worked examples and a given system message.
     """
     given, row, num_images = messages[:begin], list(messages[begin:]), len(problem.images)
     marks = sum(message["content"].count(IMAGE) for message in row)

@@ -1,4 +1,4 @@
-"""The turns of a run: of its only source, or of several on one engine, each with its own environment or none."""
+"""Runs the prompts of a run's sources on one engine, each source with its own environment or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def turns_of(engine: Engine, decode: Decode, multi_turns: Mapping[str, MultiTurn | None]) -> Turns:
-    """multi_turns: by source; None: its completions have one turn."""
+    """Returns the turns of a run. `multi_turns` is by source; None: its completions have one turn."""
     if not any(multi_turns.values()):
         return SingleTurns(engine)
     turns = {s: m.episodes(engine, decode) if m else SingleTurns(engine) for s, m in multi_turns.items()}
@@ -24,7 +24,7 @@ def turns_of(engine: Engine, decode: Decode, multi_turns: Mapping[str, MultiTurn
 
 
 class MixedTurns:
-    """As SingleTurns and Episodes, for all sources: the engine is asked here, and each gets what is its own."""
+    """SingleTurns and Episodes for all sources together: it steps the engine and passes each source its own results."""
 
     def __init__(self, engine: Engine, turns: Mapping[str, SingleTurns | Episodes]):
         self._engine, self._turns = engine, turns
@@ -41,10 +41,10 @@ class MixedTurns:
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
         self._turns[prompt.problem.source].start(key, prompt, params)
-        self._started[key] = prompt.problem.source  # behind it: an engine may refuse a prompt
+        self._started[key] = prompt.problem.source  # after start, because the engine may refuse a prompt
 
     def step(self) -> list[tuple[Any, Sampled]]:
-        """One engine step, and what environments have answered."""
+        """Runs one engine step and handles the replies of environments. Returns the prompts that ended."""
         found: dict[str, list[Any]] = {source: [] for source in self._turns}
         for key, completions in self._engine.step() if self._engine.num_running else []:
             found[self._started[key[0] if isinstance(key, tuple) else key]].append((key, completions))

@@ -1,4 +1,4 @@
-"""What rollouts of several turns need of a run: its environments, its chat template between turns, its tokenizer."""
+"""Prepares rollouts of several turns: the environments, the chat template between turns, the tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Made before vLLM is imported, so that a template that cannot serve costs seconds."""
+    """The settings of a source's rollouts of several turns, made before vLLM is imported: errors cost seconds."""
 
     config: Config
     tokenizer: Any
@@ -43,10 +43,10 @@ class MultiTurn:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
-        """problem: of the run, to try the template on. Raises UserError for a template that cannot serve."""
+        """Returns the settings, tried on a problem of the run. Raises UserError for a template that cannot serve."""
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
-        if config.rollout.agent is not None:  # it makes its own conversations
+        if config.rollout.agent is not None:  # an agent makes its own conversations
             return cls(config, tokenizer, pool, TurnTemplate(rendered, tokenize))
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
@@ -70,7 +70,7 @@ class MultiTurn:
         return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
 
     def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """The prompt with the messages of reset. Raises ValueError for one that is too long, or has images."""
+        """Returns the prompt with the messages of reset. Raises ValueError if it is too long or has images."""
         if prompt.images:
             raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
         text = self.template.of_row(prompt.problem).render(messages)
@@ -91,7 +91,7 @@ def _say_or_refuse(template: TurnTemplate, asked: Sequence[Message], tokenizer: 
 
 
 def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
-    """Raises ValueError for a token that the model does not have."""
+    """Returns the token ids of a text. Raises ValueError for a token that the model does not have."""
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if (unknown := max(ids, default=0)) >= vocabulary(model):
         raise ValueError(f"the model's embedding has no row for {tokenizer.convert_ids_to_tokens(unknown)!r}")
@@ -100,7 +100,7 @@ def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
 
 @contextlib.contextmanager
 def opened(config: Config, tokenizer: Any, problem: Problem, columns: Iterable[str]) -> Iterator[MultiTurn | None]:
-    """With the environments' processes, as long as it is open; None for a run of single turns. Raises UserError."""
+    """Yields a MultiTurn while the environments' processes run; None for a run of single turns. Raises UserError."""
     if not config.rollout.is_multi_turn:
         yield None
         return

@@ -1,8 +1,8 @@
-"""The images of rows: found in a column, tried, bounded, and resized and encoded once, for vLLM and trainer alike.
+"""Finds the images of rows in a column, checks them, and resizes and encodes them once for vLLM and the trainer.
 
 A column holds one image or a list of them, each a file's bytes, a path, a data: URI, base64, or a mapping with one of
 these, such as {"bytes": …, "path": …}. Every file is decoded once before the run, so that all broken ones are named
-together, and encoded when its prompt is made. How many pixels a file has is read from its header first: a small file
+together, and encoded when its prompt is made. The number of pixels is read from the file's header first: a small file
 may unpack to gigabytes.
 """
 
@@ -31,22 +31,22 @@ from sampler.progress import counted
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 1 << 26  # of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
-MAX_BYTES = 1 << 26  # of a file
+MAX_PIXELS = 1 << 26  # pixels of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
+MAX_BYTES = 1 << 26  # bytes of a file
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _EXPECTED = "bytes, a path, a data: URI, base64, or {bytes: …, path: …}"
-_IN_MAPPINGS = ("bytes", "path", "url", "image_url", "image", "base64", "data")  # OpenAI's, Anthropic's and `datasets`'
+_IN_MAPPINGS = ("bytes", "path", "url", "image_url", "image", "base64", "data")  # OpenAI's, Anthropic's, `datasets`'
 _SCHEME = re.compile(r"data(?=:)|[a-z][a-z0-9+.-]+(?=://)", re.IGNORECASE)
 _ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")  # base64 of PNG, JPEG, GIF, …
 _URL_SAFE = str.maketrans("-_", "+/")
-_LONGEST_PATH = 4096  # of Linux
-_ORIENTATION = 0x0112  # in EXIF
+_LONGEST_PATH = 4096  # the limit of Linux
+_ORIENTATION = 0x0112  # tag in EXIF
 
 
 def sources(value: Any, folder: Path) -> tuple[ImageFile, ...]:
-    """The files in a row's column; () for None and an empty list. Relative paths count from `folder`, else from here.
+    """Returns the files in a row's column; () for None and []. Relative paths start at `folder`, else at Path.cwd().
 
-    Raises ValueError for what is no image, or no file.
+    Raises ValueError for a value that is no image or no file.
     """
     if value is None or value == "":
         return ()
@@ -60,7 +60,7 @@ def _source(value: Any, folder: Path) -> ImageFile:
     if isinstance(value, str):
         value = _text_source(value.strip(), folder)
     if isinstance(value, list) and value and all(isinstance(n, int) and 0 <= n < 256 for n in value):
-        value = bytes(value)  # as pandas writes bytes into JSON
+        value = bytes(value)  # pandas writes bytes into JSON as lists of integers
     if not isinstance(value, bytes | memoryview | Path):
         raise ValueError(f"{shorten(given)[:80]} is no image: expected {_EXPECTED}")
     if (value.stat().st_size if isinstance(value, Path) else len(value)) > MAX_BYTES:
@@ -69,7 +69,7 @@ def _source(value: Any, folder: Path) -> ImageFile:
 
 
 def _text_source(text: str, folder: Path) -> ImageFile:
-    """Of a path, a data: URI or base64. Raises ValueError."""
+    """Returns the file of a path, a data: URI or base64. Raises ValueError."""
     scheme = found[0].lower() if (found := _SCHEME.match(text)) else ""
     if scheme == "data":
         return _decoded(text.partition(",")[2], text)
@@ -101,12 +101,12 @@ def _decoded(encoded: str, given: str) -> bytes:
 
 
 def read_file(source: ImageFile) -> bytes:
-    """What the file holds. Raises OSError."""
+    """Returns a file's bytes. Raises OSError."""
     return source.read_bytes() if isinstance(source, Path) else bytes(source)
 
 
 def open_picture(source: ImageFile) -> Image:
-    """A picture that is not decoded yet. Raises ValueError for no picture, or for one of more than MAX_PIXELS."""
+    """Returns an undecoded picture. Raises ValueError for no picture, or for one of more than MAX_PIXELS."""
     from PIL import Image as images
     from PIL import UnidentifiedImageError
 
@@ -123,9 +123,9 @@ def open_picture(source: ImageFile) -> Image:
 
 
 def unreadable(option: str, problems: Sequence[Problem]) -> dict[int, str]:
-    """By index of the row, what is wrong with the first of its images that cannot be decoded. Takes its time."""
+    """Returns {row index: error of its first undecodable image}, after decoding all images."""
     shown = [problem for problem in problems if problem.images]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # PIL decodes without Python's lock
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # PIL decodes without the GIL
         found = counted(threads.map(_trouble, shown), f"{option}: trying images", len(shown))
         return {problem.index: trouble for problem, trouble in zip(shown, found, strict=True) if trouble}
 
@@ -136,9 +136,9 @@ def _trouble(problem: Problem) -> str:
             with open_picture(source) as picture:
                 if max(picture.size) > MAX_ASPECT * min(picture.size):
                     raise ValueError(f"{picture.width} × {picture.height} pixels, a strip")
-                picture.draft(None, (picture.width // 8 + 1, picture.height // 8 + 1))  # a JPEG to its end, but sooner
+                picture.draft(None, (picture.width // 8 + 1, picture.height // 8 + 1))  # a whole JPEG, but faster
                 picture.load()
-        except Exception as error:  # PIL's decoders raise what they like
+        except Exception as error:  # PIL's decoders raise any exception
             return _broken(place, error)
     return ""
 
@@ -148,7 +148,7 @@ def _broken(place: int, error: Exception) -> str:
 
 
 def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
-    """Raises UserError for rows with too many images, and for no row with any. Says how many rows have none."""
+    """Raises UserError for rows with too many images, and if no row has any. Logs how many rows have none."""
     counts = [len(problem.images) for problem in problems]
     if too_many := [problem.index for problem in problems if len(problem.images) > data.limit_images]:
         raise UserError(
@@ -166,21 +166,21 @@ def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
 
 
 def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[EncodedImage, ...]:
-    """Its images, resized. Raises UserError for one that cannot be decoded, or is a strip."""
+    """Returns a problem's images, resized. Raises UserError for one that cannot be decoded, or is a strip."""
     encoded = []
     for place, source in enumerate(problem.images):
         try:
             encoded.append(encode_image(open_picture(source), form, data.min_pixels, data.max_pixels))
-        except Exception as error:  # PIL's decoders raise what they like
+        except Exception as error:  # PIL's decoders raise any exception
             raise UserError(f"row {problem.index}: {_broken(place, error)}. Mend the row, or leave it out") from error
     return tuple(encoded)
 
 
 def image_size(source: ImageFile) -> tuple[int, int]:
-    """(height, width) as it is seen, by its header. Raises ValueError."""
+    """Returns (height, width) as displayed, from the image's header. Raises ValueError."""
     picture = open_picture(source)
     try:
-        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL turned it
+        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL rotates
     except (SyntaxError, struct.error, TypeError, KeyError):
         is_turned = False
     return (picture.width, picture.height) if is_turned else (picture.height, picture.width)

@@ -1,4 +1,4 @@
-"""Work on many rows, of which somebody may wait for the end: it is said how far it is."""
+"""Reports the progress of work on many rows, because another process may wait for its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def counted(items: Iterable[T], doing: str, total: int | None = None, each: int = 1) -> Iterator[T]:
-    """The items. Each is progress, and each 10 seconds a line. each: rows in an item."""
+    """Yields the items; each counts as progress, and a line is logged every 10 s. each: rows in an item."""
     is_due = every(10.0)
     for count, item in enumerate(items):
         report_progress(doing)

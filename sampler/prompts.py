@@ -1,8 +1,8 @@
-"""Problems become Prompts: chat messages through the chat template, then token ids. Everybody who shows a prompt or
-asks a model makes it here: the run, `plan`, `check` and `eval`.
+"""Turns problems into Prompts: renders chat messages with the chat template, then makes token ids of the text.
+The run, `plan`, `check` and `eval` all make their prompts with this module.
 
-Tokens come from the rendered text, once, and travel as ids: nothing downstream tokenises again. The template writes
-the special tokens, so none are added (but for the first, sampler/chat_template.py).
+Tokens are made from the rendered text, once, and are passed on as ids: nothing downstream tokenises again. The template
+writes the special tokens, so none are added (except the first: sampler/chat_template.py).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def make_prompt(
     vision: Vision | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
-    """The prompt of one problem and its images, encoded, with the tools and template arguments of its own columns.
+    """Returns the prompt of a problem and its images, encoded, with tools and template arguments of its own columns.
 
-    vision: of the model, where data.image_key is given. Raises UserError for a tokenizer without a chat template, for a
+    vision: the model's, where data.image_key is given. Raises UserError for a tokenizer without a chat template, for a
     row that is neither text nor chat messages, for one with more or fewer images than places for them, or with one that
     cannot be decoded, and for tools that the run does not have.
     """
@@ -61,7 +61,7 @@ def rendered(
     vision: Vision | None,
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[str, str | list[Message], str]:
-    """(what the model sees, what rewards get as the prompt, what of the model's turn it holds). Raises UserError."""
+    """Returns (text for the model, prompt for rewards, beginning of the model's turn in the text). Raises UserError."""
     prompt = config.prompt
     require_template(tokenizer, prompt)
     own_tools, own_arguments = tools_of(problem), arguments_of(problem)
@@ -96,9 +96,9 @@ def rendered(
 
 
 def begun_in(text: str, messages: Sequence[Message] = ()) -> str:
-    r"""What of the model's own turn stands in a rendered prompt: rewards and tools read it before the completion.
+    r"""Returns the start of the model's own turn in a rendered prompt: rewards and tools read it before the completion.
 
-    begun_in("…<|im_start|>assistant\n<think>\n") == "<think>\n"; of a row that ends in the assistant's words, these.
+    begun_in("…<|im_start|>assistant\n<think>\n") == "<think>\n"; if the row ends in an assistant's text, that text.
     """
     if messages and messages[-1].get("role") == "assistant":
         return text[text.rindex(messages[-1]["content"].strip()) :]

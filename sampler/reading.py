@@ -1,8 +1,8 @@
-"""Where a completion ends, and how its tokens become the text that rewards, tools and people read.
+"""Defines where a completion ends, and how its tokens become the text that rewards, tools and people read.
 
-A completion ends at the model's own ends (generation_config.json, the tokenizer's, and what the chat template writes
-behind a turn, which may be neither of a base model with a template for chats) and at sampler.stop. The own ends are no
-text. Of the other special tokens those stay that somebody looks for: a tag such as <answer> may be one.
+A completion ends at the model's own end tokens (of generation_config.json, of the tokenizer, and the one that the chat
+template writes after a turn, which may be neither if a base model has a chat template) and at sampler.stop. The own end
+tokens are not text. Other special tokens are kept if a function looks for them: a tag such as <answer> may be one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from model.hub import model_json
 from rewards.find import BUILT_IN
 from sampler.chat_template import TURN_MARK, render
 
-_ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # of special tokens that pad, begin and end texts
+_ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # roles of special tokens that pad, begin and end texts
 _TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
 _LOOKS_LIKE_AN_END = re.compile(r"<\S+?>")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a completion. own: the model's ends, which are no text; ids: these and sampler.stop's."""
+    """The ends of a completion. own: the model's end tokens, which are not text; ids: these and sampler.stop's."""
 
     own: tuple[int, ...]
     ids: tuple[int, ...]
@@ -38,11 +38,11 @@ class Ends:
 
 @dataclass(frozen=True)
 class Reader:
-    """Token ids -> texts, without the dropped tokens."""
+    """A decoder from token ids to texts, without the dropped tokens."""
 
     tokenizer: Any
     dropped: frozenset[int]
-    kept: tuple[str, ...] = ()  # special tokens that stay, for people
+    kept: tuple[str, ...] = ()  # special tokens that are kept, for messages
 
     def __call__(self, ids: Sequence[Sequence[int]]) -> list[str]:
         left = [[i for i in one if i not in self.dropped] for one in ids]
@@ -50,7 +50,7 @@ class Reader:
 
 
 def ends_of(config: Config, tokenizer: Any) -> Ends:
-    """Raises UserError for a model that names no end at all, and a token in sampler.stop that it does not have."""
+    """Returns the ends of a completion. Raises UserError if there is none, or for a sampler.stop that is no token."""
     given = (model_json(config.model.path, "generation_config.json", config.model.revision) or {}).get("eos_token_id")
     named = given if isinstance(given, list | tuple) else [given]
     behind = _behind_a_turn(config, tokenizer)
@@ -69,7 +69,7 @@ def ends_of(config: Config, tokenizer: Any) -> Ends:
 
 
 def unwritten_end(config: Config, tokenizer: Any) -> str | None:
-    """A sentence for a chat template whose end of a turn the tokenizer cannot write as one token."""
+    """Returns advice if the tokenizer cannot write the chat template's end of a turn as one token, else None."""
     behind = _behind_a_turn(config, tokenizer).lstrip()
     mark = _LOOKS_LIKE_AN_END.match(behind)
     if mark is None or _added(tokenizer, behind) is not None or mark.group() in config.sampler.stop:
@@ -81,7 +81,7 @@ def unwritten_end(config: Config, tokenizer: Any) -> str | None:
 
 
 def reader(config: Config, tokenizer: Any) -> Reader:
-    """As rewards.special_tokens says."""
+    """Returns the reader that rewards.special_tokens selects."""
     own = set(ends_of(config, tokenizer).own)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     if config.rewards.special_tokens == "keep":
@@ -95,7 +95,7 @@ def reader(config: Config, tokenizer: Any) -> Reader:
 
 
 def said_reader(config: Config, tokenizer: Any) -> Reader:
-    """With a line each about what others would do otherwise."""
+    """Returns the reader, and logs the kept special tokens and a missing end token."""
     made = reader(config, tokenizer)
     if made.kept:
         say(f"texts keep the special tokens {', '.join(made.kept)} (rewards.special_tokens)")
@@ -105,7 +105,7 @@ def said_reader(config: Config, tokenizer: Any) -> Reader:
 
 
 def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
-    """Tags whose other half is a token, too, and whatever stands in the file of a reward, a tool or an environment."""
+    """Returns tags whose other half is a token, too, and tokens in the file of a reward, a tool or an environment."""
     halves = {t: m for t in tokens.values() if (m := _TAG.fullmatch(t))}
     others = {t: f"{m[1]}{'' if '/' in t[:2] else '/'}{m[2]}{m[3]}" for t, m in halves.items()}
     sources = list(_sources(config))
@@ -117,7 +117,7 @@ def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
 
 
 def _sources(config: Config) -> Iterator[str]:
-    """The files of the user's functions, read and not imported: their own process does that."""
+    """Yields the source texts of the user's functions, without importing them: their own process does that."""
     specs: Iterable[str] = [BUILT_IN.get(name, name) for name in map(functions.unnamed, config.rewards.reward_funcs)]
     given = [one.rollout for one in config.of_sources.values()]
     of_rollouts = [s for r in given for s in [*r.tools, r.environment, r.agent] if isinstance(s, str)]
@@ -127,7 +127,7 @@ def _sources(config: Config) -> Iterator[str]:
             path = place if isinstance(place, Path) else _file_of(place)
             yield path.read_text(encoding="utf-8", errors="replace") if path else ""
         except OSError:
-            continue  # the process that imports it says so
+            continue  # the process that imports the file reports the error
 
 
 def _file_of(module: str) -> Path | None:
@@ -140,14 +140,14 @@ def _file_of(module: str) -> Path | None:
 
 
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
-    """What the chat template writes behind the assistant's last words, or where nothing is, before the user's next; ""
-    where it cannot be seen. (gpt-oss ends the last in <|return|>, and each of several others in <|end|>.)"""
+    """Returns the text that the chat template writes after the assistant's last turn; "" if it cannot be seen.
+    If that is empty: the text before the user's next. (gpt-oss ends its last in <|return|>, others in <|end|>.)"""
     said = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
     for some in (said[:2], said):
         try:
             text = render(tokenizer, some, prompt=config.prompt, is_over=True)
         except (UserError, ValueError):
-            return ""  # no template, or one with other ideas of a conversation
+            return ""  # no template, or one that refuses such a conversation
         behind = "".join(text.split(TURN_MARK)[2:3])
         if behind.strip():
             return behind
@@ -155,6 +155,6 @@ def _behind_a_turn(config: Config, tokenizer: Any) -> str:
 
 
 def _added(tokenizer: Any, text: str) -> int | None:
-    """The token that a text begins with, if it is one of those that are no pieces of words."""
+    """Returns the token at the beginning of a text if it is an added token (not a piece of a word), else None."""
     ids = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1]
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None

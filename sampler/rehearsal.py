@@ -1,10 +1,10 @@
-"""What the run will ask the engine for later, asked once before the first group: what it refuses ends the run at once.
+"""Asks the engine once, before the first group, for all that the run will need: a refusal ends the run at once.
 
     longest sequence   a prompt that is filled up to where max_prompt_length and max_completion_length end, sampled as a
                        group's are; the reference scores the same
     evaluation         a held-out prompt, with the settings that nothing else is sampled with
 
-Each is cut to its last tokens, so that it costs a prompt and not a completion. Not here: publishing, reload and proof,
+Each is cut to its last tokens, so that it costs a prompt and not a completion. Left out: publishing, reload and proof,
 which version 0 goes through before any group; rewards, which are tried on made-up texts (start.py); environments.
 """
 
@@ -28,11 +28,11 @@ from sampler.task import GroupKey, Task, held_out_params, sampling_params
 if TYPE_CHECKING:
     from model.reference import Reference
 
-_SAMPLED = 2  # tokens of each completion: the second is decoded behind a cache
+_SAMPLED = 2  # tokens of each completion: the second is decoded from the cache
 
 
 def rehearse(config: Config, task: Task, engine: Engine, reference: Reference | None) -> None:
-    """Raises UserError. The engine may hold any weights."""
+    """Samples and scores the longest sequence, and samples an evaluation, under any weights. Raises UserError."""
     start = time.monotonic()
     prompt, room = task.train[0], config.data.max_prompt_length + config.sampler.max_completion_length
     whole = np.pad(prompt.token_ids, (0, max(0, room - _SAMPLED - len(prompt.token_ids))), mode="edge")

@@ -1,4 +1,4 @@
-"""From an announced version to an engine that provably uses it.
+"""Reloads an announced version into an engine, and proves that the engine uses it.
 
 verify (manifest digest, files, tensors, finite?) → weights.load → the engine's checksums → canary
 └──── a failure here keeps the old weights ──────┘   └────── a failure here ends the process ───────┘
@@ -6,8 +6,8 @@ verify (manifest digest, files, tensors, finite?) → weights.load → the engin
                                                            (or has sequences: in_flight.py)
 
 The checksums are those that the trainer took of its own memory (model/checksum.py), so they prove the whole way from
-its parameters to the engine's, bit by bit: weights that are stale, swapped or loaded by half are refused however little
-the learning rate has changed them. The canary proves what checksums can not, that both compute the same with them.
+its parameters to the engine's, bit by bit: weights that are stale, swapped or half loaded are refused however little
+the learning rate has changed them. The canary proves what checksums cannot: that both compute the same with them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from sampler.engine_tensors import Proof
 
 
-# By how much the canary may differ: RMS, largest. float32: healthy are 1e-6 and 1e-5, TF32 in attention gives 5e-4 and
-# 2e-3. bfloat16: RMS 0.03 to 0.04, and good engines have single tokens far off: the largest is only shown. A mixture's
-# tokens that lie between two experts go to either: of ten up to two, off by 0.2 to 0.9 (bf16, 8 experts); the nearest
+# Bounds of the canary's differences: RMS, largest. float32: 1e-6 and 1e-5 are normal, TF32 in attention has 5e-4 and
+# 2e-3. bfloat16: RMS 0.03 to 0.04, and good engines have single outliers: the largest is only shown. A mixture's
+# tokens that lie between two experts go to either: up to two in ten, off by 0.2 to 0.9 (bf16, 8 experts); the nearest
 # three quarters have the RMS of other models.
 _CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
-_NARROW_BOUND = 0.01  # of an engine that computes with fewer bits in places, as vLLM does in xIELU (Apertus)
+_NARROW_BOUND = 0.01  # largest difference of an engine that has fewer bits in places, as vLLM in xIELU (Apertus)
 
 
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
     """Loads a published version. Raises BadWeights (old weights untouched), or Retryable (the engine is unusable).
 
-    UserError in place of the latter for version 0, where the next start would end the same.
+    Raises UserError in place of Retryable for version 0, because the next start would end the same.
 
-    Returns its figures under the names of their metrics (docs/metrics.md). Seconds: reload, all of it; verify, before
-    the engine is touched; stall, what did not happen while the engine decoded, of it load, prove and canary.
+    Returns its figures under the names of their metrics (docs/metrics.md). In seconds: reload, the total; verify,
+    before the engine is touched; stall, when the engine did not decode, of it load, prove and canary.
     """
     start = time.monotonic()
     fetched = fetcher.finish(published) if fetcher else fetch(published, config)
@@ -100,7 +100,7 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
 
 
 def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
-    """What the engine must hold. vLLM multiplies an adapter's B by alpha / r as it loads it."""
+    """Returns the tensors that the engine must hold. vLLM multiplies an adapter's B by alpha / r as it loads it."""
     scale = config.lora.scale / config.lora.r if config.lora.publishes_adapters else 1
     if scale == 1:
         return fetched.manifest.tensors
@@ -121,17 +121,17 @@ def _require_proof(proof: Proof, version: int) -> None:
 def _require_canary(
     x: NDArray[np.float64], dtype: str, version: int, share: float = 1.0, narrow: Collection[str] = ()
 ) -> str:
-    """Returns a warning where the log-probs differ by more than the bounds, but for a known reason and by little.
+    """Returns a warning if log-probs differ by more than the bounds, but for a known reason and by little, else "".
 
-    x: differences of log-probs. share: of the tokens, the nearest, whose RMS is bounded. narrow: the engine's tensors
-    of fewer bits than the model's.
+    x: differences of log-probs. share: fraction of tokens, the nearest ones, whose RMS is bounded. narrow: the engine's
+    tensors that have fewer bits than the model's. Raises UserError or Retryable for larger differences.
     """
     nearest = np.sort(np.abs(x))[: math.ceil(share * len(x))]
     rms, largest = _rms(nearest), _largest(x)
     rms_bound, bound = _CANARY_BOUNDS[dtype]
     if rms <= rms_bound and largest <= bound:
         return ""
-    if not (narrow and largest <= _NARROW_BOUND):  # so that NaN is refused
+    if not (narrow and largest <= _NARROW_BOUND):  # negated, so that NaN is refused
         limits = f"RMS {rms_bound:.3g}" + (f", at most {bound:.3g}" if bound < math.inf else "")
         raise _refused(
             version,
@@ -146,7 +146,7 @@ def _require_canary(
 
 
 def _refused(version: int, why: str) -> UserError | Retryable:
-    """Version 0 is the model as it was given: what is wrong with it would be wrong again."""
+    """Returns the error of a refused version; a UserError for 0, the model as given, which would fail again."""
     return certain(why) if version == 0 else Retryable(why)
 
 
@@ -155,12 +155,12 @@ def _rms(x: NDArray[np.float64]) -> float:
 
 
 def _largest(x: NDArray[np.float64]) -> float:
-    """max |x|; unlike max(), NaN wherever a NaN is."""
+    """Returns max |x|; unlike max(), it is NaN if any x is NaN."""
     return float(np.abs(x).max())
 
 
 def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of all the canary's tokens: the trainer's log-probs and the engine's."""
+    """Returns the log-probs of all the canary's tokens: the trainer's and the engine's."""
     canary, images = manifest.canary, []
     if canary.image_png:
         times, rows, columns = canary.grid_thw

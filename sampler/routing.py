@@ -1,13 +1,13 @@
-"""Which experts each token was sent to, as vLLM's engine computes it: algorithm.router_replay.
+"""Records which experts each token was routed to in vLLM's engine: algorithm.router_replay.
 
     router of each mixture ─► step [tokens, layers, k] ─► behind each forward: kept [cache slots, layers, k]
     finished request ─► its cache blocks ─► CompletionOutput.routed_experts [P + C − 1, layers, k]
 
-vLLM's own recording (enable_return_routed_experts) needs its second model runner, which no CPU has. Here the routing of
-a token is kept under the number of the cache slot that its keys and values take: what a prompt shares through the
-prefix cache it shares too, a preempted sequence writes both again, and no step waits for a GPU. vLLM hands it to the
-right completion. The last token of a completion is never run. Left out: CUDA graphs, pipeline stages, several
-data-parallel ranks, which the configuration refuses.
+vLLM's own recording (enable_return_routed_experts) needs its second model runner, which no CPU has. This module stores
+the routing of a token under the number of the cache slot of its keys and values: prompts that share a prefix in the
+prefix cache share its routing too, a preempted sequence writes both again, and no step waits for a GPU. vLLM assigns
+the routing to its completion. The last token of a completion is never run. Left out: CUDA graphs, pipeline stages,
+several data-parallel ranks, which the configuration refuses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sampler.vllm_insides import capture_experts, lasting_cache
 
 
 class Routing:
-    """In vLLM's worker."""
+    """The recorder of routing in vLLM's worker."""
 
     def __init__(self, runner: Any, context: Callable[[], Any], whole: Callable[[Tensor], Tensor]):
-        """runner: vLLM's GPUModelRunner. context: its get_forward_context. whole: of the rows that are computed all.
+        """Wraps the runner's forward. context: vLLM's get_forward_context. whole: expands computed rows to all rows.
 
-        Raises UserError for a model whose experts vLLM chooses where nobody can see it.
+        runner: vLLM's GPUModelRunner. Raises UserError for a model whose experts vLLM chooses inside a kernel.
         """
         try:
             self._group, self._layer, self._block_size = lasting_cache(runner)
@@ -42,7 +42,7 @@ class Routing:
         of_token = len(self._places), mixtures[0].moe_config.experts_per_token
         dtype = torch.uint8 if mixtures[0].moe_config.num_logical_experts <= 256 else torch.int16
         slots = runner.kv_cache_config.num_blocks * self._block_size
-        # what is padded has slot −1, the last, which is nobody's
+        # padding has slot −1, the last one, which belongs to no token
         self._kept = torch.zeros((slots + 1, *of_token), dtype=dtype, device=runner.device)
         self._step = torch.zeros((runner.max_num_tokens, *of_token), dtype=dtype, device=runner.device)
         self._forward = runner._model_forward
@@ -59,7 +59,7 @@ class Routing:
         return output
 
     def of_request(self, request_id: str) -> NDArray[Any]:
-        """[tokens up to a whole block, layers, k] of one that has just finished: its blocks are as they were."""
+        """Returns the routing of a request that has just finished, [tokens up to a whole block, layers, k]."""
         blocks = self._runner.requests[request_id].block_ids[self._group]
         starts = torch.tensor(blocks, device=self._kept.device)[:, None] * self._block_size
         found = self._kept[(starts + torch.arange(self._block_size, device=starts.device)).flatten()].cpu().numpy()
@@ -67,9 +67,9 @@ class Routing:
 
 
 def deliver(core: Any, of_requests: Callable[[Sequence[str]], Sequence[NDArray[Any]]]) -> None:
-    """From now on what vLLM's engine core finishes carries its routing, as with enable_return_routed_experts.
+    """Adds the routing to all requests that vLLM's engine core finishes, as enable_return_routed_experts does.
 
-    core: the engine's, in this process. of_requests: `Routing.of_request` of each, in the worker.
+    core: the engine's core, in this process. of_requests: `Routing.of_request` of each, in the worker.
     """
     get_output = core.get_output
 

@@ -1,10 +1,10 @@
-"""One data source becomes rows: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
+"""Reads the rows of a data source: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
 
-A .jsonl or .json file is read as it is: the `datasets` library, which reads everything else (a git clone of a hub
+A .jsonl or .json file is read unchanged: the `datasets` library, which reads all other sources (a git clone of a hub
 repository is a folder too), would make times of strings that look like dates, and floats of large integers. A row that
-is a list becomes one with a column `conversation`. What is no number, pandas' NaN for a cell without a value, is None.
-The bytes of files, of pictures above all, stay in the table that `datasets` maps into memory, and are read where they
-are needed. Left out: streaming (group g must be addressable).
+is a list becomes one with a column `conversation`. NaN, which pandas writes for a cell without a value, becomes None.
+The bytes of files, mainly images, stay in the table that `datasets` maps into memory, and are read when they are
+needed. Left out: streaming (group g must be addressable).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SUBSETS_THERE = re.compile(
 
 
 def read_rows(spec: str) -> list[dict[str, Any]]:
-    """At least one row of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
+    """Returns the rows, at least one, of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
 
-    Columns of images, sounds and films are their files, {bytes, path}; bytes are views of the table.
+    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table.
 
     The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
     UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
@@ -72,7 +72,7 @@ def check_there(spec: str) -> None:
 
 
 def _split_off(spec: str) -> tuple[str, str | None]:
-    """("openai/gsm8k:main", "train[:512]") from "openai/gsm8k:main@train[:512]"; an @ in a folder's name stays."""
+    """Splits "openai/gsm8k:main@train[:512]" into ("openai/gsm8k:main", "train[:512]"); paths may have an @."""
     if Path(spec).expanduser().exists():
         return spec, None
     source, at, split = spec.rpartition("@")
@@ -80,7 +80,7 @@ def _split_off(spec: str) -> tuple[str, str | None]:
 
 
 def _path_and_subset(source: str) -> tuple[Path, str]:
-    """(Path("openai/gsm8k"), "main") from "openai/gsm8k:main"; a colon in a folder's name stays."""
+    """Returns (Path("openai/gsm8k"), "main") for "openai/gsm8k:main"; a colon in a folder's name stays."""
     if Path(source).expanduser().exists():
         return Path(source).expanduser(), ""
     name, _, subset = source.partition(":")
@@ -88,7 +88,7 @@ def _path_and_subset(source: str) -> tuple[Path, str]:
 
 
 def _splits(source: str) -> Mapping[str, Table]:
-    """All splits of the data set. Raises UserError."""
+    """Returns all splits of the data set. Raises UserError."""
     check_there(source)
     path, subset = _path_and_subset(source)
     if path.is_file() and _FORMATS[path.suffix] == "json":
@@ -111,13 +111,13 @@ def _splits(source: str) -> Mapping[str, Table]:
 
 
 def folder_of(spec: str) -> Path:
-    """What relative paths in the rows of a local data set count from."""
+    """Returns the folder at which relative paths in the rows of a local data set start."""
     path, _ = _path_and_subset(_split_off(spec)[0])
     return path if path.is_dir() else path.parent
 
 
 def _rows_of_json(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON list, or of a file with one per line; each has the columns of all, None where it had none.
+    """Returns the objects of a JSON list or of a JSON-lines file; each has the columns of all, None where it lacks one.
 
     [["a", "b"]] → [{"conversation": ["a", "b"]}]. Raises UserError with the line that is no JSON or no row.
     """
@@ -127,7 +127,7 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict | list):
                 raise UserError(f"data: {path}: row {number} is {row!r:.80}, not an object; write one per line")
             row = row if isinstance(row, dict) else {"conversation": row}
-            rows.append({names.setdefault(name, name): value for name, value in row.items()})  # one text for each name
+            rows.append({names.setdefault(name, name): value for name, value in row.items()})  # one object per name
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data: {path} cannot be read: {error}") from None
     columns = list(names)
@@ -135,12 +135,12 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
 
 
 def _values(path: Path) -> Iterator[Any]:
-    """Of a file with one value per line, which is never held whole, or with one list of them."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:  # JSON may hold other ends of lines, such as U+2028
+    """Yields the values of a file with one per line, which is never held whole, or with one list of them."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:  # JSON may contain other ends of lines, such as U+2028
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
         if first.lstrip().startswith("["):
-            with contextlib.suppress(*_NO_JSON):  # else one list per line
+            with contextlib.suppress(*_NO_JSON):  # otherwise the file has one list per line
                 yield from _JSON.decode(file.read())
                 return
             file.seek(0)
@@ -155,7 +155,7 @@ def _values(path: Path) -> Iterator[Any]:
 
 
 def _explained(error: Exception, name: str, subset: str, is_local: bool) -> UserError:
-    """For what `datasets` raised: a missing or unknown subset, or a data set that it cannot find or read."""
+    """Returns the error for an exception of `datasets`: a wrong subset, or a data set not found or unreadable."""
     if found := _SUBSETS_THERE.search(str(error)):
         subsets = re.findall(r"'([^']*)'", found[1])
         near = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
@@ -168,7 +168,7 @@ def _explained(error: Exception, name: str, subset: str, is_local: bool) -> User
 
 
 def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:
-    """The rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
+    """Returns the rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
     sizes = {str(name): len(rows) for name, rows in splits.items()}
     there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
     if split is None:
@@ -193,7 +193,7 @@ def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[T
 
 
 def _checked(rows: Table, source: str) -> Table:
-    """Raises UserError for a column of text in JSON that `datasets` took for dates."""
+    """Returns the rows. Raises UserError for a column of text in JSON that `datasets` took for dates."""
     if not isinstance(rows, list) and rows.info.builder_name == "json":
         for name, feature in rows.features.items():
             if "timestamp" in str(feature):

@@ -1,4 +1,4 @@
-"""From a checked config to a running sampler: cheap checks first, then the reference model, then vLLM."""
+"""Starts a sampler from a checked config: cheap checks first, then the reference model, then vLLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sampler.task import Task, parts_of
 
 _ROWS_TRIED = 4
 _JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
-_JUDGES["accuracy_reward"] = "solution"  # the column that each reads
+_JUDGES["accuracy_reward"] = "solution"  # the column that each of them reads
 _FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
 _ROWS_NAMED = 10
 
@@ -55,7 +55,7 @@ def run(config: Config, sampler_id: str) -> None:
 
 
 def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManager[None]:
-    """Two samplers of one id would take each other's messages. Hosts that share the run folder share the lock."""
+    """Returns the lock of an id: two samplers would take each other's messages. It is shared through the run folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", sampler_id):
         raise UserError(f"--id {sampler_id!r}: use at most 64 letters, digits, '.', '_' and '-', such as sampler-1")
     return durable.lock(
@@ -77,7 +77,7 @@ def _run(config: Config, sampler_id: str) -> None:
         parts_of(config, problems)
         parts_of(config, held_out, "eval")
         rows = {of: [[p for p in some if p.source == of] for some in (problems, held_out)] for of in config.of_sources}
-        columns = {  # a source need not be held out
+        columns = {  # a source need not have held-out rows
             of: [name for name in (own or theirs)[0].columns if not theirs or name in theirs[0].columns]
             for of, (own, theirs) in rows.items()
         }
@@ -144,7 +144,7 @@ def _sample(
     from sampler.rehearsal import rehearse
 
     remove_stale_scratch(config)
-    remove_orphans()  # of an engine that was killed
+    remove_orphans()  # shared memory of an engine that was killed
     num_gpus = devices.count()
     reference = None
     with said_once(f"the sampler does not start with {config.model.path}"):
@@ -158,7 +158,7 @@ def _sample(
 
 
 def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
-    """Without the rows of which only the form could be rewarded. Raises UserError where that is so of all."""
+    """Returns the problems without rows of which only the form could be rewarded. Raises UserError if these are all."""
     names = config.rewards.reward_funcs
     judges = [name for name in names if name in _JUDGES]
     reasons = ([unreadable(problem.columns.get(_JUDGES[name])) for name in judges] for problem in problems)
@@ -173,7 +173,7 @@ def judged(option: str, problems: list[Problem], config: Config) -> list[Problem
             f"{count}. Set data.answer_key to the column of the answers, or name a reward of your own in "
             "rewards.reward_funcs (docs/rewards.md)"
         )
-    if any(name not in _JUDGES and name not in _FORMS for name in names):  # who knows what it judges
+    if any(name not in _JUDGES and name not in _FORMS for name in names):  # an unknown function may judge anything
         say(f"{count}: it is None for the others, of which the other rewards decide")
         return problems
     say(f"{count}: the others are left out, for only their form could be rewarded")
@@ -181,11 +181,11 @@ def judged(option: str, problems: list[Problem], config: Config) -> list[Problem
 
 
 def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> None:
-    """Score made-up completions of a few rows before anything heavy is imported; words and an end stand for tokens.
+    """Scores made-up completions of a few rows before anything heavy is imported; words and an end stand for tokens.
 
-    Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Says
-    when right, wrong and cut-off completions all score the same. Functions that read what an environment holds
-    cannot be called without one.
+    Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Logs a
+    line when right, wrong and cut-off completions all score the same. Functions that read an environment's state cannot
+    be called without one, and are not tried.
     """
     if "environments" in pool.wanted.names:
         return
@@ -197,7 +197,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
         ]
         ids = [list(range(len(text.split()) + 1)) for text in texts]
         said: dict[str, Any] = {"scored_by": problem.scored_by}
-        if config.rollout.is_multi_turn:  # of an environment that likes every second one
+        if config.rollout.is_multi_turn:  # rewards of an environment that likes every second completion
             said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
         row = whole_row(problem, pool.image_key)
         pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
@@ -210,7 +210,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
                 )
             return
         if scores.kind != "error":
-            return  # a slow or dying process may be the machine's doing: the run has a budget for it
+            return  # the machine may cause slow or dying processes: the run has a budget for them
         reason = scores.reason
     raise UserError(f"rewards: {reason} (all {len(tried)} rows tried before sampling fail)")
 
@@ -218,7 +218,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
 def prompts_of(
     source: str, problems: list[Problem], tokenizer: Any, config: Config, tools: Sequence[dict[str, Any]] | None = None
 ) -> Prompts:
-    """Problems as prompts, with the JSON schemas of tools; says how many were too long."""
+    """Returns problems as prompts, with the JSON schemas of tools. Logs how many were too long."""
     if not problems:
         return Prompts([], np.array([], np.int64), lambda problem: Prompt(problem, "", "", np.array([], np.int32)))
     prompts, num_filtered = make_prompts(problems, tokenizer, config, vision_of(config), tools)
@@ -232,7 +232,7 @@ def prompts_of(
 
 
 def _embedded(source: str, prompts: Prompts, tokenizer: Any, config: Config) -> Prompts:
-    """Those whose tokens the model has. Raises UserError if the others are many.
+    """Returns the prompts whose tokens all have an embedding. Raises UserError if the others are many.
 
     A token that was added to the tokenizer alone has no row of the embedding: an engine would read beyond its end.
     """
@@ -258,6 +258,6 @@ def _embedded(source: str, prompts: Prompts, tokenizer: Any, config: Config) -> 
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:
-    """Differs when two processes would read the same ids as different text."""
+    """Returns a hash that differs if two processes would decode the same ids to different texts."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]

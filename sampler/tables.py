@@ -1,4 +1,4 @@
-"""Rows of a table of `datasets`: Python's values, but for the bytes of files, which stay where the table is mapped."""
+"""Reads the rows of a table of `datasets` as Python values; the bytes of files stay where the table is mapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READ_AT_ONCE = 1000
 
 
 def rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
-    """In order; bytes in them are views of the table."""
+    """Yields the rows in order; bytes in them are views of the table."""
     table = table.with_format(None)
     for name, feature in table.features.items():
         table = table.cast_column(name, _undecoded(feature))
@@ -33,7 +33,7 @@ def rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
 
 
 def _undecoded(feature: Any) -> Any:
-    """The feature with the files of images, sounds and films as they are: decoded they are pixels in memory."""
+    """Returns the feature with image, sound and film files left encoded: decoded they are pixels in memory."""
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}
     if hasattr(feature, "decode") and _holds_bytes(feature.pa_type):
@@ -50,10 +50,10 @@ def _holds_bytes(kind: pyarrow.DataType) -> bool:
 
 
 def _value(cell: Any) -> Any:
-    """Of a Python value or one of Arrow's: None for what is no number; bytes stay where they are."""
+    """Returns a Python or Arrow value as Python's: NaN becomes None; bytes become views."""
     if isinstance(cell, float):
         return None if cell != cell else cell
-    if isinstance(cell, Decimal):  # an integer that int64 cannot hold is one in a table
+    if isinstance(cell, Decimal):  # a table has a Decimal for an integer that int64 cannot hold
         return int(cell) if cell == cell.to_integral_value() else cell
     if isinstance(cell, dict):
         return {name: _value(inner) for name, inner in cell.items()}

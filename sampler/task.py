@@ -1,7 +1,7 @@
-"""What a lease asks for: which problem, and how its completions are drawn. Pure.
+"""Defines what a lease asks for, without I/O: which problem, and how its completions are sampled.
 
-Group g is problem permutation(seed, epoch)[g mod N] with sampling seeds hash(seed, g): what a lost group contained can
-be produced again by anyone who holds the weights.
+Group g is problem permutation(seed, epoch)[g mod N] with sampling seeds hash(seed, g): whoever holds the weights can
+produce the contents of a lost group again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with trai
 class GroupKey:
     group_id: int
     policy_version: int
-    trainer: int  # its number since this sampler started: a later one may ask for the same group with other weights
+    trainer: int  # number since this sampler started: a later trainer may ask for the same group with other weights
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ Key = GroupKey | EvalKey
 
 @dataclass(frozen=True)
 class Task:
-    """What is sampled: problems to train on, held-out problems, and token ids -> text for the rewards."""
+    """The sampler's work: problems to train on, held-out problems, and the decoder of token ids for rewards."""
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     decode: Decode
-    parts: Sequence[tuple[Fraction | int, int]] = ()  # of train: (weight, problems) of each source; () = one
+    parts: Sequence[tuple[Fraction | int, int]] = ()  # (weight, problems) of each source of train; () = one
 
     def prompt(self, key: Key, config: Config) -> Prompt:
         prompts, place = self._place(key, config)
@@ -62,14 +62,14 @@ class Task:
         return self.train, mixed_index(key.group_id, config.run.seed, parts, config.data.shuffle)
 
     def begin(self, keys: Iterable[Key], config: Config) -> None:
-        """Makes the prompts with images that are asked for next side by side: each takes a tenth of a second."""
+        """Starts to make the requested prompts that have images in parallel: each takes a tenth of a second."""
         for prompts, place in (self._place(key, config) for key in keys):
             if isinstance(prompts, Prompts):
                 prompts.begin([place])
 
 
 def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> list[tuple[Fraction | int, int]]:
-    """Of Task. Raises UserError for a source of which no problem is left."""
+    """Returns Task.parts. Raises UserError for a source of which no problem is left."""
     sizes = Counter(problem.source for problem in problems)
     given = {entry.label: entry for entry in entries(getattr(config.data, of))}
     if empty := [label for label in given if not sizes[label]]:
@@ -82,7 +82,7 @@ def sampling_params(key: Key, config: Config) -> SamplingParams:
 
 
 def held_out_params(config: Config, problem: int) -> SamplingParams:
-    """How a held-out problem is sampled, by its place in the evaluation data."""
+    """Returns the sampling parameters of a held-out problem, by its index in the evaluation data."""
     length = config.sampler.max_completion_length
     seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
     top_k = max(0, config.eval.top_k or 0)

@@ -1,8 +1,8 @@
-"""Calls of tools in what a model wrote, in the form of its chat template.
+"""Reads tool calls from a model's text, in the format of its chat template.
 
-hermes, llama3_json and openai (gpt-oss) are read here; other names of vLLM's `--tool-call-parser` by vLLM's parser, one
-call at a time where FORMS knows its marks: by itself it drops all calls of a turn for a broken one, and takes those in
-a thought for calls. What cannot be read is told to the model and counted.
+This module reads hermes, llama3_json and openai (gpt-oss) itself; vLLM's parsers read the other names of its
+`--tool-call-parser`, one call at a time if FORMS has the marks: on whole turns they drop all calls for a broken one,
+and take those in a thought for calls. A call that cannot be read is reported to the model and counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from common.time_limits import within
 from environments import Message
 from environments.tools import Call, Calls
 
-# By name: what chat templates of this form contain, and what stands before and behind calls. Without an end the turn is
-# read as a whole. The last two stand in templates of others, too.
+# The formats by name: a pattern of their chat templates, and the marks before and after calls. Without an end mark the
+# turn is read as a whole. The last two patterns occur in templates of other formats, too.
 FORMS = {
     "qwen3_xml": ("<function=", "<tool_call>", "</tool_call>"),
     "glm45": ("<arg_key>", "<tool_call>", "</tool_call>"),
@@ -49,27 +49,27 @@ _SAME = {"qwen3_coder": "qwen3_xml", "glm47": "glm45", "qwen3_json": "hermes", "
 _THOUGHT = (
     r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
-    r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # which the prompt has begun
+    r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # a thought that started in the prompt
 )
-_HEADS = ("<|channel|>", "<|message|>")  # they stand around names and words
-_TAGS = ("[THINK]", "<think>", "<seed:think>")  # words for templates where a reward reads them
-PART_MARKS = (*_HEADS, "<|channel>", "<channel|>", *_TAGS)  # of parts that templates take as fields of a message
+_HEADS = ("<|channel|>", "<|message|>")  # marks around names and contents
+_TAGS = ("[THINK]", "<think>", "<seed:think>")  # text for templates if a reward reads them
+PART_MARKS = (*_HEADS, "<|channel>", "<channel|>", *_TAGS)  # marks of parts that templates take as fields of a message
 _AROUND_THOUGHTS = (
     r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
     r"|</?(?:seed:)?think>|\[/?THINK\]"
 )
 _WORDS = re.compile(r"<\|message\|>((?s:.)*?)(?=<\|(?:end|eom|start|call|return)\|>|\Z)")
-_CPU_S = 2.0  # of one turn: what a model repeats for ever takes some parsers the square of its length
-_OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # behind the mark of a call without an end; words follow a mere mention
+_CPU_S = 2.0  # limit for one turn: endless repetitions take some parsers time quadratic in the length
+_OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # follows the mark of a call without an end; words follow a mere mention
 
 
 def parser_of(template: str, given: str) -> str:
-    """The form of rollout.tool_parser; of auto, the one in which the chat template writes calls. Raises UserError."""
+    """Returns the call format of rollout.tool_parser; for auto, that of the chat template. Raises UserError."""
     found = [name for name, (mark, *_) in FORMS.items() if re.search(mark, template)]
     written = [name for name in found if name not in _SHARED] or found
     if given == "auto" and (len(written) == 1 or written == _SHARED):
         return written[0]
-    name, vllm = _SAME.get(given, given), importlib.util.find_spec("vllm")  # not imported: that takes many seconds
+    name, vllm = _SAME.get(given, given), importlib.util.find_spec("vllm")  # an import takes many seconds
     parsers = Path(vllm.origin or "").with_name("tool_parsers") / "__init__.py" if vllm else Path()
     listed = re.findall(r'^    "([\w-]+)": \(', parsers.read_text() if parsers.is_file() else "", re.MULTILINE)
     if name in written or (name in listed and (name not in FORMS or not written)):
@@ -81,10 +81,11 @@ def parser_of(template: str, given: str) -> str:
 
 
 class CallReader:
-    """CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
+    """A parser of the tool calls in a turn.
+    CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
 
     def __init__(self, tokenizer: Any, parser: str = "", splits_thoughts: bool = False) -> None:
-        """parser: without one it reads no calls. splits_thoughts: as TurnTemplate's."""
+        """Compiles the patterns. Without a parser it reads no calls. splits_thoughts: as of TurnTemplate."""
         self._tokenizer, self._parser, self._splits = tokenizer, parser, splits_thoughts
         _, self._begin, self._end = FORMS.get(parser, ("", "", ""))
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -98,9 +99,9 @@ class CallReader:
         )
 
     def __call__(self, text: str, begun: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
-        """text: as rewards read it. begun: what of the turn the prompt holds. tools: those that were shown.
+        """Returns (content, calls) of a turn. text: as rewards read it. begun: its beginning in the prompt.
 
-        Marks may be special tokens, which rewards do not see: so ids are read, but for the one that ends the turn.
+        tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
         """
         whole = begun + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
@@ -118,14 +119,14 @@ class CallReader:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether turns may have parts that are no text."""
+        """Returns whether turns may have parts that are not text."""
         return bool(self._marks) or self._splits
 
     def parts(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message | None, str, NDArray[np.int32]]:
-        """(fields of a turn beside its content and calls, how a template writes it, its ids there).
+        """Returns (fields of a turn besides content and calls, the turn as a template writes it, the ids of that).
 
-        text: behind what was begun. None: templates take the turn as its text. Otherwise special tokens that the text
-        lacks mark its parts.
+        text: the turn without `begun`. The fields are None if templates take the turn as its text. Otherwise special
+        tokens that the text lacks mark its parts.
         """
         body = self._body(ids)
         written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False) if self.reads_parts else text
@@ -141,15 +142,15 @@ class CallReader:
         return piece not in text or any(mark in piece for mark in self._no_words)
 
     def words(self, content: str) -> str:
-        """Without thoughts that are a field."""
+        """Returns the content without thoughts that are a field."""
         return re.sub(_THOUGHT, "", content).strip() if self._splits else content
 
     def _body(self, ids: Any) -> Any:
-        """Without the special token that ends the turn."""
+        """Returns the ids without the special token that ends the turn."""
         return ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-        """(what stands around the calls, the calls). Raises nothing, whatever the model wrote."""
+        """Returns (the text around the calls, the calls). Raises nothing, whatever the model wrote."""
         if not self._end:
             thoughts, rest = "".join(re.findall(_THOUGHT, text)), re.sub(_THOUGHT, "", text).strip()
             calls = self._calls(rest.removeprefix("<|python_tag|>").strip(), tools)
@@ -159,22 +160,22 @@ class CallReader:
         return content, [call for body in bodies for call in self._calls(body, tools)]
 
     def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
-        """What stands between two marks, or in the whole turn."""
-        if not self._parser or (self._parser == "llama3_json" and not body.startswith("{")):  # nothing stands around it
+        """Returns the calls in the text between two marks, or in the whole turn."""
+        if not self._parser or (self._parser == "llama3_json" and not body.startswith("{")):  # it has no text around it
             return []
         if self._parser in _SHARED:
             return [_read(body)]
         if self._parser == "openai":  # times<|channel|>commentary json<|message|>{"a": 6, "b": 4}
             return [_read(body.partition("<|message|>")[2], re.split(r"[\s<]", body.strip())[0])]
         whole, found = self._begin * bool(self._end) + body + self._end, list[Any]()
-        with contextlib.suppress(Exception):  # they raise what they like
+        with contextlib.suppress(Exception):  # vLLM's parsers raise any exception
             found = _by_vllm(self._tokenizer, self._parser, json.dumps(tools))(whole).tool_calls
         if not found and self._begin and self._begin in whole:
             return [Call(problem="the call cannot be read")]
         return [_read(one.function.arguments, one.function.name) for one in found]
 
     def start(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raises what vLLM's parser raises for a tokenizer without its tokens."""
+        """Makes vLLM's parser, which raises if the tokenizer lacks its tokens."""
         if self._parser not in ("", *_SHARED, "openai"):
             _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
 
@@ -184,23 +185,23 @@ def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # the model is told, and it is counted
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # the error is reported to the model and counted
     schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in json.loads(tools)]
     request = ChatCompletionRequest(messages=[], tools=schemas or None)
     make: Any = ToolParserManager.get_tool_parser(name)
     parser = make(tokenizer, request.tools)
-    if hasattr(parser, "_parser_engine"):  # or it reads all arguments again behind each ">" in them
+    if hasattr(parser, "_parser_engine"):  # otherwise it reads all arguments again after each ">" in them
         parser._parser_engine._stream_arg_deltas = False
     return functools.partial(parser.extract_tool_calls, request=request)
 
 
 def _read(given: Any, name: str | None = None) -> Call:
-    """A call, or the arguments of one that has its name. Arguments may be JSON in a string, as OpenAI has them."""
+    """Returns a call, or with a name, the call of these arguments, which may be JSON in a string, as OpenAI's are."""
     try:
         found = json.loads(given) if isinstance(given, str) else given
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate can be sent to no process
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate cannot be sent to another process
     except (ValueError, RecursionError) as error:
         return Call(name or "", problem=f"the call is not valid JSON: {error}")
     if name is not None:

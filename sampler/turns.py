@@ -1,13 +1,13 @@
-"""What stands between two turns of the model, in tokens. What was sampled is never tokenised again.
+"""Makes the tokens between two turns of the model. Sampled tokens are never tokenised again.
 
     prompt of turn n + 1 = prompt of turn n ‖ sampled ids ‖ ids of the template's difference
 
 The difference is what the chat template writes after the model's turn, up to where the model writes again: the end of
 its turn, the messages of the environment, the generation prompt. It is rendered after a dummy turn and taken by prefix,
 so that no text of the model passes through the template or the tokenizer. That holds for templates that leave earlier
-turns alone. `TurnTemplate.of` tries the one in use. Where it rewrites them, the whole conversation is rendered before
-each turn, and becomes tokens but for the turns whose text it left as it was; where these tokens go on otherwise than
-those before, the rollout forks (episode.py).
+turns unchanged, which `TurnTemplate.of` tries. If a template rewrites them, the whole conversation is rendered before
+each turn and tokenised, except the turns whose text it left unchanged; if the resulting tokens differ from the earlier
+ones, the rollout forks (episode.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sampler.messages import arguments_of, tools_of
 from sampler.prompts import begun_in
 from sampler.tool_calls import CallReader
 
-Render = Callable[..., str]  # (messages, how many of them it need not show) -> text, the generation prompt behind it
+Render = Callable[..., str]  # (messages, number of them that need not be shown) -> text with the generation prompt
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
@@ -42,29 +42,29 @@ _TURNS = (
     '<tool_call>\n{"name": "f"}\n</tool_call>',
     "<|channel>thought\nA thought.\n<channel|>Words.",
 )
-_MANY = 8  # of them, for templates that cut what is long ago
+_MANY = 8  # number of turns, for templates that cut old ones
 _SHOWN = 40  # characters of a difference
 REMEDY = "set prompt.chat_template=configs/templates/hermes_tools.jinja, or one of yours that writes each turn once"
 
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """The chat template of a run, between turns."""
+    """The chat template of a run, applied between turns."""
 
     render: Render
     tokenize: Tokenize
     tools: Sequence[Mapping[str, Any]] = ()
     reader: CallReader | None = None  # None: a turn is its text
-    rewrites: str = ""  # where it rewrites earlier turns: how
+    rewrites: str = ""  # how it rewrites earlier turns; "" if it does not
 
     @functools.cached_property
     def begun(self) -> str:
-        """What of the model's turn stands behind an observation, as in Prompt."""
+        """Returns the beginning of the model's turn that follows an observation, as in Prompt.begun."""
         return begun_in(self.difference([{"role": "user", "content": "?"}]))
 
     @functools.cached_property
     def splits_thoughts(self) -> bool:
-        """Whether it takes a thought as a field alone, and writes an empty one before one that stands in the text."""
+        """Returns whether thoughts must be a field, because an empty one is written before one in the text."""
         said = {"content": _TURNS[1]}, {"content": "Words.", "reasoning_content": "A thought."}
         before, after = {"role": "user", "content": "?"}, {"role": "user", "content": TURN_MARK}
         try:
@@ -78,7 +78,7 @@ class TurnTemplate:
         return self.reader(text, begun, ids, self.tools) if self.reader else NO_CALLS
 
     def of_row(self, problem: Problem) -> TurnTemplate:
-        """With the row's own tools and template arguments, where it has them. These may make it rewrite."""
+        """Returns the template with the row's tools and template arguments, if any, which may make it rewrite."""
         tools, arguments = tools_of(problem) or self.tools, arguments_of(problem)
         told = functools.partial(self.render, tools=tools, arguments=arguments)
         rewrites = self.rewrites or ", ".join(arguments) * (not problem.images)
@@ -86,7 +86,7 @@ class TurnTemplate:
 
     @classmethod
     def of(cls, render: Render, tokenize: Tokenize, prompt: Sequence[Message], roles: Sequence[str]) -> TurnTemplate:
-        """Tried on the messages of a prompt that ends with the user, and on observations in these roles.
+        """Returns a template, tried on a prompt that ends with the user and on observations in these roles.
 
         Raises UserError for a template that does not show the model's turn, or does not take these roles.
         """
@@ -105,7 +105,7 @@ class TurnTemplate:
         return replace(template, rewrites=next(filter(None, found), ""))
 
     def difference(self, observation: Sequence[Message]) -> str:
-        """Everything between the model's text and its next. Raises ValueError where the template hides its turn."""
+        """Returns the text between the model's turn and its next. Raises ValueError if the template hides its turn."""
         history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
         before, mark, after = self.render([*history, *observation]).rpartition(TURN_MARK)
         if not mark or TURN_MARK in before:
@@ -113,22 +113,22 @@ class TurnTemplate:
         return after
 
     def continuation(self, last_id: int, observation: Sequence[Message]) -> NDArray[np.int32]:
-        """[K] ids to append after a turn that ended with the token last_id.
+        """Returns the ids to append after a turn that ended with the token last_id, [K].
 
         The difference begins with the template's end of turn. It is left off where the model sampled it, and stays
         where the model ended with another token, such as <|endoftext|>.
         """
         if not (ids := self._behind(last_id, self.difference(observation))):
-            raise ValueError(f"between two turns it writes nothing of {observation}")  # they would be one
+            raise ValueError(f"between two turns it writes nothing of {observation}")  # the two turns would be one
         return np.array(ids, np.int32)
 
     def conversation(
         self, prompt: Prompt, turns: Sequence[tuple[str, Sequence[Message], NDArray[np.int32]]]
     ) -> NDArray[np.int32]:
-        """[K] ids of a conversation as the template writes it now. turns: (text, what followed, sampled ids)."""
+        """Returns the [K] ids of a conversation as the template writes it now; `turns` as of Episode.said."""
         assert not isinstance(prompt.for_rewards, str), "of several turns, rewards get messages"
         messages, sampled, begun = list(prompt.for_rewards), dict[int, tuple[str, NDArray[np.int32]]](), prompt.begun
-        if messages[-1].get("role") == "assistant":  # the first turn has it as what was begun
+        if messages[-1].get("role") == "assistant":  # the first turn's text begins with this message
             messages.pop()
         for text, seen, ids in turns:
             message, sampled[len(messages)] = self._told(text, begun, ids)
@@ -137,7 +137,7 @@ class TurnTemplate:
         return self.written(messages, sampled, [(prompt.text, prompt.token_ids)])[1]
 
     def _told(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
-        """A turn as the template takes it, and as `written` wants it."""
+        """Returns a turn as a message for the template, and as (text, ids) for `written`."""
         said, message = text.removeprefix(begun), dict[str, Any](role="assistant", content=text)
         fields, written, kept = self.reader.parts(said, begun, ids) if self.reader else (None, said, ids)
         if self.reader and fields is not None:
@@ -152,18 +152,18 @@ class TurnTemplate:
         sampled: Mapping[int, tuple[str, NDArray[np.int32]]],
         known: Iterable[tuple[str, NDArray[np.int32]]],
     ) -> tuple[str, NDArray[np.int32]]:
-        """(text, [K] ids) of messages as the template writes them now.
+        """Returns (text, [K] ids) of messages as the template writes them now.
 
-        sampled: by the place of a turn of the model, its text behind what a prompt held of it, and the ids of that. It
-        keeps these where its text stands as it was, apart from white space at its ends, with which templates are free.
-        Where it stands is found by a mark; where special tokens mark its parts, so that they are fields of the message,
-        by itself. known: texts that have ids, of which one may be the beginning of this.
+        sampled: {index of a turn's message: (its text without what a prompt already held, the ids of that text)}. The
+        ids are kept if the text is unchanged, apart from white space at its ends, which templates may change. The text
+        is found by a mark, or by searching it if special tokens mark its parts, which then are fields of the message.
+        known: (text, ids), of which one may be the beginning of the result.
         """
         history = max(sampled, default=0)
         texts = {i for i, (text, _) in sampled.items() if messages[i]["content"].endswith(text)}
         try:
             whole = self.render(messages, history=history)
-        except UserError:  # it may take calls in words alone
+        except UserError:  # the template may take calls only as text
             parted = {i: {"role": "assistant", "content": text} for i, (text, _) in sampled.items() if i not in texts}
             texts, messages = {*sampled}, [parted.get(i, message) for i, message in enumerate(messages)]
             whole = self.render(messages, history=history)
@@ -189,13 +189,13 @@ class TurnTemplate:
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def opening(self, prompt: Sequence[Message]) -> str:
-        """What it writes of a turn behind the generation prompt and before its words."""
+        """Returns the text of a turn between the generation prompt and the turn's own text."""
         turn = [{"role": "assistant", "content": TURN_MARK}, {"role": "user", "content": "Seen."}]
         before = self.render([*prompt, *turn]).partition(TURN_MARK)[0]
         return before[_alike(before, self.render(prompt)) :]
 
     def _rewrites(self, prompt: Sequence[Message], turn: str, role: str) -> str:
-        """Renders many turns as a whole and in our pieces: how the texts differ, or ""."""
+        """Compares many turns rendered as a whole and in pieces. Returns how the texts differ, or ""."""
         said, seen = {"role": "assistant", "content": turn}, [{"role": role, "content": "Seen."}]
         earlier = [*prompt, *[said, *seen] * (_MANY - 1)]
         try:
@@ -213,12 +213,12 @@ class TurnTemplate:
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """At the end of its words, before what a template may trim."""
+    """Returns a message with a mark at the end of its text, before white space that a template may trim."""
     said = (text := message["content"]).rstrip()
     return {**message, "content": said + mark + text[len(said) :]}
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Returns the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

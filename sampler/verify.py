@@ -1,4 +1,4 @@
-"""A published version in a folder of ours, with every byte checked against its manifest (common/weights.py)."""
+"""Copies a published version into a private folder and checks every byte against its manifest (common/weights.py)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _CHUNK = 1 << 22
-_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # what a network file system says of a file it does not know yet
+_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # errors of a network file system for a file it does not know yet
 
 
 def copy_files(
     published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
 ) -> None:
-    """Puts the version's files into a new folder of ours, of the sizes that were announced.
+    """Copies the version's files into a new private folder, and checks their sizes.
 
-    Whole weights on the file system of `private_dir`, which is memory, are linked: a file there is on this host, is
-    never written again, and lives on when the trainer prunes its version. All else is copied, so that what is checked
-    is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps the
-    files of adapters open. progressed: called every few MB.
+    Whole weights on the file system of `private_dir`, which is memory, are linked: such a file is on this host, is
+    never written again, and stays when the trainer prunes its version. All other files are copied, so that what is
+    checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps
+    the files of adapters open. progressed: called every few MB.
 
     Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or shorter than
     announced.
@@ -40,7 +40,7 @@ def copy_files(
     for name in manifest.files:
         if not _SAFE_NAME.fullmatch(name):
             raise BadWeights(f"file name {name!r} in the manifest is not allowed")
-        if not os.path.lexists(path := Path(published.weights_dir) / name):  # before gigabytes are copied for nothing
+        if not os.path.lexists(path := Path(published.weights_dir) / name):  # checked before gigabytes are copied
             raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
     for name, expected in manifest.files.items():
@@ -60,7 +60,7 @@ def copy_files(
 
 
 def _link(source: Path, target: Path) -> bool:
-    """False if the two folders are on different file systems, or on one without links."""
+    """Returns whether a hard link was made: not across file systems, or on one without links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -69,7 +69,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _copy(source: Path, target: Path, progressed: Callable[[], None]) -> None:
-    # no symbolic link, and no waiting for the writer of a pipe
+    # the flags refuse symbolic links and do not wait for the writer of a pipe
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
         while chunk := reader.read(_CHUNK):
@@ -80,9 +80,9 @@ def _copy(source: Path, target: Path, progressed: Callable[[], None]) -> None:
 def checked_tensors(
     folder: Path, manifest: Manifest, config: Config, progressed: Callable[[], None] = lambda: None
 ) -> dict[str, Tensor]:
-    """The tensors of the version's files, in the memory in which they were checked: a mapping, read once.
+    """Returns the tensors of the version's files, in the memory in which they were checked: a mapping, read once.
 
-    Raises BadWeights unless they are those of the manifest, bit by bit, finite, and such as this config publishes.
+    Raises BadWeights unless they equal the manifest's bit by bit, are finite, and are what this config publishes.
     """
     from model.checksum import all_finite, describe
 
@@ -115,7 +115,7 @@ def _mapped(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _require_kind(folder: Path, manifest: Manifest, config: Config) -> None:
-    """Adapters for an engine of adapters, whole weights for another: in the wrong place either would poison it."""
+    """Raises BadWeights unless adapters come to an engine of adapters, and whole weights to another."""
     if config.lora.publishes_adapters:
         lora.require_expected(folder, manifest.tensors, config)
     elif lora.SETTINGS in manifest.files:

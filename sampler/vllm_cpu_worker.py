@@ -1,6 +1,6 @@
-"""vLLM's worker on a CPU, whose key-value cache holds one full window of rollouts, whatever the layers keep of them.
+"""vLLM's worker on a CPU, whose key-value cache holds one full window of rollouts, whatever its layers store.
 
-Loaded by name through `worker_cls`, unless the user says how large the cache is.
+vLLM loads it by name through `worker_cls`, unless the user sets the size of the cache.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _MUCH = 1 << 40  # bytes; nothing of it is allocated
 
 class CpuWorker(CPUWorker):
     def determine_available_memory(self) -> int:
-        """max_num_seqs sequences of max_model_len tokens by vLLM's own account, in parts of 64 MiB, up to the limit.
+        """Returns the bytes of max_num_seqs sequences of max_model_len tokens, in parts of 64 MiB, up to the limit.
 
-        The limit: kv_cache_memory_bytes. Layers differ in heads, widths, windows and states, which vLLM alone knows.
+        The limit is kv_cache_memory_bytes. vLLM computes the bytes: layers differ in heads, widths, windows and states.
         """
         settings = self.vllm_config
         [planned] = get_kv_cache_configs(settings, [self.get_kv_cache_spec()], [_MUCH])

@@ -1,7 +1,7 @@
-"""What of vLLM's insides the sampler reads or replaces, all of it, as it is in vLLM 0.32.
+"""Contains all internals of vLLM that the sampler reads or replaces, as they are in vLLM 0.32.
 
 Everything else that the sampler calls is documented API: LLM, LLMEngine, SamplingParams, LoRARequest, extensions of the
-worker. tests/engine/test_vllm_insides.py names what an upgrade took away. What makes a CPU faster is elsewhere:
+worker. tests/engine/test_vllm_insides.py names what an upgrade removed. The code that makes a CPU faster is in
 model/cpu.
 
     read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
@@ -31,21 +31,21 @@ from torch.nn import ModuleList
 
 _NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-_SLOT = 0  # of the only adapter
+_SLOT = 0  # slot of the only adapter
 
 
 def language_model(model: Any) -> Any:
-    """The part with embedding and head: a vision model has it one level down."""
+    """Returns the part with embedding and head: a vision model has it one level down."""
     return getattr(model, "language_model", model)
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The decoder's layers, which run one after the other: its outermost list, whatever a family calls it."""
+    """Returns the decoder's layers, which run one after the other: its outermost list, whatever a family calls it."""
     return list(next((m for m in language_model(model).modules() if isinstance(m, ModuleList)), ()))
 
 
 def attentions_of(worker: Any) -> list[Any]:
-    """The attention layers of a decoder in which nothing else mixes rows; [] if anything else keeps a state.
+    """Returns the attention layers of a decoder in which nothing else mixes rows; [] if any other layer keeps a state.
 
     Recurrent and convolutional layers do, and latent attention, which has another forward.
     """
@@ -59,9 +59,9 @@ def attentions_of(worker: Any) -> list[Any]:
 
 
 def spare_other_models(model: Any) -> None:
-    """vLLM's Transformers back end changes transformers' class: a reference model of it would look for vLLM's state.
+    """Marks the classes of a model's modules as not compiled, so that a reference model does not look for vLLM's state.
 
-    Instances of vLLM's say by themselves whether they are compiled; now their class says that others are not.
+    vLLM's Transformers back end changes transformers' classes; its own instances have marks that override the class's.
     """
     for module in model.modules():
         if "do_not_compile" in vars(module):
@@ -69,16 +69,16 @@ def spare_other_models(model: Any) -> None:
 
 
 def metadata_of_step() -> Any:
-    """Of the present step, by layer; None outside of one."""
+    """Returns the attention metadata of the present step, by layer; None outside of a step."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().attn_metadata
 
 
 def forget_packed_experts(model: Any) -> None:
-    """Before a reload: vLLM on a CPU packs the experts of a mixture only where their layer has no kernel yet.
+    """Removes the kernel of a mixture's experts before a reload, because vLLM on a CPU packs experts only without one.
 
-    Weights that come later would stay as they were loaded, and be multiplied as if packed: noise, in silence.
+    Weights loaded later would stay unpacked, and be multiplied as if packed: the results are noise, without an error.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -87,9 +87,9 @@ def forget_packed_experts(model: Any) -> None:
 
 
 def by_expert(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """For a reload of a model that takes its experts one by one (gpt-oss).
+    """Yields weights for a reload, one expert at a time if the model takes its experts so (gpt-oss).
 
-    Whole, it would copy them past vLLM's loader, to where nothing is kept during a reload: the old ones would stay.
+    The model would copy whole experts past vLLM's loader, to memory that a reload drops: the old ones would stay.
     """
     streams = hasattr(getattr(language_model(model), "model", None), "_get_streamed_expert_info")
     for name, tensor in weights:
@@ -100,7 +100,7 @@ def by_expert(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tup
 
 
 def copy_sinks(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """After a reload: attention sinks, which models copy past vLLM's loader, too. With tensor parallelism not."""
+    """Copies attention sinks after a reload: models load them past vLLM's loader. Skips tensor-parallel engines."""
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         for given in engine_names(model, name) if name.endswith(".sinks") else ():
@@ -109,11 +109,11 @@ def copy_sinks(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def tie_again(model: Any) -> None:
-    """After a reload: vLLM on a CPU keeps the *old* LM head where it is tied to the embedding.
+    """Ties the LM head to the embedding again after a reload: vLLM on a CPU keeps the *old* head.
 
     Each has a packed copy of its own for products, and the head, for which nothing is loaded, is not packed again:
-    log-probs are off by more than 1, in silence. The embedding is: the head multiplies by its copy from then on, which
-    also spares the memory of the other. Tied are the two that have one weight.
+    log-probs are off by more than 1, without an error. The embedding is packed again: the head multiplies by its copy
+    from then on, which also saves the memory of the other. The two are tied if they have the same weight.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -126,9 +126,9 @@ def tie_again(model: Any) -> None:
 
 
 def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
-    """{published layer: (the engine's layer that it is a part of, which part)}, such as k_proj: (qkv_proj, 1).
+    """Returns {published layer: (engine's layer that contains it, index of the part)}, such as k_proj: (qkv_proj, 1).
 
-    vLLM's Qwen2-VL has only its language model say so.
+    In vLLM's Qwen2-VL only the language model declares them.
     """
     declared = getattr(model, "packed_modules_mapping", None) or getattr(
         language_model(model), "packed_modules_mapping", None
@@ -138,30 +138,30 @@ def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
 
 
 def is_made_of_others(parameter: str) -> bool:
-    """Whether vLLM makes it after a load, of what was loaded: kv_b_proj's halves, of latent attention."""
+    """Returns whether vLLM makes a parameter from others after a load: kv_b_proj's halves, of latent attention."""
     return parameter.endswith((".W_UV", ".W_UK_T"))
 
 
 def rows_of_parts(layer: Any) -> list[int]:
-    """Of each part of a fused layer on this rank."""
+    """Returns the rows of each part of a fused layer on this rank."""
     return list(layer.output_partition_sizes)
 
 
 def engine_names(model: Any, published: str) -> list[str]:
-    """What a published parameter may be called here."""
+    """Returns the names that a published parameter may have in the engine."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(published) if mapper else None
     return [published] if renamed is None else [renamed, published]
 
 
 def adapter_names(model: Any) -> Callable[[str], str]:
-    """What a layer of an adapter is called here: parts of fused layers keep their own names."""
+    """Returns the function from an adapter layer's name to the engine's: parts of fused layers keep their own names."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper().map_name if mapper else str
 
 
 def quantised_by(layer: Any) -> str:
-    """The class of what transforms a layer's matrix; "" if it stays as it was loaded."""
+    """Returns the name of the class that transforms a layer's matrix; "" if the matrix stays as it was loaded."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return "" if method == "NoneType" or method.startswith("Unquantized") else method
 
@@ -184,16 +184,16 @@ def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
 
 
 def _packed_for(layer: Any) -> str:
-    """Returns the instructions that a layer's experts were packed for; "" on a GPU, and of other layers."""
+    """Returns the instruction set that a layer's experts were packed for; "" on a GPU, and for other layers."""
     experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
     return "" if getattr(experts, "_use_zentorch", True) else experts.isa
 
 
 @cache
 def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
-    """Returns where each number of a packed expert, or without `isa` of a packed convolution, was before.
+    """Returns the former index of each number of a packed expert, or without `isa` of a packed convolution.
 
-    vLLM packs the numbers' own places, a byte at a time.
+    It lets vLLM pack the indexes themselves, one byte at a time.
     """
     from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 
@@ -204,16 +204,16 @@ def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> T
 
 
 def product(layer: Any) -> Callable[[Tensor], Tensor] | None:
-    """Returns what a layer on a CPU multiplies by, which may be a packed copy of its matrix; None of other layers.
+    """Returns the product of a layer on a CPU, perhaps with a packed copy of its matrix; None for other layers.
 
-    Of a part of a layer, with tensor parallelism, None. The function takes x [rows, in] and returns x Wᵀ [rows, out].
+    With tensor parallelism it is None, too. The function takes x [rows, in] and returns x Wᵀ [rows, out].
     """
     linear = getattr(layer, "cpu_linear", None)
     return None if linear is None or tensor_parallel_size(layer) > 1 else lambda x: linear(x, layer.weight, None)
 
 
 def matrix_shape(layer: Any) -> list[int]:
-    """Returns [out, in] of a linear layer on this rank; [] of another one."""
+    """Returns [out, in] of a linear layer on this rank; [] for other layers."""
     columns = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
     return [] if columns is None else [sum(layer.output_partition_sizes), columns]
 
@@ -223,9 +223,9 @@ def tensor_parallel_size(layer: Any) -> int:
 
 
 def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
-    """{layer: {"lora_A": …, "lora_B": …}}: for each part of a layer that adapters may stand on, [rows, columns].
+    """Returns {layer: {"lora_A": …, "lora_B": …}}: for each part of a layer that may have adapters, [rows, columns].
 
-    Of the adapter that was loaded, up to vLLM's largest rank. A LoRA layer stacks them [adapters, 1, rows, columns].
+    They are the loaded adapter's, up to vLLM's largest rank. A LoRA layer stacks them [adapters, 1, rows, columns].
     """
 
     def parts(stacked: Any) -> tuple[Tensor, ...]:
@@ -239,9 +239,9 @@ def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
 
 
 def capture_experts(model: Any, capture: Callable[[int, Tensor], None]) -> list[Any]:
-    """The model's mixtures; from now on the router of each calls capture(its layer, experts [rows, k]).
+    """Returns the model's mixtures, and makes the router of each call capture(its layer, experts [rows, k]).
 
-    Raises ValueError for a model without, or where vLLM chooses them inside of a kernel.
+    Raises ValueError for a model without mixtures, or if vLLM chooses experts inside a kernel.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
@@ -251,7 +251,7 @@ def capture_experts(model: Any, capture: Callable[[int, Tensor], None]) -> list[
 
 
 def lasting_cache(runner: Any) -> tuple[int, str, int]:
-    """(number, one layer, block size) of the cache that keeps whole sequences. Raises ValueError if none does."""
+    """Returns (number, one layer, block size) of the cache of whole sequences. Raises ValueError if there is none."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
@@ -261,9 +261,9 @@ def lasting_cache(runner: Any) -> tuple[int, str, int]:
 
 
 def rotate_every_head() -> None:
-    """Once in a process, before vllm.LLM: vLLM's rotation on a CPU takes queries [tokens, heads · d].
+    """Makes vLLM's rotation on a CPU accept queries [tokens, heads, d], too; once in a process, before vllm.LLM.
 
-    Of [tokens, heads, d], as LFM2 and latent attention hand them over, it rotates other numbers, in silence.
+    vLLM takes [tokens, heads · d]. For [tokens, heads, d], as LFM2 and latent attention pass, it rotates wrong numbers.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -282,7 +282,7 @@ def rotate_every_head() -> None:
 
 
 def run_experts_without_adapters() -> None:
-    """Before vllm.LLM, where adapters stand beside attention alone: no kernel of experts for them, which need Triton.
+    """Makes vLLM use no LoRA kernel for experts, which needs Triton; before vllm.LLM, if only attention has adapters.
 
     vLLM takes that kernel for every mixture under LoRA, whatever `lora_target_modules` names.
     """
@@ -293,9 +293,9 @@ def run_experts_without_adapters() -> None:
 
 
 def load_without_torchvision(architectures: Iterable[str]) -> None:
-    """Before vllm.LLM loads a text model whose file asks for torchvision's image code, as Qwen3.5's does.
+    """Registers text models, such as Qwen3.5, whose file imports torchvision's image code; before vllm.LLM loads one.
 
-    With torchvision nothing is done.
+    With torchvision installed it does nothing.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return
@@ -310,14 +310,14 @@ def load_without_torchvision(architectures: Iterable[str]) -> None:
 
 
 def _register_class(architecture: str) -> None:
-    """By its name vLLM would look at it in a process of its own, where nothing is replaced."""
+    """Registers a model class; by its name, vLLM would load it in another process, in which nothing is replaced."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def _stand_in_for_torchvision() -> None:
-    """Once in a process. No video is shown: transformers' image code for PIL and numpy does the same."""
+    """Replaces torchvision image code, once in a process, by transformers' for PIL and numpy: no video is shown."""
     if sys.modules.get(_NEEDS_TORCHVISION) is None or sys.modules[_NEEDS_TORCHVISION].__name__ != _PIL:
         pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
         pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
@@ -325,11 +325,11 @@ def _stand_in_for_torchvision() -> None:
 
 
 def show_images_alone() -> None:
-    """Qwen's models that see without torchvision. Before vllm.LLM loads a vision model; once in a process.
+    """Makes Qwen's vision models work without torchvision; once in a process, before vllm.LLM loads a vision model.
 
     transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
-    imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get what is in transformers for
-    PIL and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
+    imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get transformers' code for PIL
+    and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
     (model/images.py).
     """
     _stand_in_for_torchvision()
@@ -342,21 +342,21 @@ def show_images_alone() -> None:
     _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
     third: Any = qwen3_vl.Qwen3VLProcessingInfo  # Qwen3.5's, too
     _without_videos(third, Qwen3VLProcessor)
-    third.get_video_processor = third.get_image_processor  # asked for a video's size even where none is allowed
+    third.get_video_processor = third.get_image_processor  # called for a video's size even if no video is allowed
     third.get_supported_mm_processor_kwargs = qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
 
 
 def _without_videos(info: Any, kind: Any) -> None:
-    """vLLM's account of a model family, with a processor that has no video processor."""
+    """Gives vLLM's processing info of a model family a processor that has no video processor."""
     from transformers.processing_utils import ProcessorMixin
 
-    def start(  # transformers reads from the names which parts to load
+    def start(  # transformers reads from the parameter names which parts to load
         self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any
     ) -> None:
         for name in ("image", "video"):
             setattr(self, f"{name}_token", f"<|{name}_pad|>")
             setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
-        for name in ("vision_start", "vision_end"):  # Qwen3-VL asks for these, too
+        for name in ("vision_start", "vision_end"):  # Qwen3-VL reads these, too
             setattr(self, f"{name}_token", f"<|{name}|>")
             setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's worker: load a checked version, and prove that the model holds it.
+"""Extends vLLM's worker: loads a checked version, and proves that the model holds it.
 
-Loaded by name through `worker_extension_cls`; vLLM mixes it into its worker class.
+vLLM loads it by name through `worker_extension_cls`, and mixes it into its worker class.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class WeightExtension:
     reload_weights: Any
     repeated_rows: RepeatedRows | None = None
     routing: Routing
-    layout: Layout | None = None  # of the published tensors in this model, from the first load on
+    layout: Layout | None = None  # layout of the published tensors in this model, since the first load
 
     def report_layers(self) -> None:
-        """From now on: on a CPU one forward pass may take longer than a sampler may be silent."""
+        """Makes each layer report progress: a forward pass on a CPU may exceed the allowed silence."""
         for layer in vllm_insides.layers_of(self.model_runner.model):
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
 
     def spare_other_models(self) -> None:
-        """In a worker whose process has other models."""
+        """Keeps vLLM's class changes from other models in this worker's process."""
         vllm_insides.spare_other_models(self.model_runner.model)
 
     def end_with_engine(self) -> None:
-        """In a worker that is a process of its own. When its engine is killed vLLM's ends by itself, unless it is
-        stopped, or waits for ever while it tells its own reader (SpinCondition.cancel): then it would keep its GPU.
-        """
+        """Ends this worker, which is a process of its own, when its parent ends.
+        When its engine is killed, vLLM's worker ends by itself unless it is stopped, or waits for ever while it
+        notifies its own reader (SpinCondition.cancel): then it would keep its GPU."""
         die_with_parent()
 
     def compute_rows_once(self) -> None:
-        """From now on: repeated_rows.py. On a CPU, where every row counts and looking at them costs nothing."""
+        """Makes a model on a CPU compute equal rows once (repeated_rows.py): rows cost time, comparing does not."""
         settings = self.model_runner.vllm_config
         decoder = getattr(vllm_insides.language_model(self.model_runner.model), "model", None)
         if settings.lora_config is not None or settings.parallel_config.pipeline_parallel_size > 1:
@@ -58,21 +58,21 @@ class WeightExtension:
             self.repeated_rows = RepeatedRows(decoder, attentions, vllm_insides.metadata_of_step, block_size)
 
     def record_routing(self, context: Callable[[], Any]) -> None:
-        """From now on: routing.py. context: vllm's get_forward_context."""
+        """Starts to record routing (routing.py); `context` is vllm's get_forward_context."""
         whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
         self.routing = Routing(self.model_runner, context, whole)
 
     def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
-        """Of requests that have just finished."""
+        """Returns the routing of requests that have just finished."""
         return [self.routing.of_request(request_id) for request_id in request_ids]
 
     def load_weights_from(
         self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:
-        """Replaces all parameters by the safetensors files in `folder` and compares them with what was published.
+        """Replaces all parameters by the safetensors files in `folder` and compares them with the published ones.
 
         Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
-        compared. tensors: the files' own; without them the files are mapped here.
+        compared. tensors: the files' own; without them this function maps the files.
         """
         weights = tensors or _mapped(Path(folder))
         self.layout = self.layout or Layout()
@@ -81,7 +81,7 @@ class WeightExtension:
         if not expected:
             return Proof()
         proof = prove(self.model_runner.model, expected, self.layout, weights)
-        if is_first and self.layout.computed:  # once more: does a load reach them?
+        if is_first and self.layout.computed:  # loads once more to see whether a load reaches them
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
         if tensors is None:
@@ -98,7 +98,7 @@ class WeightExtension:
         vllm_insides.tie_again(model)
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
-        """Compares the adapter that was loaded last, with None not."""
+        """Compares the engine's adapter with the published one; with None it returns an empty proof."""
         return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
 
 

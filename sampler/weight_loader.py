@@ -1,4 +1,4 @@
-"""Puts the weights of a version, or its adapter, into a vLLM engine, and compares what it then holds."""
+"""Loads the weights of a version, or its adapter, into a vLLM engine, and compares the engine's tensors with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WeightLoader:
-    """llm: vllm.LLM, its engine in this process. `adapter` is what its requests are to name."""
+    """Loads weights into `llm`, a vllm.LLM whose engine is in this process. Requests must name `adapter`."""
 
     def __init__(self, llm: Any, config: Config, in_flight: InFlight | None):
         self._llm, self._in_flight = llm, in_flight
@@ -25,7 +25,7 @@ class WeightLoader:
         self._sees = has_tower(config)
         self._applies_adapters = config.lora.publishes_adapters
         self._num_adapters = 0  # loaded so far
-        self.adapter: Any = None  # of the present version, on top of the base weights
+        self.adapter: Any = None  # adapter of the present version, on top of the base weights
 
     def load(
         self,
@@ -36,10 +36,10 @@ class WeightLoader:
     ) -> Proof:
         """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
 
-        The folder must have been verified: a failure inside, or anything wrong in the proof, leaves the engine
-        unusable. It is not read again later. Without `expected` nothing is compared. tensors: what is in the
-        folder, if it is in this process's memory; vLLM's workers that are processes of their own read the folder.
-        version: what later tokens are said to be of, with sampler.in_flight_updates; then sequences may be decoding.
+        The folder must have been verified: an exception, or anything wrong in the proof, leaves the engine unusable.
+        The folder is not read again later. Without `expected` nothing is compared. tensors: the folder's, if they are
+        in this process's memory; vLLM's workers that are processes of their own read the folder. version: label of
+        later tokens, with sampler.in_flight_updates; then sequences may be decoding.
         """
         is_idle = not self._engine.has_unfinished_requests()
         assert self._in_flight or is_idle, "a group is sampled by one policy version: reload only between groups"
@@ -54,11 +54,11 @@ class WeightLoader:
         if self._in_flight:
             self._in_flight.begin(version)
         if self._sees:
-            self._engine.reset_encoder_cache()  # the old tower's features of images
+            self._engine.reset_encoder_cache()  # the cache has image features of the old vision model
         return of_ranks(proofs)
 
     def _load_adapter(self, folder: Path) -> None:
-        """Under a number and a name that no adapter had before: vLLM knows weights and cached prefixes by them."""
+        """Loads an adapter under a new number and name, because vLLM identifies weights and cached prefixes by them."""
         from vllm.lora.request import LoRARequest
 
         if self.adapter is not None:
