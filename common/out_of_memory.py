@@ -33,7 +33,7 @@ _ENGINE = {  # part of vLLM's message when it starts → what to do
 
 
 def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
-    """Returns the settings of a process that need less memory, or on a host whose GPUs do the work less of the host's."""
+    """Returns settings of a process that need less memory; if GPUs do the host's work, those that need less of its RAM."""
     return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
 
 

@@ -1,8 +1,8 @@
-"""A reward model scores completions: any of transformers' sequence classifiers, loaded once in the rewards' process.
+"""A reward model that scores completions: a sequence classifier of transformers, loaded once in the rewards' process.
 
-What it reads is the conversation in its own chat template, or without one the prompt and the completion as a pair of
-texts. A model of one label gives its logit; of several, `label` names the one whose probability, or of a regression
-logit, is the reward.
+It reads the conversation in its own chat template, or without one the prompt and the completion as a pair of texts. A
+model with one label gives the label's logit as the reward; with several, `label` names the one whose probability, or
+for a regression whose logit, is the reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Classifier:
     is_costly = True  # `launch.sh check` does not try it
 
     def __post_init__(self) -> None:
-        if self.device is not None:  # of those that the sampler may see this is none
+        if self.device is not None:  # it is not among the devices that the sampler may see
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         import torch
@@ -54,7 +54,7 @@ class Classifier:
         self._column = self._column_of_label()
 
     def _column_of_label(self) -> int:
-        """Of the logits. Raises UserError."""
+        """Returns the column of the logits for `label`. Raises UserError if there is none."""
         labels = {str(name): i for i, name in self._model.config.id2label.items()}
         if len(labels) == 1 and self.label is None:
             return 0

@@ -242,7 +242,7 @@ class Worker:
         return bytes(body)
 
     def _wait_for_channel(self, event: int) -> None:
-        """Waits for the channel; an ended worker's last bytes are still read, and its forks may keep the channel open."""
+        """Waits for the channel. An ended worker's last bytes are still read; its forks may keep the channel open."""
         self._either.modify(self._channel, event)
         while not (ready := self._either.poll(1000 * min(_GLANCE_S, max(0.0, self.deadline - time.monotonic())))):
             if time.monotonic() >= self.deadline:
