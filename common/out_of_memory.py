@@ -33,7 +33,7 @@ _ENGINE = {  # part of vLLM's message when it starts → what to do
 
 
 def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
-    """Returns settings of a process that need less memory; if GPUs do the host's work, those that need less of its RAM."""
+    """Returns the settings with which a process needs less memory, or less of its host's memory if it works on GPUs."""
     return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
 
 

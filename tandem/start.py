@@ -51,7 +51,7 @@ class RunFolder:
     path: str | Path
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Returns rows of metrics (docs/metrics.md), eval or samples, oldest first, but not one that is being written."""
+        """Returns rows of metrics (docs/metrics.md), eval or samples, oldest first, without one being written."""
         lines = Path(self.path, f"{name}.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
