@@ -38,7 +38,7 @@ def needs_ipv6(address: str) -> bool:
 
 
 def to_bind(address: str) -> str:
-    """Returns the address to bind: tcp://* for a host name that only on this host is loopback (127.0.1.1 on Debian)."""
+    """Returns the address to bind: tcp://* if a host name is loopback here (127.0.1.1, as on Debian), not elsewhere."""
     parts = urlsplit(address)
     with contextlib.suppress(OSError):
         found = {str(found[4][0]) for found in socket.getaddrinfo(parts.hostname, parts.port)}

@@ -2,7 +2,7 @@
 
     for each 8 MiB of both files: bytes that follow (4) │ zstd(old XOR new)
 
-A step of 1e-6 changes few bfloat16 weights: the rest is zeros. The result is not verified here: its tensors have
+A step of 1e-6 changes few bfloat16 weights: the rest of the XOR is zeros. The result is not verified: its tensors have
 checksums (weights.py).
 """
 

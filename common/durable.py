@@ -203,7 +203,7 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_lock(path: Path, waits: str) -> Iterator[None]:
-    """Holds the same lock once its holder releases it. waits: the message if that takes a while."""
+    """Holds the lock of `lock` once its holder releases it. waits: the message if that takes a while."""
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count():
             try:

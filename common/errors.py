@@ -40,7 +40,7 @@ class OutOfTime(Interrupted):
 
 
 class WireError(Exception):
-    """A message that must not be used. `reason` is a short, countable name."""
+    """An error for a message that must not be used. `reason` is a short, countable name."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)

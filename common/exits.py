@@ -33,7 +33,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a signal with a SIGTERM of its own to every rank
-_HEARS_S = 1.0  # in which a process reacts to a signal, unless it is inside native code
+_HEARS_S = 1.0  # seconds in which a process reacts to a signal, unless it is inside native code
 _UNWIND_S = 2.0  # for the finally blocks of a process that ends at once
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _interrupted_at: float | None = None  # monotonic
@@ -101,7 +101,7 @@ def meaning(code: int) -> str:
 
 
 def of_child(code: int, is_asked: bool) -> int:
-    """Returns the code; INTERRUPTED if a request to end killed or broke the child, which may not handle signals yet."""
+    """Returns a child's exit code; INTERRUPTED if a request to end killed or broke it before it handles signals."""
     return INTERRUPTED if -code in ENDS or (is_asked and code not in (DONE, USER_ERROR, RETRYABLE)) else code
 
 

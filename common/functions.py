@@ -84,7 +84,7 @@ def parameters_of(function: Function) -> list[inspect.Parameter] | None:
 
 
 def takes_all(parameters: Iterable[inspect.Parameter] | None) -> bool:
-    """Returns whether a function takes every argument by keyword: **more, or an unknown signature."""
+    """Returns whether a function takes every argument by keyword: it has **more, or an unknown signature."""
     return parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -151,7 +151,7 @@ class Contract:
 
     @functools.cache  # noqa: B019 - of constants
     def load(self, name: str) -> OwnFunction:
-        """Imports the function, once in a process. Raises UserError."""
+        """Imports and checks the function, once in a process. Raises UserError."""
         label = f"{self.setting} {name!r}"
 
         def unknown(parameter: str) -> str:

@@ -150,7 +150,7 @@ def lineage(published: Published, known: str = "") -> list[tuple[Published, Mani
 
 
 def tensors_of(folder: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors in the manifest of a version that this process wrote."""
+    """Returns the tensors in the manifest of a version that this run itself wrote."""
     return _decoder.decode((folder / MANIFEST).read_bytes()).tensors
 
 

@@ -5,7 +5,7 @@ one number per completion, None where the reward does not apply. `completions` h
 are strings and `[{"role": "assistant", "content": …}]` when they are message lists; of a rollout with several turns
 the whole conversation after the prompt, with `environment_rewards` beside it. Of TRL's other arguments,
 `trainer_state` has global_step and max_steps alone, `log_metric` gives a metric of the run, and what `log_extra` gets
-is not kept, because a group has no place for it on its way to the trainer.
+is not kept, because a group has no field for it on its way to the trainer.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def load(name: str) -> Any:
     with unlimited():
         module = importlib.import_module(name)
         if name == "math_verify":
-            logging.getLogger(name).setLevel(logging.ERROR)  # it warns of being without a timer of its own
+            logging.getLogger(name).setLevel(logging.ERROR)  # it warns that it has no timer of its own
             module.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the first one builds tables
         return module
 

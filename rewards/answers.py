@@ -25,7 +25,7 @@ _SECONDS_OF_GROUP = 2.0  # for the completions of one call: a hard one may take 
 _LEAST_SECONDS = 0.02  # for each, and no more once other completions, or a busy machine, have taken the rest
 _WAIT_S = 3.0  # well before rewards.timeout_s
 _READ = 2000  # characters at the end of a completion that math-verify reads
-# A number, here "#", that is not all that stands there: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
+# A number, here "#", that is only a part of an expression: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
 _PART = re.compile(
     r"(?:[{_^]|\\[A-Za-z]+(?: ?\d)?|(?:[\d)}]|\b[A-Za-z]) ?[+*×·^]|(?:[)}]|\b[A-Za-z]) ?[-−]|\d ?:) ?#|"
     r"#(?:[}^_]| ?\\[A-Za-z]|[A-Za-z](?![A-Za-z]))|[\w})], ?#\\?[)\]}]"

@@ -43,7 +43,7 @@ class Classifier:
         if missing := sorted(given[1]["missing_keys"]):
             raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
         tokenizer, config = self._tokenizer, self._model.config.get_text_config()
-        # a causal model scores the last token that is no padding: what a text ends with may not pass for it
+        # a causal model scores the last token that is not padding, so a token that may end a text must not be padding
         own = tokenizer.convert_ids_to_tokens(pad) if (pad := config.pad_token_id) in range(len(tokenizer)) else None
         tokenizer.pad_token = own or tokenizer.bos_token or tokenizer.pad_token or tokenizer.eos_token
         config.pad_token_id = tokenizer.pad_token_id
@@ -59,7 +59,7 @@ class Classifier:
         if len(labels) == 1 and self.label is None:
             return 0
         found = labels.get(str(self.label), self.label)
-        if type(found) is int and found in labels.values():  # to YAML yes and no without quotes are neither
+        if type(found) is int and found in labels.values():  # YAML reads yes and no without quotes as bool
             return found
         raise UserError(f"label {self.label!r} is none of {self.model}; write label: with one of {[*labels]}")
 

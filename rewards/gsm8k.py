@@ -9,7 +9,7 @@ from rewards.answers import judged
 
 
 def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """Returns +1 for the right answer, −1 for a wrong one or none; None if the row's `answer` cannot be judged.
+    r"""Returns +1 for the right answer, −1 for a wrong one or none; None if the row's `answer` cannot be judged.
 
     The answer is the last \boxed{} or else the last number, within the last `<answer>…</answer>` where there is one,
     so that an unformatted right answer is right.

@@ -82,7 +82,7 @@ class Judge:
         return [score for text in asked for score in scores[text]]
 
     async def _scores(self, text: str, count: int) -> list[float]:
-        """Returns the scores of a text. Raises the client's errors, and ValueError if no answer has scores."""
+        """Returns scores of a text's completions. Raises the client's errors, and ValueError if answers have none."""
         text = text.encode(errors="replace").decode()  # the row may hold half a surrogate
         messages = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
         request = {"model": self.model, "messages": messages, **self.options}

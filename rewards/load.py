@@ -31,7 +31,7 @@ class Load:
     def pays(self, there: int, waiting: int) -> int:
         """Returns how many processes are worth having, if so many are there and so many groups wait.
 
-        A function that computes in processes of its own gets less of a core when more processes share it, but not less
+        A function that computes in processes of its own gets less of a core when more processes share it, but more
         than _WAITING: it must not look like waiting.
         """
         if self.seconds * waiting < _WORTH_S:

@@ -183,7 +183,7 @@ def _as_sympy_writes(gold: str) -> str | None:
 
 
 def _letters(text: str) -> set[str]:
-    """Returns the letters that are not in commands; they are compared because math-verify reads 2c as 2."""
+    """Returns the letters outside of commands, because math-verify loses some: it reads 2c as 2 of something."""
     return set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
 
 

@@ -2,11 +2,11 @@
 
 Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
-with all that it started, and replaced. One that died while idle is replaced without failing a job. Groups are scored
-side by side, in more processes as soon as those that wait would take longer than another process takes to start: one a
-core, or several where functions mostly wait, as judges behind HTTP do. One that hangs does not keep others waiting:
-another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one interpreter
-until it is killed.
+with all that it started, and replaced. A worker that died while idle is replaced without failing a job. Groups are
+scored side by side, in more processes as soon as the waiting groups would take longer than another process takes to
+start: one a core, or several where functions mostly wait, as judges behind HTTP do. A worker that hangs does not keep
+groups waiting: another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one
+interpreter until it is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RewardFailure:
 
 
 class RewardPool:
-    """A pool of processes that score groups beside sampling.
+    """A pool of processes that score groups while sampling goes on.
 
         with RewardPool(config.rewards, columns=["question", "answer"]) as pool:
             pool.submit(7, "2+2?", ["4", "5"], [[19], [20]], {"question": "2+2?", "answer": "#### 4"})
@@ -120,8 +120,8 @@ class RewardPool:
         completions: texts, or for rollouts of several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
         functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
-        get as trainer_state.global_step. of_row: environment_rewards, what the environment of each completion said,
-        environments, the `Done.state` of each, and scored_by, Problem's.
+        get as trainer_state.global_step. of_row: environment_rewards, the environment's reward of each completion,
+        environments, the `Done.state` of each, and scored_by, as in Problem.
         """
         named, rest = self.wanted.names, self.wanted.rest
         files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}

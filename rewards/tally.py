@@ -85,7 +85,7 @@ class Tally:
 
 
 def _tells_apart(one: ScoredRow, scores: Sequence[float], full_mark: float) -> bool:
-    """Returns whether a right answer beats a wrong one of its form and length, or if none is, alone gets full marks."""
+    """Returns whether a right answer beats a wrong one of its form and length, or else alone earns full marks."""
     each = list(zip(one.probes, scores, one.lengths, strict=True))
     rights = [given for given in each if given[0].is_right and given[0].what == AS_WRITTEN]
     pairs = [(r, w) for r in rights for w in each if w[0].form == r[0].form and w[0].what in (NEAR, OTHER)]

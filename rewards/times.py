@@ -26,7 +26,7 @@ def same_time(given: str, wanted: str) -> bool:
         return False
     if _DIGITS_OF_DATE.fullmatch(wanted):
         first, second, year = map(int, re.findall(r"\d+", wanted))
-        if max(first, second) < 13:  # who knows which is the month
+        if max(first, second) < 13:  # day and month are ambiguous
             return re.findall(r"[1-9]\d*", given) == [str(first), str(second), str(year)]
     if _HALF.search(given) and not _HALF.search(wanted):
         return (time.hour - gold.hour) % 12 == 0 and time.minute == gold.minute

@@ -13,7 +13,7 @@ from rewards.boxed import math_verify
 
 
 def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
-    """Returns the `Done(reward)` or `get_reward()` of each rollout; None if the environment gave no reward."""
+    """Returns each rollout's reward by `Done(reward)` or `get_reward()`; None if the environment gave no reward."""
     return list(environment_rewards)
 
 

@@ -35,7 +35,7 @@ def is_scale(text: str) -> bool:
 
 
 def same_amount(value: Fraction, unit: str, gold: Fraction, gold_unit: str) -> bool:
-    """Compares amounts. A unit may be left out (50 for 50 %, 5 for 5 cm), a million not; 2000000 is 2 or $2 million."""
+    """Compares amounts. 50 is 50 % and 5 is 5 cm without a unit; 2 is not 2 million, but 2000000 is, and $2 million."""
     size, gold_size = unit_of(unit), unit_of(gold_unit)
     (base, one), (gold_base, gold_one) = size or ONE, gold_size or ONE
     has_power = _is_power(unit) or _is_power(gold_unit)

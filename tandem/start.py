@@ -66,7 +66,7 @@ class RunFolder:
 def train(
     config: str | Path | Mapping[str, Any], *overrides: str, rewards: Sequence[str | Callable[..., Any]] = ()
 ) -> RunFolder:
-    """Trains as `bash launch.sh run config overrides…` does, but paths count from the present folder.
+    """Trains as `bash launch.sh run config overrides…` does, but paths count from the current folder.
 
     config: a YAML file, or its sections. overrides: "trainer.max_steps=20". rewards: functions or names, instead
     of rewards.reward_funcs. Raises RunError, and KeyboardInterrupt when its step is saved.
@@ -104,7 +104,7 @@ def train(
 
 
 def command() -> NoReturn:
-    """Runs `tandem words…` as `bash launch.sh words…`, where pip installed launch.sh."""
+    """Runs the command `tandem words…` as `bash launch.sh words…`, with the launch.sh that pip installed."""
     os.execvpe("bash", [*_LAUNCH, *sys.argv[1:]], _environment())
 
 
@@ -140,7 +140,7 @@ def _named(function: Callable[..., Any] | str) -> str:
     with suppress(OSError, TypeError):
         source = inspect.getsource(function).replace("\n", "\n# ")
     installed = tuple(sysconfig.get_paths().values())
-    path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # for its modules
+    path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # to find its modules
     values = {"version": sys.version_info[:2], "path": path, "name": name, "pickled": pickled, "source": source}
     return _kept(name, ".py", _REWARD_FILE.format(**values)) + f":{name}"
 

@@ -54,7 +54,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tu
 
 
 def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
-    """Returns a message without the line of the file, which the parser's own text quotes and may hold a secret."""
+    """Returns a message that does not quote the line, as the parser's own text would: it may hold a secret."""
     if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
         return f"{path}: not valid YAML: {error}"
     return f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.context or 'here'}: {error.problem}"

@@ -92,7 +92,7 @@ class Settings(Section):
 
     @property
     def num_batches(self) -> int:
-        """Returns the batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
+        """Returns the number of batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
         return self.trainer.max_steps // self.algorithm.steps_per_batch
 
     @property
@@ -106,12 +106,12 @@ class Settings(Section):
 
     @property
     def window(self) -> int:
-        """Returns the groups that may exist outside the trainer: a batch of rollouts, and those sampled ahead."""
+        """Returns how many groups may exist outside the trainer: a batch of rollouts, and those sampled ahead."""
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
     @property
     def max_message_bytes(self) -> int:
-        """Returns the largest size of a ZeroMQ frame; larger ones are refused: 64 MiB, or the largest group possible.
+        """Returns the most bytes of a ZeroMQ frame; larger ones are refused: 64 MiB, or room for the largest group.
 
         A group has three numbers of 4 bytes and the kept tokens for each token, and three bytes for each pixel.
         """
@@ -141,7 +141,7 @@ class Settings(Section):
         return world_size // sp_size
 
     def micro_batches(self, world_size: int) -> int:
-        """Returns micro-batches per optimizer step and rank; with a budget of tokens, for groups of the most tokens."""
+        """Returns micro-batches per optimizer step and rank; with a budget of tokens, for the longest groups."""
         return math.ceil(self.trainer.prompts_per_step / (self.dp_size(world_size) * self.groups_at_once))
 
     @property

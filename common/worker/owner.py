@@ -64,7 +64,7 @@ class Workers:
         import_timeout_s: float = START_TIMEOUT_S,
         setting: str = "",
     ) -> None:
-        """Stores the settings. import_timeout_s, setting: limit for importing the user's file, and what allows more."""
+        """Stores the settings. import_timeout_s, setting: limit for importing the user's file, and the limit's name."""
         self._setup = WorkerSetup(service, encode(setup), max_memory, confine_signals)
         self._title, self._import_timeout_s, self._setting = title, import_timeout_s, setting
         self._server: _Server | None = None
@@ -111,7 +111,7 @@ class _Server:
     def __init__(self, setup: WorkerSetup, title: str) -> None:
         """Starts the process. Raises StartError when the system has no more processes."""
         self.name = f"the process that {title} are forked from"
-        self._killing = threading.Lock()  # its id must not be reaped, and given to another, while it gets a signal
+        self._killing = threading.Lock()  # the pid must not be reaped, and given to another, while it gets a signal
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
         with theirs:

@@ -63,7 +63,7 @@ class ForkServer:
             self._reap()
 
     def _fork_one(self) -> bool:
-        """Forks a worker with the channel and lifeline that the owner sends. Returns False when the owner ends."""
+        """Forks a worker with the channel and lifeline that the owner sends. Returns False if the socket is closed."""
         try:
             order, descriptors, _, _ = socket.recv_fds(self._control, 16, 2)
         except ConnectionResetError:
