@@ -43,7 +43,7 @@ _begun, _end_at = time.monotonic(), math.inf
 
 
 def run(name: str, main: Callable[[], None]) -> int:
-    """Runs a process's main function, prints one message for people on how it ended, and returns its exit code."""
+    """Runs a process's main function and returns its exit code; prints one message for what a person should know."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in ends():  # also if a shell made us ignore Ctrl-C: every process ends through its finally blocks

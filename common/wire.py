@@ -1,4 +1,4 @@
-"""Conversion of records to frames and back. A message has a msgpack header, raw little-endian arrays, and a digest.
+"""Conversion of records to three frames and back: a msgpack header, raw little-endian arrays, a digest of both.
 
 There is no pickle and no compression. Every received message is decoded by type (groups: common/group_frames.py), then
 range-checked (common/group_limits.py); what fails raises WireError and is counted by its reason, never used. CURVE
