@@ -1,4 +1,4 @@
-"""`pip install .` puts one name into site-packages, `tandem`, and the repository's folders below it, as they are."""
+"""The installation by pip: one name in site-packages, `tandem`, with the repository's folders below it as they are."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ FOLDERS = "common configs environments examples launcher model report rewards sa
 
 class Build(build_py):
     def run(self) -> None:
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # of an earlier version
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # left by an earlier version
         super().run()
         for name in FOLDERS.split():
             shutil.copytree(name, Path(self.build_lib, "tandem", name), ignore=shutil.ignore_patterns("__pycache__"))

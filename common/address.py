@@ -1,4 +1,4 @@
-"""Where the trainer listens: the address that both processes derive from a config, and whether it is free."""
+"""The trainer's ZeroMQ address, which both processes derive from a config, and the checks that it is free."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from common.errors import UserError
 
 
 def endpoint(config: Config) -> str:
-    """The address both processes derive from the same file."""
+    """Returns the trainer's address, which both processes derive from the same config."""
     return config.channel.endpoint or f"ipc://{private_dir(config.run.output_dir)}/inbox"
 
 
 def private_dir(output_dir: Path) -> Path:
-    """A folder of this user (0700) for this run's socket, with a short name."""
+    """Makes and returns this run's socket folder (0700, short name). Raises UserError if its path is too long."""
     path = Path(tempfile.gettempdir()) / durable.run_tag(output_dir)
     if len(f"{path}/inbox") > MAX_SOCKET_PATH:
         raise UserError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder, for example /tmp")
@@ -30,15 +30,15 @@ def private_dir(output_dir: Path) -> Path:
 
 
 def needs_ipv6(address: str) -> bool:
-    """Whether a tcp address stands for none of IPv4."""
+    """Returns whether a tcp address resolves to IPv6 addresses alone; False if its name does not resolve."""
     parts = urlsplit(address)
-    with contextlib.suppress(OSError):  # a name that nobody knows yet
+    with contextlib.suppress(OSError):  # the name does not resolve yet
         return all(found[0] == socket.AF_INET6 for found in socket.getaddrinfo(parts.hostname, parts.port))
     return False
 
 
 def to_bind(address: str) -> str:
-    """A name of this host that stands for 127.0.1.1 here, as on Debian, is another address to the others: then all."""
+    """Returns the address to bind: tcp://* if a host name is loopback here (127.0.1.1, as on Debian), not elsewhere."""
     parts = urlsplit(address)
     with contextlib.suppress(OSError):
         found = {str(found[4][0]) for found in socket.getaddrinfo(parts.hostname, parts.port)}
@@ -57,7 +57,7 @@ def require_free(config: Config) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((parts.hostname, parts.port))
-            except OSError as error:  # anything else is told by the socket itself
+            except OSError as error:  # the ZeroMQ socket itself reports other errors
                 if error.errno == errno.EADDRINUSE:
                     raise cannot_bind(parts.geturl(), f"{error.strerror}{holder(parts.geturl())}") from None
 
@@ -69,12 +69,12 @@ def cannot_bind(address: str, why: str) -> UserError:
 
 
 def remove_dead_socket(path: Path) -> None:
-    """Deletes what a killed trainer left. libzmq would take the address even from a living one, so we ask first."""
+    """Deletes a killed trainer's socket. Connects first, because libzmq would take even a live trainer's address."""
     if path.exists() and not path.is_socket():
         raise cannot_bind(f"ipc://{path}", "the file there is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
-        if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):  # too busy to answer is alive
+        if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):  # a busy trainer is alive
             raise cannot_bind(f"ipc://{path}", "it is in use by another trainer")
     path.unlink(missing_ok=True)
 
@@ -83,7 +83,7 @@ def holder(address: str) -> str:
     import psutil
 
     port = urlsplit(address).port
-    with contextlib.suppress(psutil.Error):  # of another user, or gone meanwhile
+    with contextlib.suppress(psutil.Error):  # another user's process, or one that has ended
         for link in psutil.net_connections(kind="tcp"):
             if link.laddr and link.laddr.port == port and link.status == psutil.CONN_LISTEN and link.pid:
                 command = " ".join(psutil.Process(link.pid).cmdline())

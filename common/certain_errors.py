@@ -1,4 +1,4 @@
-"""Errors that the next start would repeat: said once, with exit 2, instead of started again."""
+"""Errors that the next start would repeat: they are reported once, with exit code 2, instead of a restart."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from common.out_of_memory import memory_advice
 
 _WORDS = 300  # characters of an error that are shown
 _CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
-_OF_DEVICES = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: what may work again
+_OF_DEVICES = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: it may not occur again
 _ELSE = "Another model.dtype, lora.sync=merged, other arguments in vllm: or another model (docs/model.md) may work"
 
 
 def would_repeat(error: Exception) -> bool:
-    """Whether it comes of the model and the settings alone. Memory, files and connections do not.
+    """Returns whether an error comes from the model and settings alone, not from memory, files or connections.
 
     torch and vLLM raise a plain RuntimeError for shapes and kernels that they do not have.
     """
@@ -31,7 +31,7 @@ def would_repeat(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
-    """Around what a start does: raises `certain` in the place of what the next start would repeat."""
+    """Raises the error of `certain` in place of an error inside the block that the next start would repeat."""
     try:
         yield
     except Exception as error:
@@ -42,9 +42,9 @@ def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
 
 
 def certain(what: str, error: Exception | None = None, remedy: str = _ELSE) -> UserError:
-    """what: happened, such as "vLLM does not start". error: in whose last line is why."""
+    """Returns the UserError that says what happened ("vLLM does not start"), and the last line of `error` as reason."""
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip(" .")]
-    if error and not lines and error.__traceback__:  # as of `assert x` in a library
+    if error and not lines and error.__traceback__:  # an error without a text, such as `assert x` in a library
         raised = traceback.extract_tb(error.__traceback__)[-1]
         lines = [f"`{raised.line}` in {Path(raised.filename).name}, line {raised.lineno}"]
     why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_WORDS] if error else ""

@@ -7,7 +7,7 @@ identity (without it, libzmq ignores it for ever); ROUTER_MANDATORY makes sendin
 High-water marks sit above the credit window, so nothing blocks and nothing is dropped. One thread per socket.
 
 One host: ipc:// in a private folder. Several: tcp:// with CURVE keys, made at the start of the run, readable by
-their owner only, and an allow-list of clients (ZAP); tcp without keys does not exist here.
+their owner only, and an allow-list of clients (ZAP); tcp is never used without keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.errors import Retryable, UserError
 
 Socket = zmq.Socket[bytes]
 BEAT_S = 1.0  # every state is repeated this often
-LOST_AFTER_S = 10.0  # of silence: others get a sampler's groups
+LOST_AFTER_S = 10.0  # seconds of silence, after which other samplers get a sampler's groups
 _HIGH_WATER_MARGIN = 64
 
 
@@ -38,7 +38,7 @@ def _keys_path(config: Config) -> Path:
 
 
 def make_keys(config: Config) -> dict[str, bytes]:
-    """The run's CURVE keys, made on first use: {server,client}_{public,secret}."""
+    """Returns the run's CURVE keys, {server,client}_{public,secret}, which are made on first use."""
     path = _keys_path(config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,22 +71,22 @@ class Transport:
         self.socket.setsockopt(zmq.RCVHWM, config.window + _HIGH_WATER_MARGIN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self.authenticator: ThreadAuthenticator | None = None
-        self._has_names = kind == zmq.ROUTER  # then a frame with the sampler's id comes first
-        self._lock = threading.Lock()  # of the descriptor by which other threads end a poll
+        self._has_names = kind == zmq.ROUTER  # a ROUTER's messages begin with a frame that holds the sampler's id
+        self._lock = threading.Lock()  # protects the descriptor by which other threads end a poll
         self._waker = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> bool:
-        """Waits until there is a message, `wake` was called, or the time is over. True if `wake` was called."""
+        """Waits until there is a message, `wake` was called, or the time is over. Returns True if `wake` was called."""
         woken = self._waker in dict(self._poller.poll(int(1000 * timeout_s)))
         if woken:
             os.eventfd_read(self._waker)
         return woken
 
     def receive(self) -> list[bytes] | None:
-        """The frames of the next message, None if there is none. Never waits."""
+        """Returns the frames of the next message, None if there is none. Never waits."""
         try:
             frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -94,11 +94,11 @@ class Transport:
         return frames[1:] if self._has_names else frames
 
     def send(self, frames: list[bytes], to: str = "") -> bool:
-        """False if the message cannot leave now. Never waits. `to` is a sampler's id; a sampler leaves it out."""
+        """Sends a message; returns False if it cannot leave now. Never waits. `to`: a sampler's id; "" in a sampler."""
         try:
             self.socket.send_multipart([to.encode(), *frames] if self._has_names else frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # a full pipe, or nobody of this name
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # a full pipe, or no peer with this id
                 raise
             return False
         return True
@@ -110,7 +110,7 @@ class Transport:
                 os.eventfd_write(self._waker, 1)
 
     def close(self) -> None:
-        """Drops what has not left yet. May be called twice."""
+        """Closes the socket and drops messages that have not left yet. May be called twice."""
         with self._lock:
             if self.socket.closed:
                 return
@@ -123,12 +123,12 @@ class Transport:
 
 
 def bind(config: Config) -> Transport:
-    """The trainer's end. Raises UserError if the address is taken."""
+    """Returns the trainer's bound ROUTER. Raises UserError if the address is taken."""
     address = endpoint(config)
     keys = make_keys(config) if address.startswith("tcp://") else {}
     if address.startswith("ipc://"):
         remove_dead_socket(Path(address.removeprefix("ipc://")))
-    context: zmq.Context[Socket] = zmq.Context()  # of its own, for there can be one authenticator in a context
+    context: zmq.Context[Socket] = zmq.Context()  # its own, because a context can have one authenticator only
     transport = Transport(context, zmq.ROUTER, config)
     socket = transport.socket
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -152,7 +152,7 @@ def bind(config: Config) -> Transport:
 
 
 def connect(config: Config, sampler_id: str) -> Transport:
-    """A sampler's end. On tcp it waits for the trainer's keys; raises Retryable when they do not appear."""
+    """Returns a sampler's connected DEALER. On tcp it waits for the trainer's keys; raises Retryable without them."""
     address, keys = endpoint(config), dict[str, bytes]()
     if address.startswith("tcp://"):
         path, deadline = _keys_path(config), time.monotonic() + config.channel.connect_timeout_s

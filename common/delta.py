@@ -1,8 +1,8 @@
-"""What changed from one file to the next of the same size: their XOR, compressed by zstd, piece by piece.
+"""The difference of two files of the same size: their XOR, compressed with zstd, piece by piece.
 
     for each 8 MiB of both files: bytes that follow (4) │ zstd(old XOR new)
 
-A step of 1e-6 changes few bfloat16 weights: all else are zeros. Nothing here proves the result, whose tensors have
+A step of 1e-6 changes few bfloat16 weights: the rest of the XOR is zeros. The result is not verified: its tensors have
 checksums (weights.py).
 """
 
@@ -36,7 +36,7 @@ def pack(old: memoryview, new: memoryview) -> Iterator[bytes]:
 
 
 def unpack(deltas: Sequence[Path], old: BinaryIO) -> Iterator[bytes]:
-    """The file behind all of these, in pieces. Raises ValueError unless each is whole and of a file of that size."""
+    """Yields `old` with all deltas applied, in pieces. Raises ValueError unless each is whole and fits its size."""
     position = 0
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in deltas]

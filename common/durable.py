@@ -1,4 +1,4 @@
-"""Every file operation that must survive a crash.
+"""File operations that survive a crash.
 
 One rule serves everything: write under a temporary name in the same folder, fsync the contents, rename, fsync the
 folder. A reader sees the old state or the new one, never a part. common/failpoints.py makes each operation fail, for
@@ -28,16 +28,16 @@ from common.failpoints import die, failpoint, file_operation
 TEMPORARY = ".tmp-"  # prefix of everything that is not yet committed
 TRASH = ".trash-"  # prefix of everything that is being deleted
 _RETRY_S = 0.1
-_QUIET_ATTEMPTS = 10  # before a wait is worth a word
+_QUIET_ATTEMPTS = 10  # attempts before a wait is reported
 
-# What may pass without anything being wrong here: a full disk, a quota, a file system that went away for a while.
+# Errors that may pass without a bug in the program: a full disk, a quota, a file system that was away for a while.
 _TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
 
 def disk_trouble(error: BaseException | None) -> int | None:
-    """The errno if this error, or one that caused it, is a disk's trouble that may pass; None if it is anything else.
+    """Returns the errno if this error, or one that caused it, is a disk error that may pass; None for any other.
 
-    Writers in other languages hide it: torch raises RuntimeError over it, Rust has "(os error 28)" in the text.
+    Writers in other languages hide the errno: torch raises RuntimeError from it, Rust has "(os error 28)" in the text.
     """
     while error is not None:
         text = re.search(r"\(os error ([0-9]+)\)", str(error))
@@ -49,7 +49,7 @@ def disk_trouble(error: BaseException | None) -> int | None:
 
 
 def fsync_path(path: Path) -> None:
-    """fsync of a file or a folder by name."""
+    """Calls fsync on a file or a folder by name."""
     file_operation("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -59,7 +59,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_dir(path: Path) -> None:
-    """Makes a folder, and those above it, so that their names survive too. It may stand there already."""
+    """Makes a folder and its parents so that their names survive a crash, too. The folder may exist already."""
     if not path.is_dir():
         make_dir(path.parent)
         file_operation("mkdir", path)
@@ -73,7 +73,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-    """As write_file, for a writer that wants an open file."""
+    """Replaces the file's contents as `write_file` does, with a function that writes into an open file."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     file_operation("create", temporary)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -99,9 +99,9 @@ def write_with(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o64
 
 
 def commit_dir(temporary: Path, final: Path) -> None:
-    """Makes a finished temporary folder visible under its final name. Its files must be fsynced already or here.
+    """Makes a finished temporary folder visible under its final name, after an fsync of all its files.
 
-    Its files become as readable as their folders: safetensors gives its own to nobody else. Raises FileExistsError if
+    Its files become as readable as their folders: safetensors lets only the owner read them. Raises FileExistsError if
     the final name is taken: a committed folder is never overwritten.
     """
     if final.exists():
@@ -122,16 +122,16 @@ def commit_dir(temporary: Path, final: Path) -> None:
 
 
 def replace_dir(temporary: Path, final: Path) -> None:
-    """As commit_dir, in the place of what has the final name."""
+    """Deletes the folder that has the final name, and then commits as `commit_dir` does."""
     if final.exists():
         remove_dir(final)
     commit_dir(temporary, final)
 
 
 def remove_dir(path: Path) -> None:
-    """Deletes a committed folder so that no reader finds half of it: rename first, delete then."""
+    """Deletes a committed folder so that no reader finds half of it: it is renamed first, then deleted."""
     trash = path.with_name(f"{TRASH}{path.name}.{os.getpid()}")
-    shutil.rmtree(trash, ignore_errors=True)  # of a killed process: in a container every start has the same pid
+    shutil.rmtree(trash, ignore_errors=True)  # left by a killed process: in a container every start has the same pid
     with contextlib.suppress(FileNotFoundError):
         file_operation("rename", trash)
         os.rename(path, trash)
@@ -141,12 +141,12 @@ def remove_dir(path: Path) -> None:
 
 
 def run_tag(output_dir: Path) -> str:
-    """Short name of a run for folders outside it, such as memory: the user and a hash of the run folder."""
+    """Returns a short name for a run's folders elsewhere, such as in memory: the user and a hash of the run folder."""
     return f"tandem-{os.getuid()}-{hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]}"
 
 
 def make_private(path: Path, forbidden: int = 0o022) -> None:
-    """A folder of this user, made with mode 0700 or standing there already without the forbidden permission bits.
+    """Makes a folder of this user with mode 0700, or accepts an existing one without the forbidden permission bits.
 
     0o022: nobody else can write in it; 0o077: nobody else can enter it either. Raises UserError otherwise.
     """
@@ -166,7 +166,7 @@ def make_private(path: Path, forbidden: int = 0o022) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Deletes what crashes left uncommitted in a folder that we alone write, if it is there."""
+    """Deletes what crashes left uncommitted in a folder that this process alone writes, if it exists."""
     for path in (p for p in list(parent.glob(".*")) if p.name.startswith((TEMPORARY, TRASH))):
         file_operation("delete", path)
         with contextlib.suppress(OSError):  # NFS keeps what somebody reads; the next start tries again
@@ -177,7 +177,7 @@ def remove_leftovers(parent: Path) -> None:
 def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
     """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held.
 
-    Raises UserError where nothing can be written or locked.
+    Raises UserError if the file cannot be written or locked.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
                 f"cannot lock {path}: {error.strerror}; mount its file system with locks (Lustre: -o flock), or choose "
                 "a place on another one"
             ) from None
-        with contextlib.suppress(OSError):  # on a full disk, too, it is held
+        with contextlib.suppress(OSError):  # on a full disk the lock is held, too
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"pid {os.getpid()}".encode())
         yield
@@ -203,7 +203,7 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_lock(path: Path, waits: str) -> Iterator[None]:
-    """Holds the same lock, once whoever holds it lets go. waits: what to say if that takes a while."""
+    """Holds the lock of `lock` once its holder releases it. waits: the message if that takes a while."""
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count():
             try:

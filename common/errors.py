@@ -1,6 +1,6 @@
 """The exceptions that several modules know. Those that decide how a process ends have an exit code in common/exits.py.
 
-Errors of one module alone stand there: weights.BadWeights, rewards.RewardError.
+Exceptions of one module alone are defined in that module: weights.BadWeights, rewards.RewardError.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class _WithoutPasswords(Exception):
 
 
 class UserError(_WithoutPasswords):
-    """The user can fix this: what happened, the value, and what to paste. The process exits 2."""
+    """An error that the user can fix. Its text has what happened, the value, and what to paste. Exit 2."""
 
 
 class Retryable(_WithoutPasswords):
-    """Nothing is wrong with the settings: a supervisor may start this process again. Exit 75."""
+    """A failure with nothing wrong in the settings: a supervisor may start this process again. Exit 75."""
 
 
 class PeerEnded(Exception):
-    """The other process said goodbye; this one ends with the exit code it asked for."""
+    """The end of the other process, which sent BYE; this process ends with the exit code that BYE asks for."""
 
     def __init__(self, reason: str, exit_code: int):
         super().__init__(reason)
@@ -32,15 +32,15 @@ class PeerEnded(Exception):
 
 
 class Interrupted(Exception):
-    """Somebody asked for the end and the state is whole: what can be saved may be saved. Exit 130."""
+    """A requested end in which the state is whole: what can be saved may be saved. Exit 130."""
 
 
 class OutOfTime(Interrupted):
-    """trainer.max_hours is over, and what could be saved is saved. Exit 75: the run goes on when it is resumed."""
+    """The end of trainer.max_hours, after what could be saved is saved. Exit 75: the run goes on when resumed."""
 
 
 class WireError(Exception):
-    """A message that must not be used. `reason` is a short, countable name."""
+    """An error for a message that must not be used. `reason` is a short, countable name."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)

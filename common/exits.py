@@ -1,8 +1,8 @@
-"""How a process ends: one table of exit codes and the one place that maps exceptions to them.
+"""The end of a process: the table of exit codes, and the one place that maps exceptions to them.
 
-Ctrl-C and SIGTERM end a process at once, through its finally blocks; a thread is behind them for the moment when the
-work stands in foreign code and cannot hear them. A training loop asks for better: after `defer_interrupts` the first of
-them only sets a flag, so that the loop can stop where its state is whole.
+Ctrl-C and SIGTERM end a process at once, through its finally blocks; a thread ends it if the work is inside a library's
+native code and cannot react. A training loop needs more: after `defer_interrupts` the first of these signals only sets
+a flag, so that the loop can stop where its state is whole.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ DONE = 0
 USER_ERROR = 2  # change something, then start again
 RETRYABLE = 75  # start again as it is (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # 128 + SIGINT
-SIGKILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # a child; one of its own, whose code it passes on in a byte
+SIGKILLED = (-signal.SIGKILL, 256 - signal.SIGKILL)  # a child's code; a grandchild's, passed on by the child as a byte
 ENDS = (signal.SIGINT, signal.SIGTERM)
 STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a signal with a SIGTERM of its own to every rank
-_HEARS_S = 1.0  # unless it stands in foreign code
+_HEARS_S = 1.0  # seconds in which a process reacts to a signal, unless it is inside native code
 _UNWIND_S = 2.0  # for the finally blocks of a process that ends at once
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _interrupted_at: float | None = None  # monotonic
 _unwinds = False
-_note: str | None = None  # what is said at the first; None: nothing is deferred
+_note: str | None = None  # the message at the first interrupt; None: interrupts are not deferred
 _begun, _end_at = time.monotonic(), math.inf
 
 
 def run(name: str, main: Callable[[], None]) -> int:
-    """Runs a process's main and returns its exit code, with one message for everything a person should know."""
+    """Runs a process's main function and returns its exit code; prints one message for what a person should know."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in ends():  # also where a shell gave us Ctrl-C ignored: all leave through the same finally blocks
+    for number in ends():  # also if a shell made us ignore Ctrl-C: every process ends through its finally blocks
         signal.signal(number, _interrupt)
     try:
         main()
@@ -71,12 +71,12 @@ def run(name: str, main: Callable[[], None]) -> int:
 
 
 def ends() -> list[int]:
-    """A terminal that is lost asks for the end, too, unless nohup told us to go on without."""
+    """Returns the signals that end a process; a lost terminal's SIGHUP is one, unless nohup makes us ignore it."""
     return [*ENDS, *[signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)]
 
 
 def code_of(error: BaseException, of_a_bug: int = RETRYABLE) -> int:
-    """The code to end with when a peer of ours, or our rank 0, ended by this exception."""
+    """Returns the exit code for this exception, also if a peer or rank 0 ended by it. of_a_bug: for any other."""
     if isinstance(error, OutOfTime) or (isinstance(error, Interrupted) and out_of_time()):
         return RETRYABLE
     if isinstance(error, KeyboardInterrupt | Interrupted):
@@ -86,7 +86,7 @@ def code_of(error: BaseException, of_a_bug: int = RETRYABLE) -> int:
 
 
 def meaning(code: int) -> str:
-    """How a child ended, after its name. code: as of subprocess, negative for a signal."""
+    """Returns how a child ended, as text after its name. code: subprocess's, negative for a signal."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     known = {
@@ -101,7 +101,7 @@ def meaning(code: int) -> str:
 
 
 def of_child(code: int, is_asked: bool) -> int:
-    """As of subprocess. One that dies of a request to end, or breaks at it, is interrupted: it may not hear it yet."""
+    """Returns a child's exit code; INTERRUPTED if a request to end killed or broke it before it handles signals."""
     return INTERRUPTED if -code in ENDS or (is_asked and code not in (DONE, USER_ERROR, RETRYABLE)) else code
 
 
@@ -114,41 +114,41 @@ def _interrupt(*_: object) -> None:
 
 
 def _is_first(now: float, first: float | None) -> bool:
-    """Or its echo."""
+    """Returns whether a signal is the first one or its echo."""
     return first is None or now - first < _ECHO_S
 
 
 def defer_interrupts(note: str) -> None:
-    """From now on the first SIGINT or SIGTERM only makes `interrupted` true; another one ends the process at once.
+    """Makes the first SIGINT or SIGTERM from now on only set `interrupted`; another one ends the process at once.
 
-    note: what is said to the user then; "" for a rank for which rank 0 speaks.
+    note: the message to the user then; "" for a rank, because rank 0 prints it for all.
     """
     global _note
     _note = note
 
 
 def ask_to_end() -> None:
-    """As a first interrupt does."""
+    """Asks this process to end, as a first interrupt does."""
     global _interrupted_at
     if _interrupted_at is None and _note:
-        with contextlib.suppress(OSError):  # a terminal that is lost is why we end
+        with contextlib.suppress(OSError):  # a lost terminal may be the reason for the end
             os.write(2, f"tandem: {_note}\n".encode())  # print is not safe inside a signal handler
     _interrupted_at = _interrupted_at or time.monotonic()
 
 
 def end_in_time(launcher: str = "") -> None:
-    """Starts the thread that ends this process where the work does not hear a signal: it may wait in a library's own
-    code for minutes. Call it once, in the main thread.
+    """Starts the thread that ends this process if the work does not react to a signal.
 
-    launcher: a word of the command of a parent that lives on when its own parent is gone, and with it all ranks. Then
-    that counts as SIGTERM. Raises KeyboardInterrupt if it is gone itself: a signal came before it looked after any.
+    The work may wait in a library's native code for minutes. Call this once, in the main thread. launcher: a word in
+    the command of a parent that lives on, with all ranks, when its own parent is gone; that end then counts as SIGTERM.
+    Raises KeyboardInterrupt if the launcher is gone itself: a signal came before it handled any.
     """
-    import psutil  # here, for launch.sh comes by this file before anything is installed
+    import psutil  # imported here, because launch.sh runs this file before anything is installed
 
     parent = psutil.Process().parent() if launcher else None
     if launcher and (parent is None or launcher not in parent.cmdline()):
         raise KeyboardInterrupt
-    # Who started the parent is gone, as far as that shows: one that leads no session has that of who started it.
+    # The process that started the parent is gone: a parent that leads no session shares the session of its starter.
     if parent and os.getsid(parent.pid) not in (parent.pid, os.getsid(parent.ppid())):
         raise KeyboardInterrupt
     reader, writer = os.pipe()
@@ -178,46 +178,46 @@ def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) 
 
 
 def interrupted() -> bool:
-    """Whether a deferred interrupt has arrived, or the time is over."""
+    """Returns whether a deferred interrupt has arrived, or the time is over."""
     return _interrupted_at is not None or out_of_time()
 
 
 def limit_time(hours: float | None) -> None:
-    """From now on `interrupted` is true after so many hours since the start of launch.sh, or else of this process.
+    """Makes `interrupted` true so many hours after the start of launch.sh, or else of this process.
 
-    hours: trainer.max_hours; None = no limit. A restart by the supervisor does not begin to count anew.
+    hours: trainer.max_hours; None = no limit. A restart by the supervisor does not reset the count.
     """
     global _end_at
     _end_at = math.inf if hours is None else started_at() + 3600 * hours
 
 
 def started_at() -> float:
-    """Monotonic seconds, a clock that all processes of a host share."""
+    """Returns the start of launch.sh or this process, in monotonic seconds, which all processes of a host share."""
     return float(os.environ.get(STARTED_AT, _begun))
 
 
 def out_of_time() -> bool:
-    """Whether the limit has passed, and nobody asked for the end before."""
+    """Returns whether the time limit has passed, and nobody asked for the end before."""
     return _interrupted_at is None and time.monotonic() >= _end_at
 
 
 def leave(code: int) -> None:
-    """Ends the process now. Engine and communication threads may never join, so no interpreter teardown."""
+    """Ends the process now, without teardown of the interpreter: engine and communication threads may never join."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read our output is gone
+        with contextlib.suppress(OSError, ValueError):  # the reader of our output is gone
             stream.flush()
     os._exit(code)
 
 
 def say(text: str) -> None:
-    """To people. A terminal that is gone does not change how a run ends."""
+    """Prints a message for people. A terminal that is gone does not change how a run ends."""
     text = text.replace("bash launch.sh", "tandem") if "TANDEM_PYTHON" in os.environ else text
     with contextlib.suppress(OSError):
         print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 def every(seconds: float) -> Callable[[], bool]:
-    """What is true once in so many seconds from now on: for a wait that says why it goes on."""
+    """Returns a function that is True once in so many seconds from now on, for a wait that prints why it goes on."""
     last = time.monotonic()
 
     def is_due() -> bool:
@@ -235,6 +235,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signals a process that leads its own group, and all that it started there. One that is gone is no error."""
+    """Signals a process that leads its own group, and all processes in the group. It is no error if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

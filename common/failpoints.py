@@ -1,4 +1,4 @@
-"""Fault injection for the crash tests: the environment names where a process must fail. Inert unless it does.
+"""Fault injection for the crash tests: environment variables name where a process must fail; unset, nothing happens.
 
     TANDEM_FAILPOINT=weights.shard:2:kill    at a named place of the program, the second time it passes there
     TANDEM_FAULT=17:enospc                   at the 17th file operation, whatever it is; 17-60:enospc for all up to 60
@@ -48,7 +48,7 @@ _operations = 0  # file operations so far, counted only while TANDEM_FAULT is se
 
 
 def failpoint(name: str) -> None:
-    """Fails here if the environment says TANDEM_FAILPOINT=name:hits:action, on the hits-th call."""
+    """Fails if the environment has TANDEM_FAILPOINT=name:hits:action, on the hits-th call with this name."""
     assert name in FAILPOINTS, f"failpoint {name!r} is not in FAILPOINTS; add it there"
     armed = os.environ.get("TANDEM_FAILPOINT")
     if not armed:
@@ -65,9 +65,9 @@ def failpoint(name: str) -> None:
 
 
 def file_operation(name: str, path: Path) -> bool:
-    """Every file operation passes here first, and fails if TANDEM_FAULT names its number.
+    """Counts a file operation, and fails if TANDEM_FAULT names its number. Every file operation calls this first.
 
-    True: write half of the bytes, then call `die`.
+    Returns True if the caller must write half of the bytes and then call `die`.
     """
     armed = os.environ.get("TANDEM_FAULT")
     if not armed:

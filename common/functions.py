@@ -1,4 +1,4 @@
-"""A user's own function, named in a setting: found, imported, checked, called.
+"""Users' own functions, which settings name: they are found, imported, checked and called here.
 
     path/file.py:function       a file; the path counts from the folder of launch.sh
     package.module.function     an installed module
@@ -29,16 +29,16 @@ from common.paths import did_you_mean, here_or_ours
 Function = Callable[..., Any]
 
 
-_NAMED = re.compile(r" as ([\w-]+)$")  # a built-in function that stands twice among the rewards, say
+_NAMED = re.compile(r" as ([\w-]+)$")  # such as a built-in function that is used twice among the rewards
 
 
 def unnamed(name: str) -> str:
-    """ "judge" of "judge as kind" """
+    """Returns the name without ` as …`, such as "judge" for "judge as kind"."""
     return _NAMED.sub("", name)
 
 
 def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path | str, str]:
-    """(file or module, function).  "my.py:f" -> (Path("my.py"), "f"), "package.module.f" -> ("package.module", "f")
+    """Returns (file or module, function).  "my.py:f" -> (Path("my.py"), "f"), "pkg.mod.f" -> ("pkg.mod", "f")
 
     label: what to call it in messages, such as "reward 'f'". Raises UserError for a name of neither form.
     """
@@ -58,14 +58,14 @@ def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path |
 
 
 def short_name(name: str) -> str:
-    """`my_rewards.py:length`, `package.module.length` and `score as length` are all called "length"."""
+    """Returns "length" as the name of `my_rewards.py:length`, `package.module.length` and `score as length`."""
     if named := _NAMED.search(name):
         return named[1]
     return name.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 
 def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
-    """Imports it. Raises UserError when there is no such file, module or function, or the import fails."""
+    """Imports the function. Raises UserError if there is no such file, module or function, or the import fails."""
     place, attribute = parse(label, name, built_in)
     user_modules.prepare()
     module = _load_file(place, label) if isinstance(place, Path) else _import_module(place, label)
@@ -84,7 +84,7 @@ def parameters_of(function: Function) -> list[inspect.Parameter] | None:
 
 
 def takes_all(parameters: Iterable[inspect.Parameter] | None) -> bool:
-    """Whether it takes every argument by keyword: **more."""
+    """Returns whether a function takes every argument by keyword: it has **more, or an unknown signature."""
     return parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -94,9 +94,9 @@ def check_parameters(
     offered: Collection[str],
     one_of: Collection[str],
     example: str,
-    unknown: Callable[[str], str],  # what to say of a parameter that nobody offers
+    unknown: Callable[[str], str],  # returns the message for a parameter that is not offered
 ) -> None:
-    """Raises UserError unless it can be called by keyword with what is offered, and takes one of `one_of`."""
+    """Raises UserError unless the function can be called by keyword with `offered`, and takes one of `one_of`."""
     parameters = parameters_of(function)
     for parameter in parameters or ():
         optional = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -112,7 +112,7 @@ def check_parameters(
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A user's function, called with everything that is offered: it gets what its signature names."""
+    """A user's function, called with all arguments that are offered: it gets those that its signature names."""
 
     label: str
     function: Function
@@ -120,7 +120,7 @@ class OwnFunction:
     takes_all: bool  # **more
 
     def __call__(self, **offered: Any) -> Any:
-        """Raises UserError for whatever it raises."""
+        """Calls the function. Raises UserError for whatever the function raises."""
         given = offered if self.takes_all else {key: value for key, value in offered.items() if key in self.named}
         try:
             return self.function(**given)
@@ -130,7 +130,7 @@ class OwnFunction:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a user's function for one setting must look like."""
+    """The form that a user's function for one setting must have."""
 
     setting: str
     offered: tuple[str, ...]  # names of arguments
@@ -138,7 +138,7 @@ class Contract:
     example: str
 
     def require(self, name: str) -> None:
-        """Raises UserError where there is no such file or package, or a file never says the name. Imports nothing."""
+        """Raises UserError if the file or package is absent, or the file never has the name. Imports nothing."""
         label = f"{self.setting} {name!r}"
         place, attribute = parse(label, name)
         if isinstance(place, Path):
@@ -151,7 +151,7 @@ class Contract:
 
     @functools.cache  # noqa: B019 - of constants
     def load(self, name: str) -> OwnFunction:
-        """Imports it, once in a process. Raises UserError."""
+        """Imports and checks the function, once in a process. Raises UserError."""
         label = f"{self.setting} {name!r}"
 
         def unknown(parameter: str) -> str:
@@ -165,7 +165,7 @@ class Contract:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: bad (my_reward.py:12)`: what was raised, and the innermost line of Python."""
+    """Returns what was raised, and the innermost line of Python: `ValueError: bad (my_reward.py:12)`."""
     not_theirs = ("<", user_modules.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_theirs)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

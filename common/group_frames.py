@@ -1,9 +1,9 @@
-"""A group of rollouts <-> its header and its arrays, as common/wire.py sends them.
+"""Conversion of a group of rollouts to the header and arrays that common/wire.py sends, and back.
 
     arrays: int32 prompt ids, completion ids │ float32 old log-probs, ref log-probs │ int32 sampling masks │ PNGs │
             experts that the prompt's tokens met, and the completions' but the last of each, of 1 or 2 bytes
 
-All little-endian and without gaps; the lengths stand in the header. Reading copies nothing but the PNGs.
+All arrays are little-endian and without gaps; their lengths are in the header. Reading copies nothing but the PNGs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"completion_ids": "<i4", "old_logprobs": "<f4", "ref_logprobs": "<f4"
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a Rollout has beside its arrays, under the same names."""
+    """The fields of a Rollout beside its arrays, under the same names."""
 
     length: int  # C, tokens of the completion
     rewards: dict[str, float]
@@ -46,7 +46,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     def check(self, prompt: int) -> None:
         """Raises ValueError if its spans do not lie in the completion, or its counts do not fit together."""
         spans = [*itertools.chain(*self.observed), self.length]
-        begins_observed = spans[0] == 0  # where agents of a group began with different prompts
+        begins_observed = spans[0] == 0  # if the agents of a group started with different prompts
         has_sampled_between = not self.observed or _ascend(spans if begins_observed else [0, *spans])
         counts_fit = len(self.observed) < self.turns + begins_observed and 0 <= self.tool_errors <= self.tool_calls
         if not (has_sampled_between and counts_fit and 0 <= self.environment_s < math.inf):
@@ -86,27 +86,27 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def num_tokens(self) -> int:
-        """Of all completions."""
+        """Returns the number of tokens of all completions."""
         return sum(rollout.length for rollout in self.rollouts)
 
     @property
     def widths(self) -> dict[str, int]:
-        """By array of a Rollout: words of 4 bytes for each token, 0 where there is none."""
+        """Returns for each array of a Rollout its words of 4 bytes per token, 0 if the array is absent."""
         return dict(zip(_DTYPES, (1, 1, int(self.has_ref_logprobs), self.support_width), strict=True))
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays."""
+        """Returns the number of bytes of the arrays."""
         num_words = self.prompt_length + sum(self.widths.values()) * self.num_tokens
         return 4 * num_words + sum(image.size for image in self.images) + math.prod(self.routed)
 
     @property
     def routed(self) -> tuple[int, ...]:
-        """(tokens, layers, experts of a token, bytes of each) of the prompt and of every completion."""
+        """Returns (tokens, layers, experts of a token, bytes of each) for the prompt and all completions; else (0,)."""
         return (self.prompt_length + self.num_tokens - len(self.rollouts), *self.routing) if self.routing else (0,)
 
     def check(self) -> None:
-        """Raises WireError or ValueError for what no group can have."""
+        """Raises WireError or ValueError for values that no group can have."""
         sizes = [rollout.length for rollout in self.rollouts] + [image.size for image in self.images]
         if min([self.prompt_length, self.support_width, *sizes, *self.routed, *(self.routing or ())]) < 0:
             raise WireError("malformed", "negative length")
@@ -117,7 +117,7 @@ class GroupHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def write_group(group: Group) -> tuple[GroupHeader, bytes]:
-    """Inverse of `read_group`."""
+    """Returns the header and the arrays of a group. Inverse of `read_group`."""
     rollouts = group.rollouts
     masks = [rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None]
     header = GroupHeader(
@@ -146,12 +146,12 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
 
 
 def _widened(array: NDArray[Any], width: int) -> NDArray[Any]:
-    """[C, K] -> [C, width], filled with -1. [C] stays."""
+    """Pads an array [C, K] to [C, width] with -1. An array [C] stays as it is."""
     return array if array.ndim == 1 else np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=-1)
 
 
 def read_group(header: GroupHeader, arrays: Frame) -> Group:
-    """Raises WireError or ValueError if they do not fit each other."""
+    """Returns the group. Raises WireError or ValueError if the header and the arrays do not fit each other."""
     header.check()
     if len(arrays) != header.num_bytes:
         raise WireError("malformed", f"{len(arrays)} bytes of arrays do not fit the lengths in the header")
@@ -170,7 +170,7 @@ def read_group(header: GroupHeader, arrays: Frame) -> Group:
 
 
 def read_outline(header: GroupHeader) -> Group:
-    """The group with everything that the header says and arrays of the right lengths that take no memory.
+    """Returns the group with all data of the header, and arrays of the right lengths that take no memory.
 
     Their tokens are -1, their log-probs NaN and their experts the last, so that training on them by mistake fails.
     PNGs are empty.

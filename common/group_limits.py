@@ -1,4 +1,4 @@
-"""What an honest group looks like in this run: every number of one that arrived is checked before it is used."""
+"""The limits of a valid group in this run: every number of a received group is checked before it is used."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from common.errors import WireError
 from common.types import Group, Rollout, oldest_version
 
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
-FAILURES_ALLOWED = 0.01  # of groups, of held-out problems, and of rows; more end the run
-_ALWAYS_ALLOWED = 3.0  # however few there are
+FAILURES_ALLOWED = 0.01  # share of groups, of held-out problems and of rows; more end the run
+_ALWAYS_ALLOWED = 3.0  # failures, however small the total is
 
 
 def too_many(failures: int, total: int, what: str) -> str:
-    """Of so many that were asked for: a sentence if the run may not go on without them, "" if they are few."""
+    """Returns a sentence if the run may not go on with so many failures of the total, "" if they are few."""
     if failures <= max(_ALWAYS_ALLOWED, FAILURES_ALLOWED * total):
         return ""
     return f"{failures} {what}, more than {FAILURES_ALLOWED:g} of them all"
@@ -26,18 +26,18 @@ def too_many(failures: int, total: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What honest images look like in this run."""
+    """The limits of valid images in this run."""
 
-    max_images: int  # of a prompt
-    max_pixels: int  # of an image
+    max_images: int  # per prompt
+    max_pixels: int  # per image
     patch_size: int
     merge_size: int
-    image_token: int  # stands in a prompt once for each merged patch
+    image_token: int  # occurs in a prompt once for each merged patch
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an honest group looks like in this run."""
+    """The limits of a valid group in this run."""
 
     vocab_size: int
     num_generations: int
@@ -45,15 +45,15 @@ class Limits:
     max_completion_length: int
     needs_ref_logprobs: bool  # beta above 0, and the sampler scores the reference
     reward_funcs: tuple[str, ...]
-    max_sampling_mask: int = 0  # tokens that one could have been; 0: all of the vocabulary
+    max_sampling_mask: int = 0  # tokens that each token could have been; 0: all of the vocabulary
     images: ImageLimits | None = None  # None: prompts are text alone
-    max_turns: int = 0  # of a rollout with an environment or tools; 0: there are none
+    max_turns: int = 0  # per rollout with an environment or tools; 0: there are none
     in_flight_updates: bool = False  # tokens of a completion may be of several versions
-    experts: tuple[int, int] | None = None  # (of a layer, of a token) of recorded routing; None: there is none
+    experts: tuple[int, int] | None = None  # (per layer, per token) of recorded routing; None: there is none
 
 
 def check_group(group: Group, limits: Limits) -> None:
-    """Raises WireError if the group cannot be an honest one. Shapes were checked by `decode`."""
+    """Raises WireError if the group cannot be a valid one. Shapes were checked by `decode`."""
     _check_size(group, limits)
     _check_versions(group, limits)
     if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
@@ -99,7 +99,7 @@ def _check_versions(group: Group, limits: Limits) -> None:
 
 
 def _check_turns(rollout: Rollout, limits: Limits) -> None:
-    """What the environment wrote has log-probs of 0, and could have been nothing else."""
+    """Raises WireError unless observed tokens have log-probs of 0 and no alternatives, and turns are within limits."""
     observed = np.delete(np.arange(len(rollout.completion_ids)), rollout.sampled())
     logprobs = [x[observed] for x in (rollout.old_logprobs, rollout.ref_logprobs) if x is not None]
     if any(map(np.any, logprobs)):
@@ -124,7 +124,7 @@ def _check_routing(group: Group, limits: Limits) -> None:
 
 
 def _check_images(group: Group, limits: ImageLimits | None) -> None:
-    """Afterwards every PNG decodes, to the size of its grid, and the prompt has a place for each of its tokens."""
+    """Raises WireError unless every PNG decodes to the size of its grid and the prompt has all its image tokens."""
     if limits is None:
         if group.images:
             raise WireError("image", f"{len(group.images)} images nobody asked for")
@@ -151,7 +151,7 @@ def _check_images(group: Group, limits: ImageLimits | None) -> None:
 
 
 def picture_size(png: bytes, max_pixels: int) -> tuple[int, int]:
-    """(height, width). Raises ValueError unless it decodes to RGB; its size is bounded before it is unpacked."""
+    """Returns (height, width). Raises ValueError unless a PNG decodes to RGB; its size is checked before that."""
     from PIL import Image as images
 
     try:

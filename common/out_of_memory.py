@@ -1,7 +1,7 @@
-"""Memory that ran out, on a GPU, on the CPU or in vLLM's cache, and the settings that need less of it.
+"""Out-of-memory errors on a GPU, on the CPU or in vLLM's cache, and the settings that need less memory.
 
-The update is the same with any of the settings named for the trainer. Recognised by the messages of torch and
-vLLM, whose classes cost seconds to import. After SIGKILL by the kernel no code of the process runs: launcher/killed.py.
+The update is the same with any of the settings named for the trainer. Errors are recognised by the messages of torch
+and vLLM, whose classes take seconds to import. After a SIGKILL by the kernel no code runs here: launcher/killed.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ENGINE = {  # part of vLLM's message when it starts → what to do
 
 
 def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
-    """The settings of the "sampler" or "trainer" that need less of it, or less of a host's whose GPUs do the work."""
+    """Returns the settings with which a process needs less memory, or less of its host's memory if it works on GPUs."""
     return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
 
 
 def memory_advice(process: str, error: BaseException) -> str | None:
-    """What to tell a person; None if the error is not one of memory.
+    """Returns the message for a person; None if the error is not one of memory.
 
     process: "sampler" or "trainer".
     """
@@ -53,7 +53,7 @@ def memory_advice(process: str, error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def with_memory_advice(process: str) -> Iterator[None]:
-    """Raises UserError in the place of an error of memory, after its traceback: starting again would end the same."""
+    """Raises UserError in place of an out-of-memory error, after its traceback: the next start would end the same."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a user's functions return: awaited, read as a number, shown in a message."""
+"""The values that a user's functions return: they are awaited, read as numbers, and shown in messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def await_all(outcomes: Sequence[Any]) -> list[Any]:
-    """The outcomes, those of async functions awaited together, so that their waiting overlaps.
+    """Returns the outcomes; those of async functions are awaited together, so that their waiting overlaps.
 
-    What one of them raises stands in its place.
+    An exception that one of them raises is returned in its place.
     """
 
     async def settled(outcome: Any) -> Any:
@@ -27,7 +27,7 @@ def await_all(outcomes: Sequence[Any]) -> list[Any]:
 
     if not any(map(inspect.isawaitable, outcomes)):
         return list(outcomes)
-    import asyncio  # a third of what a reward process imports, for the few that wait
+    import asyncio  # a third of a reward process's imports, for the few functions that wait
 
     async def all_settled() -> list[Any]:
         return await asyncio.gather(*map(settled, outcomes))
@@ -37,14 +37,14 @@ def await_all(outcomes: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _event_loop() -> asyncio.Runner:
-    """One loop as long as the process runs: the clients that a user's code keeps open belong to it."""
+    """Returns the process's one event loop, because the clients that a user's code keeps open belong to it."""
     import asyncio
 
     return asyncio.Runner()
 
 
 def finite_number(value: Any) -> float | None:
-    """A number, 0-d numpy array or torch tensor as a float; None of what is none, or not finite."""
+    """Returns a number, 0-d numpy array or torch tensor as a float; None if it is none of these, or not finite."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         if isinstance(plain, Real) and math.isfinite(number := float(plain)):
@@ -55,7 +55,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def is_whole(text: str) -> bool:
-    """Whether it can be written as UTF-8: JSON may hold half a surrogate, as where an emoji was cut in two."""
+    """Returns whether a text can be UTF-8: JSON may hold half a surrogate, as where an emoji was cut in two."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -64,9 +64,9 @@ def is_whole(text: str) -> bool:
 
 
 def shorten(value: Any) -> str:
-    """The repr of a value, at most 201 characters of it, for messages."""
+    """Returns the repr of a value, at most 201 characters of it, for messages."""
     try:
         text = repr(value)
-    except Exception:  # of an integer with thousands of digits, or of a class of the user's
+    except Exception:  # an integer with thousands of digits, or an object of a user's class
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 200 else text[:200] + "…"

@@ -1,4 +1,4 @@
-"""What has been paid for, on disk: answers by what was asked, and what each cost. Several processes may share it."""
+"""A file of paid API calls: the answer to each request, and its cost. Several processes may share the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-_WAIT_S = 30.0  # for another process that writes
+_WAIT_S = 30.0  # seconds to wait for another process that writes
 _TABLE = "create table if not exists calls (asked text, answer text, tokens_in int, tokens_out int, usd real)"
 
 
@@ -22,14 +22,14 @@ class Spent:
 
 
 class PaidCalls:
-    """Each method opens the file: a process may be killed at any time, and another may have it."""
+    """A file of paid calls. Each method opens it: a process may be killed at any time, and another may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._last, self._spent = 0, Spent(0, 0, 0, 0.0)  # of all rows up to this one, which stay: there are millions
+        self._last, self._spent = 0, Spent(0, 0, 0, 0.0)  # sum of the rows up to _last: there are millions, which stay
 
     def begin(self) -> None:
-        """The file is there, and can be written. Raises OSError or sqlite3.Error."""
+        """Makes the file and its table if they are absent. Raises OSError or sqlite3.Error."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._open() as file:
             file.execute(_TABLE)
@@ -41,7 +41,7 @@ class PaidCalls:
         return None if found is None else str(found[0])
 
     def add(self, asked: str, answer: str | None, tokens_in: int, tokens_out: int, usd: float) -> None:
-        """answer: None of one that was paid for and is of no use."""
+        """Adds a call. answer: None if the call was paid for and is of no use."""
         with self._open() as file:
             file.execute("insert into calls values (?, ?, ?, ?, ?)", (asked, answer, tokens_in, tokens_out, usd))
 

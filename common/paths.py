@@ -1,4 +1,4 @@
-"""Where an absent path may be: settings count from the folder of launch.sh, or that of `tandem`, people from theirs."""
+"""Help for absent paths: settings count them from the folder of launch.sh or `tandem`, people from their own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository, or tandem/ where pip installed it
+ROOT = Path(__file__).resolve().parents[1]  # the repository, or tandem/ if pip installed it
 
 
 def here_or_ours(path: Path) -> Path:
-    """A file that is not here may be one that comes with Tandem, such as configs/templates/chatml.jinja."""
+    """Returns the path, or if absent the file that comes with Tandem, such as configs/templates/chatml.jinja."""
     return ROOT / path if not path.exists() and (ROOT / path).is_file() else path
 
 
 def did_you_mean(path: Path) -> str:
-    """ " Did you mean …?" or " Paths count from …", to follow a message that a path is not there.
+    """Returns " Did you mean …?" or " Paths count from …", to follow a message that a path is absent.
 
     launch.sh leaves the caller's folder in TANDEM_CALLED_FROM.
     """

@@ -1,4 +1,4 @@
-"""Large files, written and read in pieces: a slow disk takes minutes, in which each piece is progress.
+"""Writing and reading of large files in pieces: a slow disk takes minutes, in which each piece is progress.
 
 A checkpoint of 20 GB at 20 MB/s takes a quarter of an hour. Written in one go it would all be in the kernel's memory at
 once, and silent until fsync; so each piece goes to the disk before the next, and is digested on its way.
@@ -21,7 +21,7 @@ PIECE = 32 << 20  # bytes
 
 
 class PieceWriter:
-    """For writers that want an open file."""
+    """A writable file whose data goes to the disk in pieces, each digested and reported as progress."""
 
     def __init__(self, file: BinaryIO, name: str, hasher: Any):
         self._file, self._name, self._hasher = file, name, hasher
@@ -48,13 +48,13 @@ class PieceWriter:
 
 
 def write(path: Path, content: Callable[[Any], object], digests: bool = True) -> dict[str, Any]:
-    """As durable.write_with. Returns what `record` would find, "" for the digest if it is not asked for."""
+    """Writes as `durable.write_with`. Returns what `record` would find, with "" for an unwanted digest."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO) if digests else None
     durable.write_with(path, lambda file: content(PieceWriter(file, path.name, hasher)))
     return {"size": path.stat().st_size, "blake3": hasher.hexdigest() if hasher else ""}
 
 
-def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) -> None:  # delta.py
+def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) -> None:  # made by delta.py
     def content(file: Any) -> None:
         with open(source, "rb") as whole:
             for piece in delta.unpack(deltas, whole):
@@ -64,7 +64,7 @@ def copy(source: str | Path, target: str | Path, deltas: Sequence[Path] = ()) ->
 
 
 def record(path: Path) -> dict[str, Any]:
-    """Size and digest of a file. Raises OSError."""
+    """Returns the size and digest of a file. Raises OSError."""
     hasher, size = blake3.blake3(max_threads=blake3.blake3.AUTO), 0
     with PieceReader(path) as file:
         piece = memoryview(bytearray(min(PIECE, os.fstat(file.fileno()).st_size) + 1))

@@ -1,4 +1,4 @@
-"""A free port of this host."""
+"""The choice of a free TCP port of this host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _GIVEN_TO_ANYONE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A TCP port that is free now, and that nobody gets by chance before it is used.
+    """Returns a TCP port that is free now, and that no other program gets by chance before it is used.
 
-    The ranks listen on it ten seconds later. So it is below those that the system gives to whoever asks for any port;
-    one of those where there are no others.
+    The ranks listen on it ten seconds later, so it is below the range from which the system gives ports to programs
+    that ask for any port. If no port below that range is free, it is one of that range.
     """
     with listen() as socket_:
         return int(socket_.getsockname()[1])
 
 
 def listen() -> socket.socket:
-    """Listens at such a port, on every address of this host."""
+    """Listens at a port chosen as in `free_port`, on every address of this host."""
     try:
         first, _ = map(int, _GIVEN_TO_ANYONE.read_text().split())
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s]+@")
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """The same structure with *** for every secret.
+    """Returns the same structure with *** for every secret.
 
     {"hf_token": "hf_x", "max_num_batched_tokens": 8192, "url": "https://me:pw@host/a"}
     → {"hf_token": "***", "max_num_batched_tokens": 8192, "url": "https://***@host/a"}
@@ -36,22 +36,22 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """A command line without the secrets in its key=value overrides.  ["vllm.hf_token=x"] → ["vllm.hf_token=***"]"""
+    """Returns a command line without the secrets in its overrides.  ["vllm.hf_token=x"] → ["vllm.hf_token=***"]"""
     return [_redacted_word(word) for word in words]
 
 
 def without_passwords(text: str) -> str:
-    """https://me:pw@host/a → https://***@host/a"""
+    """Hides the user and password inside URLs.  https://me:pw@host/a → https://***@host/a"""
     return _USERINFO.sub(f"{HIDDEN}@", text)
 
 
 def secret_part(names: Iterable[str]) -> str:
-    """The first of these names that stands for a secret, "" if none does."""
+    """Returns the first of these names that stands for a secret, "" if none does."""
     return next((name for name in names if _is_secret(name)), "")
 
 
 def _redacted_word(word: str) -> str:
-    """Also of `vllm.hf_token:x`, where somebody wrote a colon for the equals sign."""
+    """Hides the secret of one override, also in `vllm.hf_token:x`, with a colon instead of the equals sign."""
     if setting := _SETTING.fullmatch(word):
         key, sign, value = setting.groups()
         if secret_part(key.split(".")) or (sign == "=" and _SECRET_INSIDE.search(value)):

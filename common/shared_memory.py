@@ -1,8 +1,8 @@
-"""/dev/shm: what fits into it, and what killed vLLM workers leave there.
+"""Shared memory in /dev/shm: its free space, and the removal of buffers that killed vLLM workers leave there.
 
-These are the buffers by which tensor-parallel ones exchange tensors on a CPU. They are named after their engine, not
-after a run or a process, so the sign that nobody needs one is that no process has it mapped. Left out: processes of
-other containers that share /dev/shm; a buffer that is deleted serves on where it is mapped.
+Tensor-parallel workers exchange tensors by these buffers on a CPU. They are named after their engine, not after a run
+or a process, so a buffer is unused if no process has it mapped. Left out: processes of other containers that share
+/dev/shm; a buffer that is deleted still works for a process that has it mapped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 PATTERN = "vllm_dist_*"
 FOLDER = Path("/dev/shm")
 NO_BUFFERS = "TANDEM_NO_SHARED_BUFFERS"  # environment variable: ranks on CPUs exchange by gloo alone
-RANK_BUFFER = 67 << 20  # bytes of DeepSpeed's, of each rank on CPUs
+RANK_BUFFER = 67 << 20  # bytes of DeepSpeed's buffer for each rank on CPUs
 
 
 def has_room(size: float, folder: Path = FOLDER) -> bool:
-    """Whether so many bytes fit there. Containers often have 64 MiB."""
+    """Returns whether so many bytes fit into the folder. Containers often have 64 MiB."""
     with suppress(OSError):
         return shutil.disk_usage(folder).free >= size
     return False
@@ -31,7 +31,7 @@ def remove_orphans(folder: Path = Path("/dev/shm"), processes: Path = Path("/pro
     if not orphans:
         return []
     for maps in processes.glob("[0-9]*/maps"):
-        with suppress(OSError):  # it ended, or belongs to somebody else
+        with suppress(OSError):  # the process ended, or belongs to somebody else
             text = maps.read_text()
             orphans = {name: path for name, path in orphans.items() if f"/{name}" not in text}
     for path in orphans.values():

@@ -1,7 +1,7 @@
-"""An end to what takes too long in code that is not ours: a timer's signal raises in it, in the main thread.
+"""Time limits for code that is not ours: a timer's signal raises an exception in it, in the main thread.
 
-Elsewhere nothing is interrupted, nor where native code does not come back: a killable process or the watchdog stands
-behind it.
+Nothing is interrupted in other threads, or in native code that does not return: a killable process or the watchdog
+ends those.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 L = TypeVar("L")
-CPU_TIME = signal.ITIMER_PROF, signal.SIGPROF  # of this process: no verdict depends on what else the machine does
+CPU_TIME = signal.ITIMER_PROF, signal.SIGPROF  # this process's alone: no verdict depends on what else the machine does
 WALL_TIME = signal.ITIMER_REAL, signal.SIGALRM
 _AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
 
 
 class _TooLong(BaseException):
-    """Not an Exception, which libraries catch."""
+    """The end of a time limit; it is not an Exception, because libraries catch those."""
 
 
 def within(seconds: float, function: Callable[[], T], late: L, clock: tuple[int, int] = CPU_TIME) -> T | L:
-    """What the function returns, or `late` where that takes more than so much of the clock."""
+    """Returns the function's result, or `late` if it takes more than so many seconds of the clock."""
     if threading.current_thread() is not threading.main_thread():
         return function()
     waiting, (timer, rings) = True, clock
@@ -48,7 +48,7 @@ def within(seconds: float, function: Callable[[], T], late: L, clock: tuple[int,
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Inside, a limit of CPU_TIME that is running stands still."""
+    """Pauses a running limit of CPU_TIME inside the block."""
     left, _ = signal.setitimer(CPU_TIME[0], 0)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The output of a program as plain lines for a log file; the ends of such files."""
+"""Conversion of a program's output to plain lines for a log file, and the last lines of such files."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[
 
 
 class Transcript:
-    """Feeds on bytes and returns finished lines.  b"50%\\r100%\\ndone\\n" → ["100%", "done"]
+    """A converter from bytes to finished lines.  b"50%\\r100%\\ndone\\n" → ["100%", "done"]
 
     A progress bar draws its line again after a carriage return: the last one stays, without escape sequences.
     """
 
     def __init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._line = ""  # that is being written
+        self._line = ""  # not finished yet
 
     def feed(self, data: bytes) -> list[str]:
-        """Lines that can no longer change, without their line ends."""
+        """Takes bytes, and returns the lines that can no longer change, without their line ends."""
         *finished, line = (self._line + self._decode(data)).split("\n")
         self._line = line[line.rfind("\r", 0, -1) + 1 :]
         return list(map(_last_drawn, finished))
 
     def end(self) -> list[str]:
-        """What has no line end when the stream is closed."""
+        """Returns the last line if it has no line end when the stream is closed."""
         return [_last_drawn(self._line)] if self._line else []
 
 
@@ -35,7 +35,7 @@ def _last_drawn(line: str) -> str:
 
 
 def tail(log: Path, count: int) -> list[str]:
-    """The last lines of a log that are not empty; reads its end only, however long it is. Raises OSError."""
+    """Returns the last lines of a log that are not empty; reads its end only, however long it is. Raises OSError."""
     with open(log, "rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 65536))
@@ -44,7 +44,7 @@ def tail(log: Path, count: int) -> list[str]:
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The end of the other process's log as the end of a message; "" if it has none, as in a run by hand."""
+    """Returns the end of the other process's log, for a message; "" if it has none, as in a run by hand."""
     try:
         lines = tail(log, count)
     except OSError:

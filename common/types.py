@@ -1,4 +1,4 @@
-"""Every record that moves between stages, in the order a batch meets them. All are frozen.
+"""The records that move between stages, in the order in which a batch meets them. All are frozen.
 
     Problem ─► Prompt ─► Rollout × num_generations = Group ─► wire ─► the trainer's tensors
 
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
 Forks: TypeAlias = tuple[tuple[int, int], ...]
-ImageFile: TypeAlias = "bytes | memoryview | Path"  # what a file holds, or where it is
+ImageFile: TypeAlias = "bytes | memoryview | Path"  # the contents of a file, or its path
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One dataset row.  Problem(index=0, columns={"question": "2+2?", "answer": "#### 4"})"""
+    """A data set row.  Problem(index=0, columns={"question": "2+2?", "answer": "#### 4"})"""
 
     index: int  # position in the data set as loaded, before shuffling
     columns: Mapping[str, Any]  # every column of the row; reward functions receive them by name
-    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # of data.image_key, as they stand in the data set
+    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # from data.image_key, as they are in the data set
     source: str = ""  # name of its data set
     scored_by: tuple[str, ...] = ()  # reward functions; () = all
 
@@ -46,15 +46,15 @@ class Prompt:
     """A problem as the model sees it.  Prompt(problem, text="<|im_start|>user…", token_ids=[151644, …])"""
 
     problem: Problem
-    for_rewards: str | list[dict[str, str]]  # what they get as `prompts`: the text of a row, or chat messages
+    for_rewards: str | list[dict[str, str]]  # `prompts` of reward functions: the text of a row, or chat messages
     text: str  # the rendered chat template, for people
-    token_ids: NDArray[np.int32]  # [P] what the trainer gets; one image token for each merged patch of its images
-    images: tuple[EncodedImage, ...] = ()  # in the order of their places in token_ids
-    begun: str = ""  # what of the model's turn it holds, as "<think>\n": rewards read it before a completion
+    token_ids: NDArray[np.int32]  # [P] for the trainer; one image token for each merged patch of the prompt's images
+    images: tuple[EncodedImage, ...] = ()  # in the order of their positions in token_ids
+    begun: str = ""  # the start of the model's turn, such as "<think>\n": rewards read it before a completion
 
 
 def sequences(prompt: int, length: int, forks: Forks) -> list[NDArray[np.int64]]:
-    """The token sequences of a rollout, each as places in prompt ‖ completion: what the model saw, in that order.
+    """Returns a rollout's token sequences, each as positions in prompt ‖ completion, in the order the model saw them.
 
     sequences(2, 5, ((3, 3),)) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]: prompt 0 1; 2 3 4, of which 2 is kept; 5 6
     """
@@ -66,7 +66,7 @@ def sequences(prompt: int, length: int, forks: Forks) -> list[NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion and all that is known of it.
+    """A completion and all that is known about it.
 
     For "4<eos>":  completion_ids=[19, 2]  old_logprobs=[-0.1, -0.3]  ref_logprobs=[-0.2, -0.3]
                    rewards={"answer": 1.0, "format": -1.0}  reward=0.0  finish_reason="stop"
@@ -76,7 +76,7 @@ class Rollout:
     sampling_mask row of themselves alone, and count nowhere: see `sampled`.
     """
 
-    completion_ids: NDArray[np.int32]  # [C] all behind the prompt, the end-of-sequence token included
+    completion_ids: NDArray[np.int32]  # [C] all tokens after the prompt, the end-of-sequence token included
     old_logprobs: NDArray[np.float32]  # [C] log π_old(token), by the engine, at the sampling temperature
     ref_logprobs: NDArray[np.float32] | None  # [C] log π_ref(token), same temperature; None: the sampler has none
     rewards: Mapping[str, float]  # by reward function, before weights; NaN where it does not apply
@@ -87,9 +87,9 @@ class Rollout:
     observed: tuple[tuple[int, int], ...] = ()
     """Half-open spans [start, end) of completion_ids that the environment wrote, ascending, with sampled tokens before,
     between and behind them."""
-    turns: int = 1  # of the model
-    tool_calls: int = 0  # that it made, those that could not be read included
-    tool_errors: int = 0  # of them, those that failed
+    turns: int = 1  # the model's
+    tool_calls: int = 0  # calls by the model, those that could not be read included
+    tool_errors: int = 0  # the calls that failed
     environment_s: float = 0.0  # seconds spent in its environment or tools
     version_spans: tuple[tuple[int, int], ...] = ()
     """(start, policy version) of completion_ids, ascending in both, the first at 0: the version that sampled the tokens
@@ -105,33 +105,33 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """S, the tokens of completion_ids that the model wrote: what training calls the length |o|."""
+        """Returns S, the number of tokens of completion_ids that the model sampled: the length |o| in training."""
         return len(self.completion_ids) - sum(end - start for start, end in self.observed)
 
     def sampled(self) -> slice | NDArray[np.int64]:
-        """The mask of training, as an index: x[rollout.sampled()] takes [C] to [S], for x of every token."""
+        """Returns the mask of training as an index: x[rollout.sampled()] takes [C] to [S], for x of every token."""
         if not self.observed:
             return slice(None)
         return np.delete(np.arange(len(self.completion_ids)), np.r_[tuple(slice(*span) for span in self.observed)])
 
     def turn_lengths(self) -> NDArray[np.int64]:
-        """[turns] the sampled tokens of each; of one that begins with what it observed, 0 in front of them."""
+        """Returns [turns] the sampled tokens of each turn; 0 comes first if a rollout begins with observed tokens."""
         return np.diff(np.r_[0, np.ravel(self.observed), len(self.completion_ids)].astype(np.int64))[::2]
 
     def rewards_by_turn(self, reward: float) -> NDArray[np.float64]:
-        """[turns] that sum to `reward`, which is the rollout's as it came or as it was shaped."""
+        """Returns [turns] rewards that sum to `reward`, which is the rollout's own, or that after shaping."""
         rewards = np.zeros(len(self.observed) + 1)
         rewards[: len(self.turn_rewards)] = self.turn_rewards
         rewards[-1] = reward - rewards[:-1].sum()
         return rewards
 
     def token_versions(self, of_group: int) -> NDArray[np.int64]:
-        """[C] the policy version that sampled each token. of_group: its group's."""
+        """Returns [C] the policy version that sampled each token. of_group: the group's version."""
         starts, versions = zip(*(self.version_spans or ((0, of_group),)), strict=True)
         return np.repeat(np.array(versions, np.int64), np.diff([*starts, len(self.completion_ids)]))
 
     def ref_log_ratios(self) -> NDArray[np.float64]:
-        """[S] log π_old − log π_ref, in nats: Σ_t estimates the KL of the completion."""
+        """Returns [S] log π_old − log π_ref, in nats: its Σ_t estimates the KL of the completion."""
         assert self.ref_logprobs is not None, "the sampler was not asked to score the reference"
         return (self.old_logprobs.astype(np.float64) - self.ref_logprobs)[self.sampled()]
 
@@ -140,27 +140,27 @@ class Rollout:
 class Group:
     """The `num_generations` rollouts of one prompt, all sampled by one policy version unless they have version_spans.
 
-    Some may be missing because their environment failed: they have no reward, so they are in nobody's baseline.
+    Some may be missing because their environment failed: they have no reward, so no baseline includes them.
     """
 
     group_id: int  # position in the run's stream of groups: 0, 1, 2, …
-    policy_version: int  # optimizer steps completed in the weights that sampled it: of its oldest token
+    policy_version: int  # optimizer steps completed in the weights that sampled its oldest token
     problem_index: int
     prompt_ids: NDArray[np.int32]  # [P]
     rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
-    images: tuple[EncodedImage, ...] = ()  # of the prompt, in the order of their places in prompt_ids
+    images: tuple[EncodedImage, ...] = ()  # the prompt's, in the order of their positions in prompt_ids
     failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
-    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None  # [P, layers, k] of the prompt, as Rollout's
+    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None  # [P, layers, k] the prompt's, as in Rollout
     source: str = ""  # name of the data set that its row is from; "" where it has none
 
     @property
     def newest_version(self) -> int:
-        """Of its newest token."""
+        """Returns the policy version of the group's newest token."""
         return max((r.version_spans[-1][1] for r in self.rollouts if r.version_spans), default=self.policy_version)
 
 
 def oldest_version(version: int, rollouts: Iterable[Rollout]) -> int:
-    """Of the oldest token of a group. version: of rollouts without spans."""
+    """Returns the policy version of a group's oldest token. version: that of rollouts without spans."""
     return min((r.version_spans[0][1] if r.version_spans else version for r in rollouts), default=version)
 
 
@@ -174,7 +174,7 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="to
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """One chunk of a held-out evaluation, leased like a group. eval_id names the evaluation: "v40"."""
+    """A chunk of a held-out evaluation, leased like a group. eval_id names the evaluation: "v40"."""
 
     eval_id: str
     chunk: int
@@ -183,14 +183,14 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalSample:
-    """One scored held-out completion."""
+    """A scored held-out completion."""
 
     problem_index: int
     completion: str
     rewards: Mapping[str, float]
     num_tokens: int
     finish_reason: FinishReason
-    source: str = ""  # as Group's
+    source: str = ""  # as in Group
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class EvalFailure:
 
 
 class EvalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eval"):
-    """One chunk's answer: every problem of the request, either with all its samples or as a failure."""
+    """The result of an evaluation chunk: every problem of the request, with all its samples or as a failure."""
 
     eval_id: str
     chunk: int

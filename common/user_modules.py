@@ -1,13 +1,13 @@
-"""What a user's file imports: what lies beside it first, and Tandem's own packages as `tandem.…`.
+"""The imports of users' files: modules beside the file come first; Tandem's own packages are `tandem.…`.
 
     my_task/reward.py    from helpers import clean          my_task/helpers.py
                          from common import limits          my_task/common.py, not ours; ours get ours
                          from tandem.rewards import text_of
 
-One interpreter has one module of each name, and people call theirs `common` and `report` as we do. So an import is
-answered by who asks. For users' files their folder is in front, and behind it the rest of sys.path without our folder;
-what they find there under a name that means something else to everybody is the module `user_….name`. Where they find
-nothing, our packages keep their short names, too. The folder stands at the end of sys.path, so that pickle finds it.
+One interpreter has one module of each name, and people call theirs `common` and `report` as we do. So the result of an
+import depends on the importing file. For users' files their folder comes first, then the rest of sys.path without our
+folder; a module that they find there, under a name that is another module to all other files, is `user_….name`. If they
+find none, our packages keep their short names, too. The folder is also at the end of sys.path, so that pickle finds it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OURS = frozenset(
 )
 _EVERYBODYS = frozenset(("", "tandem", *sys.builtin_module_names))
 _not_theirs = [str(_ROOT), *sysconfig.get_paths().values()]
-_folders: list[str] = []  # that users' files were found in
+_folders: list[str] = []  # folders of users' files
 _import, _import_module = builtins.__import__, importlib.import_module
 
 
 def prepare() -> None:
-    """Before any of the user's code is imported: from now on imports are answered by who asks."""
+    """Makes imports depend on the importing file from now on; call it before any of the user's code is imported."""
     for name in ("tandem", *OURS):  # whatever the user puts in front of sys.path, these are ours
         _import_module(name)
     builtins.__import__, importlib.import_module = _import_for, _import_module_for  # type: ignore[assignment]
 
 
 def load_file(file: Path) -> ModuleType:
-    """The module of a user's file, executed anew. Raises whatever it raises."""
+    """Returns the module of a user's file, which is executed anew. Raises whatever the file raises."""
     file = file.resolve()
-    importlib.invalidate_caches()  # it may be seconds old
+    importlib.invalidate_caches()  # the file may be seconds old
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     name = f"{_package(str(file.parent))}.{file.stem}"
@@ -60,7 +60,7 @@ def load_file(file: Path) -> ModuleType:
 
 
 def hint(error: BaseException) -> str:
-    """What to write where a user's own module has the name of ours, and ours was meant."""
+    """Returns what to write if a user's own module hides one of Tandem's that was meant; else ""."""
     name = error.name or "" if isinstance(error, ImportError) else ""
     package, _, inside = name.partition(".")
     if not package.startswith("user_") or inside.partition(".")[0] not in OURS:
@@ -88,7 +88,7 @@ def _import_module_for(name: str, package: str | None = None) -> ModuleType:
 
 
 def _package_for(name: str, importer: Mapping[str, Any] | None) -> str:
-    """The package in which whoever has these globals finds a module; "" for the one that everybody finds."""
+    """Returns the package in which a module with these globals finds `name`; "" if it is the one all others find."""
     file, top = (importer or {}).get("__file__"), name.partition(".")[0]
     if not isinstance(file, str) or top in _EVERYBODYS:
         return ""
@@ -100,14 +100,14 @@ def _package_for(name: str, importer: Mapping[str, Any] | None) -> str:
 
 @functools.cache
 def _folder_of(file: str, _num_folders: int) -> str:
-    """The innermost of users' folders, ours and those of installed packages that holds a file."""
+    """Returns the innermost folder of a file among users' folders, ours and those of installed packages."""
     holding = (folder for folder in (*_folders, *_not_theirs) if file.startswith(folder + os.sep))
     return max(holding, key=len, default="")
 
 
 @functools.cache
 def _chosen(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
-    """As `_package_for`. Regular packages go before folders without an __init__.py, as everywhere in Python."""
+    """Returns what `_package_for` does. Regular packages precede folders without __init__.py, as always in Python."""
     places = [place for place in (folder, *(entry or os.getcwd() for entry in path)) if place not in ("", str(_ROOT))]
     specs = [(place, spec) for place in places if (spec := PathFinder.find_spec(top, [place]))]
     found = [(place, spec) for place, spec in specs if spec.origin != file or spec.submodule_search_locations]
@@ -121,7 +121,7 @@ def _chosen(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
 
 
 def _known(top: str) -> ModuleSpec | None:
-    """What everybody finds under this name."""
+    """Returns the spec that all other files find under this name."""
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # a module without a spec, such as __main__
@@ -141,7 +141,7 @@ def _name_of(folder: str) -> str:
 
 
 def _package(folder: str) -> str:
-    """The package of what lies in a folder, made when it is first asked for."""
+    """Returns the package for the modules of a folder, which is made at the first call."""
     name = _name_of(folder)
     if name not in sys.modules:
         sys.modules[name] = package = ModuleType(name)

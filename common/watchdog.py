@@ -3,7 +3,7 @@
 A silent peer is noticed by whoever waits for it; this notices the process that is itself stuck: in a collective, in a
 driver, in a lock. The work calls `report_progress` at every piece of progress and inside waits that have a deadline of
 their own. Time is monotonic, so a clock that jumps changes nothing. Left out: a thread stuck in native code that holds
-the interpreter lock also stops the watchdog; the peer's own deadline is the net below.
+the interpreter lock also stops the watchdog; then the peer's own deadline ends the wait.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from common.exits import RETRYABLE, every, say
 from common.transcript import last_lines
 
 _watching: Watchdog | None = None
-_listening = threading.local()  # .by: what to call
+_listening = threading.local()  # .by: the function to call
 
 
 def report_progress(doing: str, starts: bool = False) -> None:
-    """This process made progress, and goes on `doing` this. Nothing happens where nobody watches or listens.
+    """Records that this process made progress and goes on `doing` this. Does nothing if nobody watches or listens.
 
-    starts: it has not begun to work yet, and the next report may take as long as the first.
+    starts: the work has not started yet, and the next report may take as long as the first.
     """
     if _watching is not None:
         _watching.report_progress(doing, starts)
@@ -37,7 +37,7 @@ def report_progress(doing: str, starts: bool = False) -> None:
 
 @contextmanager
 def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `listener` hears all progress that this thread reports. Sockets have one thread: others are not heard."""
+    """Calls `listener` with progress of this thread inside the block; a socket has one thread, so not with others'."""
     before, _listening.by = getattr(_listening, "by", None), listener
     try:
         yield
@@ -47,7 +47,7 @@ def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def waiting_for(what: str, within_s: float, is_said: bool) -> Iterator[None]:
-    """Around a wait in a library's own code: for so long it counts as progress. It is said, too."""
+    """Reports progress during a wait in a library's own code, for within_s at most. is_said: also prints it."""
     is_over, is_due, until = threading.Event(), every(10.0), time.monotonic() + within_s
 
     def report() -> None:
@@ -64,9 +64,9 @@ def waiting_for(what: str, within_s: float, is_said: bool) -> Iterator[None]:
 
 
 class Watchdog:
-    """The process's one watchdog. Without `report_progress` for timeout_s: stacks to stderr, exit 75.
+    """The process's one watchdog. Without `report_progress` for timeout_s it prints stacks to stderr and exits 75.
 
-    startup_s: the limit until the first `report_progress`. peer_log: whose last lines the message carries.
+    startup_s: the limit until the first `report_progress`. peer_log: a log, whose last lines the message has.
     """
 
     def __init__(self, name: str, timeout_s: float, startup_s: float, peer_log: Path):
@@ -98,8 +98,8 @@ class Watchdog:
                 self._expire(still_s, doing)
 
     def _expire(self, still_s: float, doing: str) -> None:
-        """The stacks go out first: writing the rest could itself be what is stuck."""
-        try:  # perhaps nobody reads it any more
+        """Ends the process. Prints the stacks first, because writing the rest could itself be what is stuck."""
+        try:  # perhaps nobody reads stderr any more
             faulthandler.dump_traceback(file=sys.stderr.fileno(), all_threads=True)
             text = (
                 f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "

@@ -5,9 +5,9 @@
 A version is never overwritten, because engines map its files. The manifest lists every file with its size, every tensor
 with dtype, shape and a checksum of the trainer's own memory (model/checksum.py), which the file must have before an
 engine is touched and the engine's memory afterwards, and a canary: fixed token sequences with the trainer's log-probs
-under these weights, which the engine must reproduce. Its SHA-256 travels in CREDIT, so the folder alone proves nothing.
-With weights.full_every its files may be what changed since another version, its base (delta.py): the checksums are of
-the result.
+under these weights, which the engine must reproduce. CREDIT has the manifest's SHA-256; a folder alone proves nothing.
+With weights.full_every the files may be deltas to another version, the base (delta.py): the checksums are those of the
+result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.config import Config
 from common.failpoints import failpoint
 
 MANIFEST = "manifest.json"
-KEEP = 2  # versions beside those in use
+KEEP = 2  # versions kept beside those in use
 
 
 class BadWeights(Exception):
@@ -44,25 +44,25 @@ class Canary:
     prompt_length: int
     token_ids: list[list[int]]
     logprobs: list[list[float]]
-    image_png: str = ""  # base64 of a PNG that each sequence shows in its prompt; a text model has none
-    grid_thw: list[int] = field(default_factory=list)  # of the PNG, as in EncodedImage
+    image_png: str = ""  # base64 of a PNG that each sequence has in its prompt; "" for a text model
+    grid_thw: list[int] = field(default_factory=list)  # the PNG's, as in EncodedImage
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     dtype: str  # torch's name: "float32", "bfloat16"
     shape: list[int]
-    checksum: str  # of the trainer's own memory
+    checksum: str  # over the trainer's own memory
 
 
 @dataclass(frozen=True)
 class Published:
-    """What CREDIT carries: enough to find a version and to prove that it is the announced one."""
+    """The address of a version, which CREDIT carries, with the digest that proves it is the announced version."""
 
     version: int
     weights_dir: str
     manifest_sha256: str
-    tensors_sha256: str = ""  # of what they are, whoever published them; the trainer's alone
+    tensors_sha256: str = ""  # digest of the tensors, the same for every publisher; for the trainer alone
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Manifest:
     files: dict[str, int]  # size in bytes
     tensors: dict[str, TensorInfo]
     canary: Canary
-    base: Published | None = None  # the version before, where the files are what changed since
+    base: Published | None = None  # the version before, if the files are deltas to it
 
 
 _decoder = msgspec.json.Decoder(Manifest)
@@ -81,7 +81,7 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 @dataclass(frozen=True)
 class VersionName:
-    """What tells a version from all others, and where it goes."""
+    """The identity of a version, and the folder to which it is published."""
 
     weights_dir: Path
     run_id: str
@@ -98,7 +98,7 @@ class VersionName:
 
 
 def default_dir(config: Config) -> Path:
-    """A folder of this run alone: in weights.dir, or in memory when both are on one host, or in the run folder."""
+    """Returns this run's own folder: in weights.dir, in memory if both processes share a host, or in the run folder."""
     if config.weights.dir is not None:
         return config.weights.dir / durable.run_tag(config.run.output_dir)
     memory = Path("/dev/shm")
@@ -123,7 +123,7 @@ def commit(name: VersionName, manifest: Manifest) -> Published:
 
 
 def read_manifest(published: Published) -> Manifest:
-    """The manifest whose digest CREDIT announced. Raises NotVisible if it is absent or cut off, else BadWeights."""
+    """Returns the manifest that CREDIT announced. Raises NotVisible if it is absent or cut off, else BadWeights."""
     path = Path(published.weights_dir) / MANIFEST
     try:
         os.listdir(path.parent.parent)  # a READDIR refreshes what NFS has cached as absent
@@ -142,7 +142,7 @@ def read_manifest(published: Published) -> Manifest:
 
 
 def lineage(published: Published, known: str = "") -> list[tuple[Published, Manifest]]:
-    """The version behind those that it is made from: from a whole one on, or the one that follows `known`, a digest."""
+    """Returns a version after its bases: from a whole version on, or the one after `known`, a manifest's digest."""
     found = [(published, read_manifest(published))]
     while (base := found[0][1].base) and base.manifest_sha256 != known:
         found.insert(0, (base, read_manifest(base)))
@@ -150,17 +150,17 @@ def lineage(published: Published, known: str = "") -> list[tuple[Published, Mani
 
 
 def tensors_of(folder: Path) -> dict[str, TensorInfo]:
-    """Of a version that is ours."""
+    """Returns the tensors in the manifest of a version that this run itself wrote."""
     return _decoder.decode((folder / MANIFEST).read_bytes()).tensors
 
 
 def _versions(weights_dir: Path) -> list[tuple[int, Path]]:
-    """The committed versions, oldest first."""
+    """Returns the committed versions, oldest first."""
     return sorted((int(path.parent.name.split("-")[0]), path.parent) for path in weights_dir.glob(f"[0-9]*/{MANIFEST}"))
 
 
 def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
-    """Deletes versions that no live sampler uses, beside the newest `keep` and what these are made from."""
+    """Deletes versions that no live sampler uses, except the newest `keep` and the bases of these."""
     versions = _versions(weights_dir)
     first = max(0, len(versions) - keep)
     while first > 0 and any(versions[first][1].glob(f"*{delta.SUFFIX}")):
@@ -172,8 +172,8 @@ def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
 
 
 def remove_versions(weights_dir: Path) -> None:
-    """Deletes every version: at the start those of an earlier process, at the end our own."""
+    """Deletes every version: at the start those of an earlier process, at the end this process's own."""
     for _, path in _versions(weights_dir):
         durable.remove_dir(path)
-    with contextlib.suppress(OSError):  # it is not there, or not empty
+    with contextlib.suppress(OSError):  # the folder is absent, or not empty
         weights_dir.rmdir()

@@ -1,6 +1,6 @@
-"""Records <-> frames. Three frames a message: a msgpack header, raw little-endian arrays, a digest of both.
+"""Conversion of records to three frames and back: a msgpack header, raw little-endian arrays, a digest of both.
 
-No pickle and no compression. Everything that arrives is decoded by type (groups: common/group_frames.py), then
+There is no pickle and no compression. Every received message is decoded by type (groups: common/group_frames.py), then
 range-checked (common/group_limits.py); what fails raises WireError and is counted by its reason, never used. CURVE
 authenticates tcp; the digest catches damage on any link.
 """
@@ -23,20 +23,20 @@ _DIGEST_BYTES = 16
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """Sampler → trainer, each second until credited: who I am and what I can serve."""
+    """A message sampler → trainer, each second until the first CREDIT: the sampler's identity and its data."""
 
     pid: int
-    dataset_fingerprint: str  # of the training rows; a resumed run must find the same
+    dataset_fingerprint: str  # digest of the training rows; a resumed run must find the same
     tokenizer_hash: str
     num_problems: int
     num_eval_problems: int
     scores_reference: bool = False  # its groups carry ref_logprobs; the trainer must want the same
-    incarnation: str = ""  # of this sampler: a new one each time it starts, for in a container every pid is the same
-    eval_fingerprint: str = ""  # of the held-out rows
+    incarnation: str = ""  # a new one each time this sampler starts, because in a container every pid is the same
+    eval_fingerprint: str = ""  # digest of the held-out rows
 
 
 class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credit"):
-    """Trainer → sampler, on change and each second: the full state, so that losing one is harmless."""
+    """A message trainer → sampler, on change and each second: the full state, so that losing one is harmless."""
 
     cursor: int  # groups below it are trained and may be forgotten
     lease: list[int]  # groups this sampler shall produce, and no other; it sends again what it sent and finds here
@@ -44,11 +44,11 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="credi
     version: int  # sample with exactly these weights
     weights_dir: str
     manifest_sha256: str
-    progress: int  # of the training loop; a lower one was overtaken on the way
+    progress: int  # the training loop's; a message with a lower one was overtaken on the way
 
 
 class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat"):
-    """Sampler → trainer from the work loop, so that a stuck loop falls silent."""
+    """A message sampler → trainer from the work loop, so that a stuck loop falls silent."""
 
     phase: str
     progress: int
@@ -57,7 +57,7 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat"):
 
 
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
-    """Either way: I end, and why. exit_code is what the receiver should exit with too."""
+    """A message in either direction: the sender ends, and why. exit_code: what the receiver should exit with, too."""
 
     reason: str
     exit_code: int = 0
@@ -68,10 +68,10 @@ _Body = Hello | Credit | Beat | Bye | GroupHeader | Tombstone | EvalResult
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Who speaks, and to which start of the trainer it belongs."""
+    """The sender of a message, and the start of the trainer to which the message belongs."""
 
     run_id: str
-    incarnation: str  # of the trainer: a new one each time it starts; empty in a HELLO that has not met one yet
+    incarnation: str  # a new one each time the trainer starts; "" in a HELLO before the first CREDIT
     sampler_id: str
 
 
@@ -81,7 +81,7 @@ class _Header(Envelope, frozen=True, forbid_unknown_fields=True):
 
 
 class _About(msgspec.Struct):
-    """What a result must have for its failure to be counted, whatever else of it cannot be read."""
+    """The fields that a result must have for its failure to be counted, whatever else cannot be read."""
 
     policy_version: int
     group_id: int = -1
@@ -94,21 +94,21 @@ class _Readable(Envelope, frozen=True):
     body: _About
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=float)  # of numpy's numbers
+_encoder = msgspec.msgpack.Encoder(enc_hook=float)  # the hook is for numpy's numbers
 _decoder = msgspec.msgpack.Decoder(_Header)
 _reader = msgspec.msgpack.Decoder(_Readable)
 
 
 @dataclass(frozen=True)
 class Received:
-    """A group and the frames that it came in, whose memory its arrays are."""
+    """A group and the frames that it came in, whose memory the group's arrays use."""
 
     group: Group | Tombstone
     frames: Sequence[bytes]
 
 
 def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
-    """Three frames. Inverse of `decode`."""
+    """Returns the three frames of a message: header, arrays, and a digest of both. Inverse of `decode`."""
     body, arrays = write_group(message) if isinstance(message, Group) else (message, b"")
     whole = _Header(envelope.run_id, envelope.incarnation, envelope.sampler_id, PROTO, body)
     try:
@@ -127,7 +127,7 @@ def _encodable(value: Any) -> Any:
 
 
 def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
-    """Raises WireError for anything that `encode` did not make."""
+    """Returns the envelope and the message. Raises WireError for anything that `encode` did not make."""
     if len(frames) != 3:
         raise WireError("frame_count", f"{len(frames)} frames, expected 3")
     header, arrays, digest = frames
@@ -144,7 +144,7 @@ def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
 
 
 def failure_of(frames: Sequence[Frame], reason: str) -> tuple[Envelope, Tombstone | EvalResult] | None:
-    """In the place of a group or an evaluation that `decode` refuses; None if it was damaged, or is something else."""
+    """Returns the failure in place of a group or evaluation that `decode` refuses; None for damage or anything else."""
     try:
         header, arrays, digest = frames
         found = _reader.decode(header)
@@ -167,7 +167,7 @@ def _message(body: _Body, arrays: Frame) -> WireMessage:
 
 
 def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
-    """(the group without its arrays: see `read_outline`, their bytes), from its header frame that `decode` took."""
+    """Returns (the group without its arrays: see `read_outline`, their bytes) of a header that `decode` accepted."""
     body = _decoder.decode(header).body
     if isinstance(body, GroupHeader):
         return read_outline(body), body.num_bytes

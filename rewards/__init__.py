@@ -5,7 +5,7 @@ one number per completion, None where the reward does not apply. `completions` h
 are strings and `[{"role": "assistant", "content": …}]` when they are message lists; of a rollout with several turns
 the whole conversation after the prompt, with `environment_rewards` beside it. Of TRL's other arguments,
 `trainer_state` has global_step and max_steps alone, `log_metric` gives a metric of the run, and what `log_extra` gets
-is not kept, because a group has no place for it on its way to the trainer.
+is not kept, because a group has no field for it on its way to the trainer.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Scores = list[tuple[dict[str, float], float]]  # per completion: reward by funct
 
 
 class RewardError(Exception):
-    """A reward function raised, or returned something that is not one finite number per completion."""
+    """An error for a reward function that raised, or did not return one finite number per completion."""
 
 
 class NoRewardError(RewardError):
-    """Every function returned None for a completion."""
+    """An error for a completion for which every function returned None."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What reward functions get as `trainer_state`."""
+    """The state of training that reward functions get as `trainer_state`."""
 
     global_step: int = 0  # optimizer steps in the weights that sampled the completions: their policy version
     max_steps: int = 0  # trainer.max_steps
 
 
 class Logged:
-    """What `log_metric` of one job collects: the mean of all values by name."""
+    """The metrics that `log_metric` of one job collects: the mean of all values by name."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -64,7 +64,7 @@ class Logged:
         self._values.setdefault(str(name), []).append(float(value))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Accepted, so that functions written for TRL run, and not kept."""
+        """Accepts a column, so that functions written for TRL run, and does not keep it."""
 
     def means(self) -> dict[str, float]:
         means = {name: math.fsum(values) / len(values) for name, values in self._values.items()}
@@ -72,7 +72,7 @@ class Logged:
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion in either of its shapes; of several turns, what the model said last.
+    """Returns the text of a completion in either of its shapes; of several turns, the model's last message.
 
     text_of([{"role": "assistant", "content": "4"}, {"role": "tool", "content": "24"}]) == "4"
     """
@@ -90,11 +90,11 @@ def score_completions(
     trainer_state: TrainerState = TrainerState(),
     logged: Logged | None = None,
 ) -> Scores:
-    """Rewards of each completion by function name, and Σ weight · reward over those that apply.
+    """Returns the rewards of each completion by function name, and Σ weight · reward over those that apply.
 
     functions: (name, function, weight). Everything else has one entry per completion; columns are lists of that
     length. Raises RewardError when a function raises or returns anything but one finite number or None per completion,
-    and when none of some applies to a completion.
+    and when there are functions and none applies to a completion.
 
         [("answer", f, 1.0), ("format", g, 0.5)] with f → [1.0, None], g → [-1.0, 2.0]
         gives [({"answer": 1.0, "format": -1.0}, 0.5), ({"answer": nan, "format": 2.0}, 1.0)]
@@ -120,13 +120,13 @@ def score_completions(
 
 
 def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> Any:
-    """What the function returns, still to be awaited if it is async, or what it raises."""
+    """Returns the function's result, still to be awaited if it is async, or the exception that it raises."""
     parameters = parameters_of(function)
-    names = {*offered, *shared} - set(getattr(function, "keywords", ()))  # rewards.reward_kwargs stand above columns
+    names = {*offered, *shared} - set(getattr(function, "keywords", ()))  # rewards.reward_kwargs replace columns
     if not takes_all(parameters):
         names &= {p.name for p in parameters or ()}
-    # Copies: a function that sorts its input must not mislead the next.
-    ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # thousands: not one by one
+    # Each gets copies: a function that sorts its input must not mislead the next.
+    ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # no deepcopy of thousands of integers
     arguments = ids | copy.deepcopy({key: value for key, value in offered.items() if key in names - _IDS})
     try:
         return function(**arguments, **{key: value for key, value in shared.items() if key in names})
@@ -137,7 +137,7 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
-    """One number per completion, NaN for None. Raises RewardError."""
+    """Returns one number per completion, NaN for None. Raises RewardError."""
     first = f"First completion: {_show(completions[0])}" if completions else "There are no completions"
     if isinstance(values, BaseException):
         raise RewardError(f"{name} raised {describe(values)}.{_shape_hint(values, completions)} {first}") from values
@@ -149,7 +149,7 @@ def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
 
 
 def _shape_hint(error: BaseException, completions: Sequence[Any]) -> str:
-    """For a function that was written for the other of the two shapes of completions."""
+    """Returns advice for a function that was written for the other of the two shapes of completions; else ""."""
     if not completions or not isinstance(error, TypeError | AttributeError):
         return ""
     if isinstance(completions[0], str):

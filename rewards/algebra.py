@@ -1,7 +1,7 @@
-"""math-verify: what a text means as mathematics, and whether two texts mean the same.
+"""Mathematics by math-verify: the meaning of a text, and whether two texts mean the same.
 
-Completions are treated as hostile: who calls limits the time (common/time_limits.py), in the main thread, where reward
-functions run; rewards.timeout_s stands behind that.
+Completions are treated as hostile: callers limit the time (common/time_limits.py) in the main thread, where reward
+functions run; rewards.timeout_s is the limit beyond that.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ROOT = re.compile(r"(?<!\\)sqrt ?\(([^()]*)\)")
 
 @functools.cache
 def load(name: str) -> Any:
-    """A module that not every run needs: half a second for sympy, in which no timer rings."""
+    """Imports a module that not every run needs; sympy takes half a second, in which no time limit runs out."""
     with unlimited():
         module = importlib.import_module(name)
         if name == "math_verify":
-            logging.getLogger(name).setLevel(logging.ERROR)  # it warns of being without a timer of its own
+            logging.getLogger(name).setLevel(logging.ERROR)  # it warns that it has no timer of its own
             module.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # the first one builds tables
         return module
 
 
 @functools.lru_cache(1024)
 def expression(text: str) -> Any:
-    r"""What sympy has for a text; None for what math-verify cannot read.  expression("pi/2")"""
+    r"""Returns sympy's object for a text; None if math-verify cannot read it.  expression("pi/2")"""
     text = _TYPED.sub(r"\\\1", text.translate(IN_LATEX)).replace("**", "^").replace("varnothing", "emptyset")
     text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _REPEATING.sub(_as_fraction, text)
@@ -53,7 +53,7 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 @functools.cache
 def _configs() -> list[Any]:
-    """LaTeX, and numbers in words. Units stay: 2c is no 2, and rewards/units.py knows them."""
+    """Returns configurations for LaTeX, and for numbers in words. They keep units (rewards/units.py): 2c is not 2."""
     library, normal = load("math_verify"), load("latex2sympy2_extended").NormalizationConfig
     keep = normal(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
     return [library.LatexExtractionConfig(normalization_config=keep), library.ExprExtractionConfig()]
@@ -65,7 +65,7 @@ def _found(text: str, configs: list[Any]) -> Any:
 
 
 def rational(text: str) -> Fraction | None:
-    r"""The exact value of a text that has one.  rational(r"1.2\times 10^{-5}") == Fraction(3, 250000)"""
+    r"""Returns the exact value of a text that has one.  rational(r"1.2\times 10^{-5}") == Fraction(3, 250000)"""
     return _rational(expression(text))
 
 
@@ -87,7 +87,7 @@ def same_mathematics(prediction: str, gold: str) -> bool:
 
 
 def mentions(text: str, gold: str) -> bool:
-    """Whether what math-verify takes for the answer of a whole text is the gold one; of mathematics, in LaTeX."""
+    """Returns whether math-verify's answer in a whole text is the gold one; without a value only LaTeX is read."""
     text, value = text.translate(IN_LATEX), None if "=" in gold else rational(gold)
     if value is None:
         return _equal(expression(gold), _found(text, _configs()[:1]))
@@ -104,5 +104,5 @@ def _equal(gold: Any, found: Any) -> bool:
         return False
     try:
         return bool(gold.free_symbols == found.free_symbols and gold.as_set() == found.as_set())
-    except Exception:  # of what has no set
+    except Exception:  # the relation has no set
         return False

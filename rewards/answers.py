@@ -1,4 +1,4 @@
-r"""Which completions are right: what they end with, or hold in a \boxed{} or in tags, means what the row's column does.
+r"""The verdicts on completions: right if their end, their \boxed{} or their tags mean the same as the row's answer.
 
 Completions are treated as hostile: an answer has at most MAX_CHARS characters, and where algebra takes too long the
 answer is wrong, so that it costs its group nothing.
@@ -20,12 +20,12 @@ from rewards.numbers import find_last_number
 from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 from rewards.times import TIME
 
-_SECONDS = 1.0  # of work for one completion
-_SECONDS_OF_GROUP = 2.0  # for those of one call: a hard one may take a quarter of what is left
-_LEAST_SECONDS = 0.02  # for each, and no more once others have taken all, or a busy machine
+_SECONDS = 1.0  # CPU time for one completion
+_SECONDS_OF_GROUP = 2.0  # for the completions of one call: a hard one may take a quarter of what is left
+_LEAST_SECONDS = 0.02  # for each, and no more once other completions, or a busy machine, have taken the rest
 _WAIT_S = 3.0  # well before rewards.timeout_s
 _READ = 2000  # characters at the end of a completion that math-verify reads
-# A number, here "#", that is not all that stands there: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
+# A number, here "#", that is only a part of an expression: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
 _PART = re.compile(
     r"(?:[{_^]|\\[A-Za-z]+(?: ?\d)?|(?:[\d)}]|\b[A-Za-z]) ?[+*×·^]|(?:[)}]|\b[A-Za-z]) ?[-−]|\d ?:) ?#|"
     r"#(?:[}^_]| ?\\[A-Za-z]|[A-Za-z](?![A-Za-z]))|[\w})], ?#\\?[)\]}]"
@@ -40,21 +40,21 @@ Judge = Callable[[str, Sequence[str]], bool]
 
 
 def same_answer(prediction: str, gold: str) -> bool:
-    r"""Whether both mean the same.  same_answer(r"\{2, \frac{1}{2}\}", r"\{0.5,2\}"), same_answer("(B)", "B")"""
+    r"""Returns whether both mean the same. same_answer(r"\{2, \frac{1}{2}\}", r"\{0.5,2\}"), same_answer("(B)", "B")"""
     return within(_SECONDS, lambda: same(prediction, gold), False)
 
 
 def is_right(text: str, gold: Any) -> bool | None:
-    r"""Whether the final answer is the gold one: the last \boxed{}, else the last `<answer>`, else what the text ends
-    with. A box counts inside the last `<answer>` only, if there is one; what stands in a thought counts never.
+    r"""Returns whether the final answer is the gold one; None if the gold answer cannot be judged.
 
-    None for a gold answer that cannot be judged.
+    The final answer is the last \boxed{}, else the last `<answer>`, else the end of the text. A box counts inside the
+    last `<answer>` only, if there is one; text in a thought never counts.
     """
     return verdicts([text], [gold])[0]
 
 
 def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | None = None) -> list[bool | None]:
-    """Whether completions are right; None where the gold answer cannot be judged. In time, however many they are."""
+    """Returns whether completions are right, None if a gold answer cannot be judged. All of them share a time limit."""
     wanted = [tuple(gold for gold in golds(answer) if kind_of(gold).name) for answer in answers]
     until, late = time.process_time() + _SECONDS_OF_GROUP, time.monotonic() + _WAIT_S
     found: list[bool | None] = []
@@ -66,7 +66,7 @@ def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | 
 
 
 def _in_time(judge: Judge, text: str, wanted: tuple[str, ...], seconds: float) -> bool:
-    """What took too long is not tried again by the other rewards of a job."""
+    """Returns a verdict, False if it takes too long: then the other rewards of a job do not try the text again."""
     if (text, wanted) in _too_hard:
         return False
     verdict = within(seconds, lambda: judge(text, wanted), None)
@@ -78,7 +78,7 @@ def _in_time(judge: Judge, text: str, wanted: tuple[str, ...], seconds: float) -
 def judged(
     completions: Sequence[Any], answers: Sequence[Any], scores: Mapping[bool, float], judge: Judge | None = None
 ) -> list[float | None]:
-    """The verdicts as scores."""
+    """Returns the verdicts as scores."""
     return [None if right is None else scores[right] for right in verdicts(completions, answers, judge)]
 
 
@@ -92,7 +92,7 @@ def box_is_right(text: str, wanted: Sequence[str]) -> bool:
 
 
 def found_by_math_verify(text: str, wanted: Sequence[str]) -> bool:
-    """What it takes for the answer of the text behind the thoughts; or what the others take for it."""
+    """Returns whether math-verify's answer after the thoughts, or the one that other rewards find, is a gold one."""
     if _is_right(text, wanted):
         return True
     text = behind_thoughts(text)

@@ -19,12 +19,12 @@ _RIGHT_OR_NOT = {True: 1.0, False: 0.0}
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 when the last \boxed{} holds the gold answer, else 0; None where the row has none."""
+    r"""Returns 1 when the last \boxed{} holds the gold answer, else 0; None if the row has no gold answer."""
     return judged(completions, answer, _RIGHT_OR_NOT, box_is_right)
 
 
 def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without one."""
+    r"""Returns 1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without a \boxed{}."""
     scores = boxed(completions, answer)
     return [
         score if score is None or score > 0 else -1.0 if boxed_answer(text_of(completion)) is None else -0.5
@@ -33,19 +33,19 @@ def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]
 
 
 def base_acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 for a right final answer in whatever form, else 0: for base models, which have yet to learn one."""
+    """Returns 1 for a right final answer in any form, else 0: for base models, which have yet to learn a form."""
     return judged(completions, answer, _RIGHT_OR_NOT)
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
+    """Returns 1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
     return judged(completions, answer, _RIGHT_OR_NOT, found_by_math_verify)
 
 
 def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 for a right answer in the form `<think>…</think><answer>…</answer>`, else 0; None without a gold answer.
+    """Returns 1 for a right answer as `<think>…</think><answer>…</answer>`, else 0; None without a gold answer.
 
-    Beside `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
+    Together with `answer` (+1, −1) a wrong answer gains nothing by its form, and none outranks a right one.
     """
     return [
         None if right is None else float(right and is_formatted(text_of(completion)))
@@ -54,14 +54,14 @@ def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[floa
 
 
 def strict_format(completions: Sequence[Any]) -> list[float]:
-    r"""1 for `<think>…</think><answer>…\boxed{…}…</answer>` with each part exactly once and nothing else, else −0.5."""
+    r"""Returns 1 for `<think>…</think><answer>…\boxed{…}…</answer>` alone, each part exactly once, else −0.5."""
     texts = [text_of(completion) for completion in completions]
     strict = [is_formatted(t) and t.count(r"\boxed{") == 1 and last_boxed(answer_part(t)) is not None for t in texts]
     return [1.0 if one else -0.5 for one in strict]
 
 
 def boxed_format(completions: Sequence[Any]) -> list[float]:
-    r"""1 for one `<think>…</think>` at the start and a \boxed{} after it, else 0."""
+    r"""Returns 1 for one `<think>…</think>` at the start and a \boxed{} after it, else 0."""
     return [1.0 if _is_thought_then_box(text_of(completion)) else 0.0 for completion in completions]
 
 

@@ -1,8 +1,8 @@
-"""A reward model scores completions: any of transformers' sequence classifiers, loaded once in the rewards' process.
+"""A reward model that scores completions: a sequence classifier of transformers, loaded once in the rewards' process.
 
-What it reads is the conversation in its own chat template, or without one the prompt and the completion as a pair of
-texts. A model of one label gives its logit; of several, `label` names the one whose probability, or of a regression
-logit, is the reward.
+It reads the conversation in its own chat template, or without one the prompt and the completion as a pair of texts. A
+model with one label gives the label's logit as the reward; with several, `label` names the one whose probability, or
+for a regression whose logit, is the reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Classifier:
     is_costly = True  # `launch.sh check` does not try it
 
     def __post_init__(self) -> None:
-        if self.device is not None:  # of those that the sampler may see this is none
+        if self.device is not None:  # it is not among the devices that the sampler may see
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         import torch
@@ -43,7 +43,7 @@ class Classifier:
         if missing := sorted(given[1]["missing_keys"]):
             raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
         tokenizer, config = self._tokenizer, self._model.config.get_text_config()
-        # a causal model scores the last token that is no padding: what a text ends with may not pass for it
+        # a causal model scores the last token that is not padding, so a token that may end a text must not be padding
         own = tokenizer.convert_ids_to_tokens(pad) if (pad := config.pad_token_id) in range(len(tokenizer)) else None
         tokenizer.pad_token = own or tokenizer.bos_token or tokenizer.pad_token or tokenizer.eos_token
         config.pad_token_id = tokenizer.pad_token_id
@@ -54,12 +54,12 @@ class Classifier:
         self._column = self._column_of_label()
 
     def _column_of_label(self) -> int:
-        """Of the logits. Raises UserError."""
+        """Returns the column of the logits for `label`. Raises UserError if there is none."""
         labels = {str(name): i for i, name in self._model.config.id2label.items()}
         if len(labels) == 1 and self.label is None:
             return 0
         found = labels.get(str(self.label), self.label)
-        if type(found) is int and found in labels.values():  # to YAML yes and no without quotes are neither
+        if type(found) is int and found in labels.values():  # YAML reads yes and no without quotes as bool
             return found
         raise UserError(f"label {self.label!r} is none of {self.model}; write label: with one of {[*labels]}")
 

@@ -1,8 +1,8 @@
-"""Finding reward functions by name, checking that a run can call them, and what they want of a row.
+"""The search for reward functions by name, the check that a run can call them, and the columns that they want.
 
 Names are built-in (`answer`), `package.module.function` or `path/file.py:function`. A signature is compared with what
 a run on this data set offers, so that a misspelt argument is found before anything is sampled. The process of the
-rewards does this; nobody else imports a user's functions.
+rewards does this; no other process imports a user's functions.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BUILT_IN = {
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What functions ask for in their signatures."""
+    """The arguments that functions ask for in their signatures."""
 
-    names: list[str] = []  # of arguments, columns among them
-    rest: bool = True  # whether one takes all other columns, too
-    needs_rollout: list[str] = []  # functions that score what an environment says or holds, and those that cost
+    names: list[str] = []  # argument names, columns among them
+    rest: bool = True  # whether a function takes all other columns, too
+    needs_rollout: list[str] = []  # functions that score an environment's reward or state, and costly ones
 
 
 def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
@@ -59,14 +59,14 @@ def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
 
 
 def resolve(name: str) -> RewardFunction:
-    """The function called `answer`, `package.module.function` or `path/file.py:function`. Raises UserError."""
+    """Returns the function called `answer`, `package.module.function` or `path/file.py:function`. Raises UserError."""
     spec = functions.unnamed(name)
     return functions.find(f"reward {spec!r}", BUILT_IN.get(spec, spec), BUILT_IN)
 
 
 def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, timeout_s: float = 0.0) -> RewardFunction:
-    """The function with its entry of rewards.reward_kwargs; of a class, which also gets rewards.timeout_s if it names
-    it, the object that is made of them. Raises UserError for what it does not take."""
+    """Returns the function with its rewards.reward_kwargs bound; for a class, which also gets rewards.timeout_s if it
+    names it, an object made with them. Raises UserError for arguments that it does not take."""
     parameters = parameters_of(function)
     taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not takes_all(parameters):
@@ -84,7 +84,7 @@ def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, time
 
 
 def check_signature(function: RewardFunction, columns: Iterable[str], name: str) -> None:
-    """Raises UserError unless the function can be called by keyword with what a run on these columns has to offer."""
+    """Raises UserError unless the function can be called by keyword with what a run on these columns offers."""
     columns = list(columns)
 
     def unknown(parameter: str) -> str:

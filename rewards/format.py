@@ -1,4 +1,4 @@
-"""The `format` reward: is the completion exactly one thought and one answer, in tags?
+"""The `format` reward: whether the completion is exactly one thought and one answer, in tags.
 
 String searches instead of a regular expression: `<think>.*</think>` backtracks quadratically on hostile text.
 """
@@ -16,7 +16,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def format(completions: Sequence[Any]) -> list[float]:
-    """+1.25 for `<think>…</think>`, optional whitespace, `<answer>…</answer>` and nothing else; −1 otherwise.
+    """Returns +1.25 for `<think>…</think>`, optional whitespace, `<answer>…</answer>` and nothing else, else −1.
 
     Each tag occurs exactly once and both parts hold more than whitespace. Whitespace around the whole and one
     end-of-turn text at its end are ignored.
@@ -25,7 +25,7 @@ def format(completions: Sequence[Any]) -> list[float]:
 
 
 def is_formatted(text: str) -> bool:
-    """is_formatted("<think>2+2</think> <answer>4</answer><|im_end|>") is True"""
+    """Returns whether a text has the format. is_formatted("<think>2+2</think> <answer>4</answer><|im_end|>") is True"""
     text = without_end_of_turn(text)
     if not (text.startswith("<think>") and text.endswith("</answer>")) or any(text.count(tag) != 1 for tag in TAGS):
         return False
@@ -36,7 +36,7 @@ def is_formatted(text: str) -> bool:
 
 
 def without_end_of_turn(text: str) -> str:
-    """Without whitespace around it and one end-of-turn text at its end."""
+    """Strips a text of whitespace around it and of one end-of-turn text at its end."""
     text = text.strip()
     for end in END_OF_TURN:
         if text.endswith(end):

@@ -1,4 +1,4 @@
-r"""What a gold answer is, and what means the same: a number, a letter, a time, a text or mathematics.
+r"""The kinds of gold answers and their equality: a number, a letter, a time, a text or mathematics.
 
 Numbers are compared exactly, as fractions, and by their units where both have one; times and dates by the clock;
 letters and texts without case and marks; the rest by math-verify: 2\sqrt{3} is \sqrt{12}, x+1 is 1+x, sets have no
@@ -28,7 +28,7 @@ Kind = Literal["number", "letter", "time", "text", "mathematics"]
 
 
 class GoldKind(NamedTuple):
-    """name is None where no built-in reward can judge the gold answer, and reason says why."""
+    """The kind of a gold answer. `name` is None if no built-in reward can judge it, and `reason` says why."""
 
     name: Kind | None
     reason: str = ""
@@ -41,7 +41,7 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:~|\\[ ;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d
 _NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|lcm|mod|det|pi|theta|alpha|beta"
 _WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
-_OPERATION = re.compile(  # of two operands
+_OPERATION = re.compile(  # with two operands
     r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
     r"\b\w (?:or|and) \w\b"
 )
@@ -57,12 +57,11 @@ _SECONDS = 2.0
 
 
 def gold_kind(gold: Any) -> GoldKind:
-    r"""gold_kind("#### 1,200").name == "number"   gold_kind(r"\boxed{2\sqrt{3}}").name == "mathematics"
+    r"""Returns the kind of `gold`, a row's `answer`; for a list, of which any counts, the first that can be judged.
 
+    gold_kind("#### 1,200").name == "number"   gold_kind(r"\boxed{2\sqrt{3}}").name == "mathematics"
     gold_kind("(B)").name == "letter"   gold_kind("3:45 PM").name == "time"   gold_kind("Paris").name == "text"
     gold_kind(math.nan) == (None, "it is empty")
-
-    gold: a row's `answer`. Of a list, of which any counts, the first that can be judged decides.
     """
     if reason := unreadable(gold):
         return GoldKind(None, reason)
@@ -72,18 +71,18 @@ def gold_kind(gold: Any) -> GoldKind:
 
 
 def is_expression(text: str) -> bool:
-    """Whether it is mathematics alone, of more than one operand: 1, 2 or x > 3, and not 72, (72) or "It is 72"."""
+    """Returns whether a text is only mathematics, with more than one operand: "1, 2", "x > 3", not 72 or "It is 72"."""
     words = re.sub(rf"\b(?:{_NAMES})\b", "", _COMMAND.sub(" ", text))
     return not re.search("[A-Za-z]{2}", words) and bool(_OPERATION.search(text.strip("()[]{}$ ")))
 
 
 def _bracket(text: str) -> str:
-    """Of a set "{", of a point or an interval "("; "" of what is not in brackets."""
+    """Returns "{" for a set, "(" for a point or an interval, and "" for a text that is not in brackets."""
     return "{" if text.startswith(r"\{") else "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") else ""
 
 
 def unreadable(gold: Any) -> str:
-    """Why it cannot be judged, as far as that shows without reading mathematics; "" if it does not."""
+    """Returns why an answer cannot be judged, as far as that shows without reading mathematics; else ""."""
     if isinstance(gold, dict | set | bytes):
         return f"it is a {type(gold).__name__}"
     reasons = [_unreadable(text) for text in golds(gold)] or ["it is empty"]
@@ -99,7 +98,7 @@ def _unreadable(text: str) -> str:
 
 
 def golds(value: Any) -> list[str]:
-    r"""The texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
+    r"""Returns texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
 
     golds(1e-05) == ["0.00001"]   golds("She has 72 clips left.") == ["72"]
     golds("(B) Rome") == ["B", "Rome", "(B) Rome"]
@@ -121,7 +120,7 @@ def golds(value: Any) -> list[str]:
 
 
 def same(prediction: str, gold: str) -> bool:
-    """Whether both mean the same; without a time limit."""
+    """Returns whether both mean the same, without a time limit."""
     prediction, gold = prediction.strip(), gold.strip()
     if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
         return bool(gold) and prediction == gold
@@ -146,7 +145,7 @@ def same(prediction: str, gold: str) -> bool:
 
 @functools.lru_cache(4096)
 def kind_of(text: str) -> GoldKind:
-    """Of a gold answer in plain words."""
+    """Returns the kind of one gold answer, given as text."""
     if reason := _unreadable(text):
         return GoldKind(None, reason)
     plain = plainly(text)
@@ -169,7 +168,7 @@ def _has_words(text: str) -> bool:
 
 
 def plainly(text: str) -> str:
-    r"""In one line, without what LaTeX and Markdown add for the eye.  plainly(r"$5\,\text{cm}$") == "5 cm" """
+    r"""Returns a text in one line, without layout of LaTeX and Markdown.  plainly(r"$5\,\text{cm}$") == "5 cm" """
     text = text.strip().removesuffix(".").translate(IN_LATEX)
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text.strip("$")
@@ -189,7 +188,7 @@ def plainly(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """split_unit("5 cm") == ("5", "cm")   split_unit("-$5") == ("-5", "$")   split_unit("2x") == ("2x", "")"""
+    """Splits a text into number and unit: "5 cm" into ("5", "cm"), "-$5" into ("-5", "$"), "2x" into ("2x", "")."""
     if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
         number, unit = split_unit(money[4])
         return f"{money[1]}{money[3]}{number}", f"{unit} {money[2]}".strip()
@@ -197,7 +196,7 @@ def split_unit(text: str) -> tuple[str, str]:
     if match is None or plain_number(text) is not None:
         return text, ""
     number, space, unit = match.groups()
-    is_word = bool(space) and not _NO_UNIT.match(unit)  # of anything: 72 clips
+    is_word = bool(space) and not _NO_UNIT.match(unit)  # any word may be a unit: 72 clips
     is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
     has_variables = plain_number(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
     if (is_word or is_known) and not has_variables:
@@ -206,7 +205,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _same_quantity(given: str, wanted: str) -> bool:
-    """50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
+    """Compares quantities: 50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
     (number, unit), (gold_number, gold_unit) = split_unit(given), split_unit(wanted)
     value, gold = _value(number), _value(gold_number)
     if value is None or gold is None:
@@ -232,6 +231,6 @@ def _letter(text: str) -> str | None:
 
 
 def folded(text: str) -> str:
-    """Without case, marks and article.  folded("The Eiffel Tower.") == "eiffel tower" """
+    """Returns a text without case, marks and article.  folded("The Eiffel Tower.") == "eiffel tower" """
     text = unicodedata.normalize("NFKC", text).casefold().strip(" .,;:!?\"'“”‘’()[]*_")
     return re.sub(r"^(?:the|an?) ", "", re.sub(r"[\s\-‐–]+", " ", text))

@@ -1,10 +1,9 @@
-"""Scores right and wrong answers, and says what does not add up.
+"""The check of reward functions: it scores right and wrong answers, and reports what does not fit together.
 
 The functions run together, in the process and under the deadline that they will have in the run. A function is a
 verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
-gold answers. Of each kind of gold answer some rows are tried in all notations and with many wrong answers. What a
-completion becomes on its way through the tokenizer is the caller's to say: without one, white-spaced words stand in
-for tokens.
+gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers. The caller
+gives the result of a completion's way through the tokenizer: without one, words between spaces stand in for tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from rewards.tally import NO_KIND, SHOWN, GoldRow, ScoredRow, Tally, named_rows
 
 SLOW_S = 1.0
 THOROUGH = 12  # rows of a kind that are tried in all notations
-GROUP = 8  # completions of a call: some rewards share their time among them
+GROUP = 8  # completions per call: some rewards share their time among them
 FORMS_OF_THOUGHT = ("format", "strict_format", "boxed_format", "gated_format", "think_format_reward")
 
 
 @dataclass
 class Findings:
-    """Lines for people, and whether something is wrong. `problems` end the command with 1; with `doubts` it does not
+    """A report for people, and whether something is wrong. `problems` end the command with 1; with `doubts` it does not
     say that the rewards look right; `warnings` are for the reader."""
 
     lines: list[str] = field(default_factory=list)
@@ -45,7 +44,7 @@ Way = Callable[[GoldRow, Sequence[Probe]], tuple[list[str], list[list[int]]]]
 
 
 def directly(row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
-    """Texts as they are, and stand-ins for their tokens."""
+    """Returns the probes' texts as they are, and stand-ins for their tokens."""
     texts = [probe.text for probe in made_up]
     return texts, [list(range(len(text.split()) + 1)) for text in texts]
 
@@ -53,9 +52,9 @@ def directly(row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[li
 def check_gold(
     config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0, way: Way = directly, thinks: bool = False
 ) -> Findings:
-    """Does each function, and does their sum, prefer right answers in every notation to wrong ones?
+    """Checks that each function, and their sum, prefer right answers in every notation to wrong ones.
 
-    way: what completions are when they reach the rewards, and their tokens. thinks: completions begin with thoughts, in
+    way: returns completions as they reach the rewards, and their tokens. thinks: completions begin with thoughts, in
     which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
     """
     findings = Findings()
@@ -80,7 +79,7 @@ def check_gold(
 
 
 def _probed(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> list[tuple[GoldRow, list[Probe]]]:
-    """Every row with its probes: of each kind of gold answer some rows thoroughly, evenly spaced."""
+    """Returns every row with its probes: for each kind of gold answer some rows, evenly spaced, have thorough ones."""
     by_kind: dict[str, list[GoldRow]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
@@ -103,7 +102,7 @@ def _probed(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> list[t
 def _score(
     pool: RewardPool, rows: Sequence[tuple[GoldRow, list[Probe]]], way: Way, findings: Findings
 ) -> list[ScoredRow]:
-    """Calls of one row each, no larger than a group is. A row that fails, and a slow call, are findings."""
+    """Scores one row per call, in calls no larger than a group. A row that fails, and a slow call, are findings."""
     scored, failures, calls = list[ScoredRow](), list[str](), list[tuple[float, int]]()
     for row, made_up in rows:
         texts, ids = way(row, made_up)
@@ -119,7 +118,7 @@ def _score(
             scores += result
         else:
             scored.append(ScoredRow(row, made_up, scores, [len(one) for one in ids]))
-    # those of the first row may import what functions need
+    # calls of the first row may import what functions need
     slowest = max([call for call in calls if call[1] != rows[0][0].index] or calls)
     if failures:
         findings.problems.append(f"the rewards fail on {len(failures)} of {len(rows)} rows")
@@ -132,7 +131,7 @@ def _score(
 
 
 def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], findings: Findings) -> None:
-    """Full marks for right answers in every notation, and none for wrong ones, if it tells them apart at all."""
+    """Checks that right answers earn full marks in every notation, and wrong ones do not, if they differ at all."""
     applies = [one for one in scored if not all(map(math.isnan, one.of(name)))]
     scores = [score for one in scored for score in one.of(name)]
     findings.lines += [f"  scores: {distribution(scores)}"]
@@ -177,7 +176,7 @@ def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], fi
 
 
 def _say_kinds(tally: Sequence[Tally], findings: Findings) -> None:
-    """A verdict by kind of gold answer."""
+    """Adds a verdict for each kind of gold answer."""
     by_kind: dict[str, list[Tally]] = {}
     for t in tally:
         by_kind.setdefault(t.row.kind, []).append(t)
@@ -190,7 +189,7 @@ def _say_kinds(tally: Sequence[Tally], findings: Findings) -> None:
 def _said(
     what: str, found: Sequence[Sequence[tuple[GoldRow, Probe]]], findings: Findings, doubtful: bool = False
 ) -> list[str]:
-    """A sentence, if there is something to say; the probes that it is about become lines."""
+    """Returns a sentence in a list if there is something to report, and adds its probes to the lines."""
     rows = [kept for some in found if (kept := [one for one in some if (one[1].what in DOUBTFUL) == doubtful])]
     if not rows:
         return []
@@ -205,7 +204,7 @@ def _said(
 
 
 def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
-    """The weighted sum is what trains: a right answer must beat a wrong and an empty one."""
+    """Checks that by the weighted sum, which trains, a right answer beats a wrong and an empty one."""
     lost, flat, outranked = [], [], []
     for one in scored:
         sums = [total for _, total in one.scores]
@@ -235,7 +234,7 @@ def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
 
 
 def distribution(scores: Iterable[float]) -> str:
-    """-1 × 5, 1 × 5, None × 1"""
+    """Returns how often each score occurs, such as "-1 × 5, 1 × 5, None × 1"; for many scores their range."""
     values = list(scores)
     known = sorted(s for s in values if not math.isnan(s))
     parts = [f"None × {len(values) - len(known)}"] if len(values) > len(known) else []

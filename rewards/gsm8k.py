@@ -1,4 +1,4 @@
-"""The reward `answer`, as GSM8K's are judged: plain numbers, exactly, and whatever else a gold answer may be."""
+"""The reward `answer`, judged as GSM8K's answers are: plain numbers, exactly, and every other kind of gold answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rewards.answers import judged
 
 
 def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """+1 for the right answer, −1 for a wrong one or none; None where nobody can judge the row's `answer`.
+    r"""Returns +1 for the right answer, −1 for a wrong one or none; None if the row's `answer` cannot be judged.
 
     The answer is the last \boxed{} or else the last number, within the last `<answer>…</answer>` where there is one,
     so that an unformatted right answer is right.

@@ -1,12 +1,12 @@
-"""A judge behind an address that speaks OpenAI's chat completions scores completions by your rubric.
+"""A judge that scores completions by your rubric: a model at an address with OpenAI's chat completions API.
 
     system     the rubric, and the form of the answer
     user       {"prompt": …, "completions": ["…", …], and the columns that you name}
     assistant  {"scores": [0.5, …]}
 
-What is judged is JSON, so that no completion can pose as another or as the rubric; it may still flatter. The `openai`
-package repeats what fails, until the group is due. Whatever was answered stands on disk and is never paid for twice.
-The key of the address is OPENAI_API_KEY of the environment.
+Completions are sent as JSON, so that none can pose as another or as the rubric; one may still flatter the judge. The
+`openai` package repeats failed requests until the group is due. Every answer is kept on disk and is never paid for
+twice. The API key is the environment's OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from common.errors import UserError
 from common.outcomes import finite_number, shorten
 from common.paid_calls import PaidCalls
 
-_TRIES, _ANSWERS = 4, 3  # until one is answered; until an answer has scores
-_SHARE_OF_TRY, _SHARE_OF_ALL = 0.3, 0.9  # of rewards.timeout_s: one that hangs leaves time for two others
+_TRIES, _ANSWERS = 4, 3  # requests until one is answered; answers until one has scores
+_SHARE_OF_TRY, _SHARE_OF_ALL = 0.3, 0.9  # parts of rewards.timeout_s: a try that hangs leaves time for two others
 _FORM = 'Answer with JSON alone: {"scores": [one number for each of the completions, in their order]}'
 
 
@@ -35,14 +35,14 @@ _FORM = 'Answer with JSON alone: {"scores": [one number for each of the completi
 class Judge:
     rubric: str  # a file
     model: str
-    timeout_s: float  # of a group: rewards.timeout_s
+    timeout_s: float  # for a group: rewards.timeout_s
     base_url: str | None = None  # None: OPENAI_BASE_URL, or OpenAI
     one_by_one: bool = False
-    columns: Sequence[str] = ()  # of the row, that it sees, too
+    columns: Sequence[str] = ()  # columns of the row that the judge sees, too
     cache: str | None = None  # a file
-    budget: float | None = None  # USD, of all that the cache holds
+    budget: float | None = None  # USD, for all calls that the cache holds
     price: Sequence[float] = (0.0, 0.0)  # USD for a million tokens in, and out
-    options: dict[str, Any] = field(default_factory=dict)  # more of the request
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of the request
     is_costly = True  # `launch.sh check` does not try it
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class Judge:
         return [score for text in asked for score in scores[text]]
 
     async def _scores(self, text: str, count: int) -> list[float]:
-        """Of the completions in a text. Raises what the client raises, and ValueError for answers without scores."""
-        text = text.encode(errors="replace").decode()  # half a surrogate of a row
+        """Returns scores of a text's completions. Raises the client's errors, and ValueError if answers have none."""
+        text = text.encode(errors="replace").decode()  # the row may hold half a surrogate
         messages = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
         request = {"model": self.model, "messages": messages, **self.options}
         key = hashlib.sha256(json.dumps([self.base_url, request], sort_keys=True).encode()).hexdigest()
@@ -103,7 +103,7 @@ class Judge:
             raise ValueError(f"{usd:.2f} USD are spent ({self.cache}) of a budget of {self.budget:g}; make it larger")
         response = await self._client.chat.completions.create(**request)
         message, usage = response.choices[0].message if response.choices else None, response.usage
-        said = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # of an error
+        said = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # an error
         sent, got = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         if self._paid:
             usd = (self.price[0] * sent + self.price[1] * got) / 1e6
@@ -112,16 +112,16 @@ class Judge:
 
     @functools.cached_property
     def _client(self) -> Any:
-        """One for the process: it belongs to its event loop."""
+        """Returns the client, one for the process, because it belongs to the process's event loop."""
         import openai
 
-        key = os.environ.get("OPENAI_API_KEY", "none")  # servers of one's own want none
+        key = os.environ.get("OPENAI_API_KEY", "none")  # one's own servers need none
         timeout = _SHARE_OF_TRY * self.timeout_s
         return openai.AsyncOpenAI(api_key=key, base_url=self.base_url, timeout=timeout, max_retries=_TRIES - 1)
 
 
 def read_scores(text: str, count: int) -> list[float] | None:
-    """The last object with so many numbers as `scores`, whatever stands around it; None: there is none."""
+    """Returns the `scores` of a text's last object with so many numbers, whatever is around it; None without one."""
     for found in reversed([*re.finditer("{", text)]):
         try:
             scores = [finite_number(score) for score in json.JSONDecoder().raw_decode(text, found.start())[0]["scores"]]

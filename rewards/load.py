@@ -1,11 +1,11 @@
-"""How many processes of reward functions pay, by what a group took of late."""
+"""The number of reward processes that is worth its cost, by the time that recent groups took."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-_WORTH_S = 0.5  # of work that waits: what another process takes to start, its imports included
+_WORTH_S = 0.5  # seconds of waiting work: another process takes this long to start, with its imports
 _WAITING = 0.1  # less of a core than this, and a function mostly waits
 _WAITERS = 8  # processes for each core where functions wait
 _LATE_S, _LATE = 1.0, 4  # a group that takes so much longer than this many others may never end
@@ -14,7 +14,7 @@ _MOST = 32  # processes, unless rewards.num_workers says more
 
 @dataclass
 class Load:
-    """What a group would take on an idle machine: seconds, and those of a core."""
+    """The time that a group would take on an idle machine: wall seconds, and CPU seconds."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -29,10 +29,10 @@ class Load:
         return _LATE_S + _LATE * self.seconds
 
     def pays(self, there: int, waiting: int) -> int:
-        """How many processes, where so many are there and so many groups wait.
+        """Returns how many processes are worth having, if so many are there and so many groups wait.
 
-        What computes in processes of its own gets less of a core when more share it, but not so little: it must not
-        look like waiting.
+        A function that computes in processes of its own gets less of a core when more processes share it, but more
+        than _WAITING: it must not look like waiting.
         """
         if self.seconds * waiting < _WORTH_S:
             return there

@@ -1,6 +1,6 @@
-r"""Other writings of a gold answer, and other answers near to it. Of golds; no model's text comes here.
+r"""Other notations of a gold answer, and other answers near to it. The input is gold answers, never a model's text.
 
-Most writings any reward must take, and no near miss. Of some (DOUBTFUL) a reward may think otherwise, by the data.
+A reward must accept most notations, and no near miss. For some (DOUBTFUL) it may decide otherwise, by the data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _POWER = re.compile(r"(\d{1,3})\^\{?(\d{1,3})\}?")
 _MIXED = re.compile(r"(-?)(\d+)(?: +(?=\d+/)|(?=\\frac))(.+)")
 _CLOCK = re.compile(r"(\d{1,2}(?::\d\d){0,2}) ?([ap])\.?m\.?", re.IGNORECASE)
 _DATES = ("%B %d, %Y", "%d %B %Y", "%Y-%m-%d", "%b %d, %Y")
-_MOST_DIGITS = 12  # of a decimal that is written out
-_REWRITTEN = (  # mathematics: name, what is found, what is put in its place
+_MOST_DIGITS = 12  # the most of a decimal that is written out
+_REWRITTEN = (  # for mathematics: name, pattern, replacement
     ("without spaces", r"(?<=[^\w\\]) +| +(?=[^\w\\])", ""),
     ("with spaces behind commas", r", *", ", "),
     ("with spaces around signs", r"(?<=[\w})]) *([=+<>]) *(?=[\w\\({])", r" \1 "),
@@ -50,7 +50,7 @@ _REWRITTEN = (  # mathematics: name, what is found, what is put in its place
 )
 _UNICODE = {r"\pi": "π", r"\infty": "∞", r"\emptyset": "∅", r"\le": "≤", r"\ge": "≥", r"\cup": "∪"}
 _OTHER_UNITS = {"$": "€", "€": "$", "£": "$", "°": r"\pi", "°C": "°F", "°F": "°C"}
-# what a near miss of mathematics has otherwise
+# patterns and replacements that make near misses of mathematics
 _SWAPPED = (
     *((r"\+", "-"), (r"^\[", "("), (r"\]$", ")"), (r"(?<![A-Za-z\\])x(?![A-Za-z])", "y"), ("<", ">")),
     *((r"\\le\b", r"\\ge"), (r"^(\\[a-z]+|\w)$", r"2\1"), (r"^(\\infty|\\pi)$", r"-\1")),
@@ -58,7 +58,7 @@ _SWAPPED = (
 
 
 def notations(gold: str) -> dict[str, str]:
-    r"""The same answer in other writings, each under its name, the gold answer's own first.
+    r"""Returns the same answer in other notations, each under its name, the gold answer's own first.
 
     notations("0.5") == {"as written": "0.5", "a fraction": "1/2", "a LaTeX fraction": r"\frac{1}{2}", …}
     """
@@ -102,7 +102,7 @@ def _times(gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(gold: str) -> Iterator[tuple[str, str]]:
-    """Of a number alone, a percentage, a sum of money, or one with a unit."""
+    """Yields notations of a number alone, a percentage, a sum of money, or a number with a unit."""
     value = value_of(gold)
     if percent := re.fullmatch(r"(.+?) *\\?%", gold):
         yield "with \\%", rf"{percent[1]}\%"
@@ -125,7 +125,7 @@ def _numbers(gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _writings(value: Fraction) -> Iterator[tuple[str, str]]:
-    """Of a number, all that are exact and short."""
+    """Yields all notations of a number that are exact and short."""
     sign, top, bottom = "-" if value < 0 else "", abs(value.numerator), value.denominator
     if bottom == 1:
         yield "without commas", f"{sign}{top}"
@@ -145,7 +145,7 @@ def _writings(value: Fraction) -> Iterator[tuple[str, str]]:
 
 
 def value_of(gold: str) -> Fraction | None:
-    r"""Of a number without a unit.  1,234   1e-05   1.2\times 10^{-3}   2^{10}   3 1/4   1\frac{1}{2}"""
+    r"""Returns the value of a unitless number.  1,234   1e-05   1.2\times 10^{-3}   2^{10}   3 1/4   1\frac{1}{2}"""
     text = gold.strip("$. ").replace("{,}", ",").replace("−", "-").replace("dfrac", "frac")
     if power := _POWER_OF_TEN.fullmatch(text):
         return Fraction(power[1] or 1) * Fraction(10) ** int(power[2])
@@ -161,7 +161,7 @@ def value_of(gold: str) -> Fraction | None:
 
 
 def _mathematics(gold: str) -> Iterator[tuple[str, str]]:
-    """As sympy writes it, with other spaces, braces and fractions; of a set, in another order."""
+    """Yields mathematics as sympy writes it, with other spaces, braces and fractions, and a set in another order."""
     for name, found, instead in _REWRITTEN:
         yield name, re.sub(found, instead, gold)
     if (parts := re.fullmatch(r"(\\\{ *)([^{}()\[\]]+?)( *\\\})", gold)) and "," in parts[2]:
@@ -183,7 +183,7 @@ def _as_sympy_writes(gold: str) -> str | None:
 
 
 def _letters(text: str) -> set[str]:
-    """Those that are no command: math-verify reads 2c as 2 of something."""
+    """Returns the letters outside of commands, because math-verify loses some: it reads 2c as 2 of something."""
     return set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
 
 
@@ -193,7 +193,7 @@ def _read(text: str) -> list[Any]:
 
 
 def is_equal(text: str, wanted: Sequence[str]) -> bool:
-    """By plain numbers, or by math-verify: then it is no wrong answer."""
+    """Returns whether a text equals a gold answer by plain numbers, or by math-verify: then it is no wrong answer."""
     verify, number = load("math_verify").verify, value_of(text)
     for gold in wanted:
         if number is not None and (other := value_of(gold)) is not None:
@@ -206,7 +206,7 @@ def is_equal(text: str, wanted: Sequence[str]) -> bool:
 
 
 def near_misses(gold: str) -> list[str]:
-    r"""Other answers that are near the gold one, and its parts.  near_misses("1/2") holds "7/2" and "2" """
+    r"""Returns other answers that are near the gold one, and its parts.  near_misses("1/2") holds "7/2" and "2" """
     kind, integers = gold_kind(gold).name, list(_INTEGER.finditer(gold))
     found: list[str] = []
     if kind == "number" and len(integers) == 1:
@@ -234,13 +234,13 @@ def near_misses(gold: str) -> list[str]:
 
 
 def ending_in(gold: str) -> list[str]:
-    """Answers that end in a whole number, and are others: what takes the last number takes them."""
+    """Returns other answers that end in a gold whole number: a reward that reads the last number accepts them."""
     is_whole = re.fullmatch(r"[\d,]+", gold) and gold_kind(gold).name == "number"
     return [rf"\frac{{7}}{{{gold}}}", f"x+{gold}"] if is_whole else []
 
 
 def of_another_unit(gold: str) -> str | None:
-    """5 cm -> 5 kg, $5 -> €5; None where there is none that is known."""
+    """Returns the answer with another unit, 5 cm -> 5 kg, $5 -> €5; None if its unit is not known."""
     number, unit = split_unit(plainly(gold))
     if gold_kind(gold).name != "number" or not unit:
         return None
@@ -251,7 +251,7 @@ def of_another_unit(gold: str) -> str | None:
 
 
 def wrong_answer(gold: str) -> str:
-    """Another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
+    """Returns another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
     value = plain_number(gold)
     if value is not None:
         return str(value + 1)

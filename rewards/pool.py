@@ -2,11 +2,11 @@
 
 Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
-with all that it started, and replaced. One that died while idle is replaced without failing a job. Groups are scored
-side by side, in more processes as soon as those that wait would take longer than another process takes to start: one a
-core, or several where functions mostly wait, as judges behind HTTP do. One that hangs does not keep others waiting:
-another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one interpreter
-until it is killed.
+with all that it started, and replaced. A worker that died while idle is replaced without failing a job. Groups are
+scored side by side, in more processes as soon as the waiting groups would take longer than another process takes to
+start: one a core, or several where functions mostly wait, as judges behind HTTP do. A worker that hangs does not keep
+groups waiting: another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one
+interpreter until it is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RewardFailure:
 
 
 class RewardPool:
-    """Scores groups beside sampling.
+    """A pool of processes that score groups while sampling goes on.
 
         with RewardPool(config.rewards, columns=["question", "answer"]) as pool:
             pool.submit(7, "2+2?", ["4", "5"], [[19], [20]], {"question": "2+2?", "answer": "#### 4"})
@@ -59,12 +59,12 @@ class RewardPool:
         image_key: str | None = None,
         has_rollouts: bool = True,
     ) -> None:
-        """image_key: a column that functions get only if they name it: its values are megabytes.
-        has_rollouts: else functions that need one are not called (`wanted.needs_rollout`)."""
+        """Prepares the pool. image_key: a column that functions get only if they name it: its values are megabytes.
+        has_rollouts: if False, functions that need a rollout are not called (`wanted.needs_rollout`)."""
         self._image_key = image_key
         self.logged: dict[str, float] = {}  # by log_metric, of the newest job that logged the name
         self.pending = 0  # submitted and not yet returned by ready()
-        self.wanted = Wanted()  # by the functions; known once entered
+        self.wanted = Wanted()  # what the functions want; known once entered
         names = None if columns is None else [*columns, *([image_key] if image_key else [])]
         given = config.reward_funcs, config.weights, names, config.reward_kwargs
         setup = RewardSetup(*given, max_steps, has_rollouts, config.timeout_s)
@@ -73,15 +73,15 @@ class RewardPool:
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self.patience_s = config.timeout_s + config.import_timeout_s  # the longest job: its process may be a new one
-        self._num_workers = config.num_workers or (1 if config.of_built_in("classifier") else None)  # a model each
+        self._num_workers = config.num_workers or (1 if config.of_built_in("classifier") else None)  # a model in each
         self._threads = ThreadPoolExecutor(MAX_REWARD_WORKERS)  # they also start the fork server
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure, dict[str, float]]]
         self._results = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # protects all below
         self._waiting: deque[tuple[Hashable, Job]] = deque()
         self._idle: list[Worker] = []
         self._num_busy = 0
-        self._num_late = 0  # of them, those that take much longer than others did
+        self._num_late = 0  # busy ones that take much longer than others did
         self._load = Load()
 
     def __enter__(self) -> RewardPool:
@@ -94,7 +94,7 @@ class RewardPool:
 
     @property
     def image_key(self) -> str | None:
-        """Where a row has its images; None if no function names that column."""
+        """Returns the column of a row's images; None if no function names that column."""
         return self._image_key if self._image_key in self.wanted.names else None
 
     def __exit__(self, *exception: object) -> None:
@@ -115,13 +115,13 @@ class RewardPool:
         policy_version: int = 0,
         **of_row: Sequence[Any],
     ) -> None:
-        """Queue the completions of one prompt and return at once.
+        """Queues the completions of one prompt and returns at once.
 
-        completions: texts, or of rollouts with several turns the messages after the prompt. completion_ids: one list or
+        completions: texts, or for rollouts of several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
         functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
-        get as trainer_state.global_step. of_row: environment_rewards, what the environment of each completion said,
-        environments, the `Done.state` of each, and scored_by, Problem's.
+        get as trainer_state.global_step. of_row: environment_rewards, the environment's reward of each completion,
+        environments, the `Done.state` of each, and scored_by, as in Problem.
         """
         named, rest = self.wanted.names, self.wanted.rest
         files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
@@ -134,20 +134,20 @@ class RewardPool:
         self._start_waiting()
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
-        """Finished jobs, in any order; waits at most timeout_s for the first. Empty at once when nothing is pending."""
+        """Returns finished jobs, in any order. Waits up to timeout_s for the first, but not if none is pending."""
         finished: list[tuple[Hashable, Scores | RewardFailure]] = []
         wait_s = timeout_s if self.pending else 0.0
         with contextlib.suppress(queue.Empty):
             while True:
                 key, result, logged = self._results.get(block=wait_s > 0, timeout=wait_s or None)
                 finished.append((key, result))
-                self.logged |= logged  # here: a thread must not change what the caller goes through
+                self.logged |= logged  # not in a thread: it must not change what the caller iterates over
                 wait_s = 0.0
         self.pending -= len(finished)
         return finished
 
     def _start_waiting(self) -> None:
-        """As many jobs as processes are there or may be."""
+        """Starts as many waiting jobs as there are processes, or may be."""
         with self._lock:
             while self._waiting:
                 there = self._num_busy + len(self._idle) - self._num_late
@@ -161,7 +161,7 @@ class RewardPool:
     # ---- in the threads ----
 
     def _serve(self, worker: Worker | None, key: Hashable, job: Job) -> None:
-        """Every job gets exactly one result."""
+        """Serves a job in a worker. Every job gets exactly one result."""
         is_another, trouble = worker is None, ""
         if worker is None or worker.has_ended():
             worker, trouble = self._replaced(worker)
@@ -169,7 +169,7 @@ class RewardPool:
             return
         result, logged = self._scored(worker, job) if worker else (RewardFailure("crash", trouble), {})
         self._results.put((key, result, logged))
-        if isinstance(result, RewardFailure) and result.kind != "error":  # behind the result, which need not wait
+        if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
             worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
         with self._lock:
             self._num_busy -= 1
@@ -178,7 +178,7 @@ class RewardPool:
         self._start_waiting()
 
     def _serves_without(self, key: Hashable, job: Job, trouble: str) -> bool:
-        """Whether others are there and serve on: a file may take at its import what one process alone can have."""
+        """Returns whether other workers serve on alone: a file's import may take what only one process can have."""
         with self._lock:
             if (others := self._num_busy + len(self._idle) - 1) < 1:
                 return False
@@ -189,7 +189,7 @@ class RewardPool:
         return True
 
     def _replaced(self, worker: Worker | None) -> tuple[Worker | None, str]:
-        """Another one in its place, or why there is none."""
+        """Returns another worker in place of this one, or None and why there is none."""
         if worker is not None:
             worker.close()
         try:
@@ -198,7 +198,7 @@ class RewardPool:
             return None, str(error)
 
     def _new_worker(self) -> Worker:
-        """With the functions found and imported. Raises StartError."""
+        """Returns a worker with the functions found and imported. Raises StartError."""
         worker = self._workers.fork()
         try:
             reply = worker.ask(None, JobReply, self._import_timeout_s)
@@ -232,7 +232,7 @@ class RewardPool:
         return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
 
     def _asked(self, worker: Worker, job: Job) -> JobReply:
-        """As Worker.ask, and those that wait may have another process while this one hangs."""
+        """Asks as `Worker.ask`; if the worker hangs, waiting jobs may have another process meanwhile."""
         late: list[Worker] = []
 
         def hangs() -> None:

@@ -3,7 +3,7 @@ r"""Completions whose worth is known without a model: right and wrong answers, i
     gold answer ─► notations (1/2, 0.5, \frac{1}{2}) ─► forms (tags, box, a sentence, …) ─► right completions
                ─► near misses (7/2, 2, 1.5), answers of other rows, its parts ─► forms ─► wrong completions
 
-They try reward functions before anything is sampled. A notation is another way to write the same answer, by its kind;
+Reward functions are tried on them before anything is sampled. A notation is another way to write the same answer;
 none is a matter of opinion (a unit left off is no notation). A near miss is another answer, by mathematics.
 """
 
@@ -48,21 +48,21 @@ _LATEX = re.compile(r"[\\^_{]")
 
 @dataclass(frozen=True)
 class Probe:
-    """One completion.  Probe("tags", True, "<answer>72</answer>", thought="I work it out.", what="as written")"""
+    """A completion.  Probe("tags", True, "<answer>72</answer>", thought="I work it out.", what="as written")"""
 
     form: str
     is_right: bool
     rest: str
     thought: str | None = None  # None: there is none
     what: str = AS_WRITTEN  # the notation of a right answer; of a wrong one, what it is
-    answer: str = ""  # as it stands there
+    answer: str = ""  # as the completion writes it
 
     @property
     def text(self) -> str:
         return self.rest if self.thought is None else f"<think>{self.thought}</think>{self.rest}"
 
     def behind(self, begun: str) -> str:
-        """What a model writes behind a prompt that has begun its turn: it ends the thought that is open already."""
+        """Returns the text after a prompt that starts the model's turn: it ends the thought that is already open."""
         opened = begun.strip()
         if self.what == UNFINISHED:
             return self.text.removeprefix(opened)
@@ -72,14 +72,14 @@ class Probe:
 
 
 def _closing(tag: str) -> str:
-    """<think> -> </think>, [THINK] -> [/THINK], <|START_THINKING|> -> <|END_THINKING|>"""
+    """Returns the closing tag: <think> -> </think>, [THINK] -> [/THINK], <|START_THINKING|> -> <|END_THINKING|>"""
     if tag[1] == "|":
         return re.sub("begin", "end", tag.replace("START", "END"))
     return f"{tag[0]}/{tag[1:]}"
 
 
 def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> list[Probe]:
-    """The right and a wrong answer in every form, and an empty completion; that one alone without a gold answer.
+    """Returns the right and a wrong answer in every form, and an empty completion; without a gold answer only this.
 
     thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
     """

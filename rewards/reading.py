@@ -1,11 +1,11 @@
-"""Where the answer stands in a completion: behind its thoughts, in tags, in a box, or at its end."""
+"""The search for the answer in a completion: after its thoughts, in tags, in a box, or at its end."""
 
 from __future__ import annotations
 
 import re
 
 _THOUGHTS = ("think", "thinking", "thought", "reasoning")
-_READ = 2000  # characters at the end of a completion, in which an answer without tags or box is looked for
+_READ = 2000  # characters at the end of a completion that are searched for an answer without tags or box
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[: ]*(.+?) *((?:[.!](?=\s)[^\n]*)?)[.!]*$", re.IGNORECASE | re.MULTILINE)
 _LEAD = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|get|so|thus|hence|therefore)\b[,:]? +|(?<![\d ])[:→] +|#+ +", re.IGNORECASE
@@ -13,7 +13,7 @@ _LEAD = re.compile(
 
 
 def behind_thoughts(text: str) -> str:
-    """A guess in a thought is no answer; while the last thought is open there is none.
+    """Returns the text after the thoughts, because a guess in a thought is no answer; "" if the last thought is open.
 
     behind_thoughts("<think>7?</think> It is 8.") == " It is 8."   behind_thoughts("It is 7. <think>Or") == ""
     """
@@ -27,14 +27,14 @@ def behind_thoughts(text: str) -> str:
 
 
 def answer_part(text: str) -> str:
-    """What the last complete pair of answer tags holds; all of the text when there is none."""
+    """Returns the content of the last complete pair of answer tags; all of the text when there is none."""
     close = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, close) if close >= 0 else -1
     return text[start + len("<answer>") : close] if start >= 0 else text
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} holds, by balanced braces; None without one, or when it is cut off.
+    r"""Returns the content of the last \boxed{…}, by balanced braces; None without one, or when it is cut off.
 
     last_boxed(r"\boxed{1}, no, \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """
@@ -54,7 +54,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def endings(text: str, splits: bool = True) -> list[str]:
-    """What a text without tags may end with as its answer. splits: what is behind the last "=", too.
+    """Returns the answers with which a text without tags may end. splits: also the part after the last "=".
 
     endings("The answer is B. Not A.") == ["B", "B. Not A"]
     """
@@ -66,7 +66,7 @@ def endings(text: str, splits: bool = True) -> list[str]:
 
 
 def endings_of_line(text: str, splits: bool = True) -> list[str]:
-    """endings_of_line("So the line is y = 2x.") == ["So the line is y = 2x", "y = 2x", "2x"]"""
+    """Returns the last line's endings: ["So the line is y = 2x", "y = 2x", "2x"] for "So the line is y = 2x."."""
     line = text[-_READ:].replace("**", "").strip().rpartition("\n")[2].rstrip(" .,;!")
     led = _LEAD.split(line)[-1]
     return [*dict.fromkeys((line, led, *([led.rpartition("=")[2].strip()] if splits else ())))]

@@ -1,7 +1,7 @@
-"""Inside the worker of the rewards: finds the functions, then scores one job after the other.
+"""The service in the worker of the rewards: it finds the functions, then scores one job after the other.
 
-The user's modules are imported here and not in the fork server, for they may start threads or touch a GPU, which do not
-live through a fork. Nothing here imports torch, vllm or pydantic: killing and replacing a worker is cheap.
+The worker, not the fork server, imports the user's modules: they may start threads or touch a GPU, which do not
+survive a fork. This module never imports torch, vllm or pydantic: killing and replacing a worker is cheap.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class RewardSetup(msgspec.Struct, frozen=True):
     arguments: dict[str, dict[str, Any]] = {}  # rewards.reward_kwargs
     max_steps: int = 0  # for trainer_state
     has_rollouts: bool = True  # false: functions that need one are found, and not called
-    timeout_s: float = 0.0  # of a job, which is killed then
+    timeout_s: float = 0.0  # for a job, which is killed then
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The completions of one prompt."""
+    """The completions of one prompt, with the row's columns."""
 
     prompt: str | list[dict[str, Any]]
     completions: list[str | list[dict[str, Any]]]  # texts, or conversations of several turns
     completion_ids: list[list[int]]
-    columns: dict[str, Any]  # of one data set row
+    columns: dict[str, Any]  # those of one data set row
     policy_version: int = 0  # for trainer_state
     environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
     environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
@@ -49,15 +49,15 @@ class Job(msgspec.Struct, frozen=True):
 
 class JobReply(msgspec.Struct, frozen=True):
     scores: Scores = []
-    reason: str = ""  # not empty: failed, and why
+    reason: str = ""  # why the job failed; "" if it did not
     logged: dict[str, float] = {}  # by log_metric
-    seconds: float = 0.0  # that it took, without those in which the machine let it wait for a core
-    cpu_s: float = 0.0  # of this process, and of those that it waited for
-    wanted: Wanted | None = None  # answers null, which finds the functions
+    seconds: float = 0.0  # wall time, without the time in which it waited for a core
+    cpu_s: float = 0.0  # CPU time of this process, and of the children that it waited for
+    wanted: Wanted | None = None  # the answer to the request null, which finds the functions
 
 
 def _clocks() -> tuple[float, float]:
-    """Monotonic seconds without those in which our thread could have run and did not, and seconds of a core."""
+    """Returns monotonic seconds without those in which our thread waited for a core, and CPU seconds."""
     delayed_s = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/thread-self/schedstat") as file:
         delayed_s = int(file.read().split()[1]) / 1e9
@@ -70,7 +70,7 @@ class RewardService:
         self._setup = decode(setup, RewardSetup)
         self._functions: list[tuple[str, RewardFunction, float]] = []
         if any(unnamed(name) == "judge" for name in self._setup.names):
-            importlib.import_module("openai")  # a second for each worker, and 60 MB: they share it
+            importlib.import_module("openai")  # it takes a second and 60 MB: the workers share it
 
     def answer(self, request: bytes) -> bytes:
         job = decode(request, Job | None)
@@ -105,7 +105,7 @@ class RewardService:
         return JobReply(wanted=wanted)
 
     def _score(self, job: Job) -> JobReply:
-        """In TRL's shapes: message completions for message prompts, else strings."""
+        """Scores a job in TRL's shapes: message completions for message prompts, else strings."""
         n = len(job.completions)
         completions: list[Any] = job.completions
         if not isinstance(job.prompt, str):

@@ -1,4 +1,4 @@
-"""What reward functions gave for the probes of a row, and what of it is right."""
+"""The scores that reward functions gave for the probes of a row, and which of them are right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_KIND = "none"
 
 @dataclass(frozen=True)
 class GoldRow:
-    """One data set row: what a reward call gets."""
+    """A data set row, as a reward call gets it."""
 
     index: int
     prompt: str | list[dict[str, str]]
@@ -27,13 +27,13 @@ class GoldRow:
 
     @property
     def kind(self) -> str:
-        """Of its gold answer."""
+        """Returns the kind of the row's gold answer."""
         return gold_kind(self.columns.get("answer")).name or NO_KIND
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What the functions gave for the probes of one row."""
+    """The scores that the functions gave for the probes of one row."""
 
     row: GoldRow
     probes: Sequence[Probe]
@@ -44,7 +44,7 @@ class ScoredRow:
         return [rewards[name] for rewards, _ in self.scores]
 
     def split(self, scores: Sequence[float]) -> tuple[dict[str, float], dict[str, float], float]:
-        """Scores of the gold answer as written and of a wrong one by form, and of the empty one; None counts as −∞."""
+        """Returns scores of the gold answer as written and of a wrong one by form, and of the empty one; None is −∞."""
         by_probe = list(zip(self.probes, (-math.inf if math.isnan(s) else s for s in scores), strict=True))
         right = {probe.form: score for probe, score in by_probe if probe.is_right and probe.what == AS_WRITTEN}
         wrong = {probe.form: score for probe, score in reversed(by_probe) if probe.what == NEAR}  # the first of each
@@ -53,13 +53,13 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class Tally:
-    """What one function gave for one row."""
+    """The result of one function for one row."""
 
     row: GoldRow
-    best: float  # of the gold answer as written
-    forms: tuple[str, ...]  # in which that earns full marks
+    best: float  # the best score of the gold answer as written
+    forms: tuple[str, ...]  # the forms in which it earns that and full marks
     tells_apart: bool
-    right: int  # probes in these forms, and their number below
+    right: int  # the number of right probes in forms with full marks
     wrong: int
     missed: list[tuple[GoldRow, Probe]]  # right, without full marks
     paid: list[tuple[GoldRow, Probe]]  # wrong, with full marks
@@ -85,7 +85,7 @@ class Tally:
 
 
 def _tells_apart(one: ScoredRow, scores: Sequence[float], full_mark: float) -> bool:
-    """Whether a right answer earns more than a wrong one of its form and length; or full marks, and no other does."""
+    """Returns whether a right answer beats a wrong one of its form and length, or else alone earns full marks."""
     each = list(zip(one.probes, scores, one.lengths, strict=True))
     rights = [given for given in each if given[0].is_right and given[0].what == AS_WRITTEN]
     pairs = [(r, w) for r in rights for w in each if w[0].form == r[0].form and w[0].what in (NEAR, OTHER)]

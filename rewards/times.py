@@ -1,4 +1,4 @@
-"""Times of the day and dates, as people write them."""
+"""The comparison of times of the day and dates, as people write them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TIME = re.compile(
 
 
 def same_time(given: str, wanted: str) -> bool:
-    """What the gold one leaves open may be said, its year or half of the day: 3:45 is 3:45 PM. Not vice versa."""
+    """Compares times. `given` may add a year or half of the day to `wanted`: 3:45 is 3:45 PM. Not vice versa."""
     time, gold = _time(given), _time(wanted)
     if time is None or gold is None:
         return False
     if _DIGITS_OF_DATE.fullmatch(wanted):
         first, second, year = map(int, re.findall(r"\d+", wanted))
-        if max(first, second) < 13:  # who knows which is the month
+        if max(first, second) < 13:  # day and month are ambiguous
             return re.findall(r"[1-9]\d*", given) == [str(first), str(second), str(year)]
     if _HALF.search(given) and not _HALF.search(wanted):
         return (time.hour - gold.hour) % 12 == 0 and time.minute == gold.minute
@@ -34,7 +34,7 @@ def same_time(given: str, wanted: str) -> bool:
 
 
 def _time(text: str) -> datetime | None:
-    """Of a date its midnight, of a time that of the year 1."""
+    """Returns the midnight of a date, or a time of the day in the year 1; None if a text is neither."""
     try:
         return load("dateutil.parser").parse(text, default=datetime(1, 1, 1)) if TIME.fullmatch(text) else None
     except (ValueError, OverflowError):

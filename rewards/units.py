@@ -1,4 +1,4 @@
-"""What stands before or behind a number: percent, money, units of measure, by sympy's tables."""
+"""Units before or after a number: percent, money, units of measure, by sympy's tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.algebra import load
 
-Unit = tuple[str, Fraction]  # in base units; and how many of those it is
+Unit = tuple[str, Fraction]  # base units, and how many of them the unit is
 ONE: Unit = ("", Fraction(1))
 
 _MONEY = {
@@ -30,12 +30,12 @@ _FACTOR = re.compile(r"(/?) ?([A-Za-z]+|°[CF]?|[%$€£¥₹¢])(?:\^?\{?(-?\d)
 
 
 def is_scale(text: str) -> bool:
-    """Percent or million: also of a number of nothing."""
+    """Returns whether a text begins with a scale such as percent or million, which a number without a unit can have."""
     return text.split(" ")[0].lower() in _SCALES
 
 
 def same_amount(value: Fraction, unit: str, gold: Fraction, gold_unit: str) -> bool:
-    """A unit may be left out: 50 for 50 %, 5 for 5 cm. Not so a million; but 2000000 is 2 million, and $2 million."""
+    """Compares amounts. 50 is 50 % and 5 is 5 cm without a unit; 2 is not 2 million, but 2000000 is, and $2 million."""
     size, gold_size = unit_of(unit), unit_of(gold_unit)
     (base, one), (gold_base, gold_one) = size or ONE, gold_size or ONE
     has_power = _is_power(unit) or _is_power(gold_unit)
@@ -50,9 +50,9 @@ def _is_power(unit: str) -> bool:
 
 @functools.lru_cache(1024)
 def unit_of(text: str) -> Unit | None:
-    """unit_of("cm^2") == ("meter**2", Fraction(1, 10000))   unit_of("%") == ("", Fraction(1, 100))
+    """Returns a unit in base units, by its first words ("km per hour in all"); None if it is no unit, such as clips.
 
-    Of several words those count that come first: "km per hour in all". None for what is no unit, as clips are none.
+    unit_of("cm^2") == ("meter**2", Fraction(1, 10000))   unit_of("%") == ("", Fraction(1, 100))
     """
     if not text:
         return None

@@ -1,8 +1,8 @@
-"""A run from Python, and the `tandem` command: both are launch.sh, in the caller's folder.
+"""Training runs from Python, and the `tandem` command: both call launch.sh in the caller's folder.
 
-Nothing else of ours is imported: the caller may be the kernel of a notebook, with modules of its own. What it starts
-has the interpreter of `bash launch.sh setup`, or else the caller's. Reward functions reach it as files: their own, or,
-for what a notebook or a script defines, a closure, an object, one with the value by cloudpickle and its source to read.
+No other module of ours is imported: the caller may be the kernel of a notebook, with modules of its own. The run uses
+the interpreter of `bash launch.sh setup`, or else the caller's. Reward functions are passed as files: their own or, for
+a function of a notebook or script, a closure or an object, a file with the cloudpickled value and its source to read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _HERE = Path(__file__).resolve().parent
-ROOT = _HERE if (_HERE / "launch.sh").exists() else _HERE.parent  # as pip installed it; of a clone
+ROOT = _HERE if (_HERE / "launch.sh").exists() else _HERE.parent  # installed by pip, or a clone
 _LAUNCH = ["bash", str(ROOT / "launch.sh")]
 _REWARD_FILE = """import base64, sys
 import cloudpickle
@@ -37,7 +37,7 @@ sys.path += {path}
 
 
 class RunError(RuntimeError):
-    """A run that does not end as done. exit_code: of launch.sh; 2 is something to change, 75 may be resumed."""
+    """An error for a run that does not finish. exit_code: launch.sh's; 2 needs a change, 75 may be resumed."""
 
     def __init__(self, text: str, exit_code: int = 2) -> None:
         super().__init__(text)
@@ -46,17 +46,17 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """RunFolder("runs/mine"): what a run has left so far. A notebook shows its curves."""
+    """The results of a run so far: RunFolder("runs/mine"). A notebook shows its curves."""
 
     path: str | Path
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Of metrics (docs/metrics.md), eval or samples, oldest first; not one that is just being written."""
+        """Returns rows of metrics (docs/metrics.md), eval or samples, oldest first, without one being written."""
         lines = Path(self.path, f"{name}.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def report(self) -> str:
-        """What `launch.sh report` says. Draws the curves anew."""
+        """Returns the report of `launch.sh report`, and draws the curves anew."""
         return subprocess.check_output([*_LAUNCH, "report", self.path], env=_environment(), text=True)
 
     def _repr_png_(self) -> bytes | None:
@@ -66,13 +66,13 @@ class RunFolder:
 def train(
     config: str | Path | Mapping[str, Any], *overrides: str, rewards: Sequence[str | Callable[..., Any]] = ()
 ) -> RunFolder:
-    """As `bash launch.sh run config overrides…`, but paths count from the present folder.
+    """Trains as `bash launch.sh run config overrides…` does, but paths count from the current folder.
 
-    config: a YAML file, or its sections. overrides: "trainer.max_steps=20". rewards: functions or names, in the place
+    config: a YAML file, or its sections. overrides: "trainer.max_steps=20". rewards: functions or names, instead
     of rewards.reward_funcs. Raises RunError, and KeyboardInterrupt when its step is saved.
     """
     is_path, names = isinstance(config, str | Path), [_named(reward) for reward in rewards]
-    settings = json.dumps(config, indent=1, default=str)  # as YAML, to which the two halves of an emoji are no whole
+    settings = json.dumps(config, indent=1, default=str)  # as YAML, which does not join an emoji's surrogates
     settings = re.sub(r"\\ud[89ab]..\\ud[c-f]..", lambda pair: str(json.loads(f'"{pair[0]}"')), settings)
     file = str(config) if is_path else _kept("settings", ".yaml", settings)
     words = [file, *overrides, *([f"rewards.reward_funcs={json.dumps(names, ensure_ascii=False)}"] if names else [])]
@@ -97,25 +97,25 @@ def train(
     if code:
         blocks = re.split("^tandem: ", said, flags=re.MULTILINE)
         ended = [text for text in blocks if ("trainer: " if code == 75 else "lines of its log:\n") in text]
-        why = (ended or blocks)[-1].strip()  # the others say, too, how they leave
+        why = (ended or blocks)[-1].strip()  # the other processes also print how they end
         raise RunError(why.rpartition("\n    tandem: ")[2] if code == 2 else why, code)
     [folder] = re.findall(r"^tandem: trainer on .*; log (.*)/logs/trainer\.log$", said, re.MULTILINE)
     return RunFolder(Path(folder).absolute())
 
 
 def command() -> NoReturn:
-    """`tandem words…` is `bash launch.sh words…` where pip installed it."""
+    """Runs the command `tandem words…` as `bash launch.sh words…`, with the launch.sh that pip installed."""
     os.execvpe("bash", [*_LAUNCH, *sys.argv[1:]], _environment())
 
 
 def _environment() -> dict[str, str]:
     own, path = ROOT / ".venv/bin/python", filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    ours = {"PYTHONPATH": os.pathsep.join(path), "MPLBACKEND": "agg"}  # the kernel's may be of a package that it has
+    ours = {"PYTHONPATH": os.pathsep.join(path), "MPLBACKEND": "agg"}  # a notebook's backend may need its own package
     return {**os.environ, "TANDEM_PYTHON": str(own) if own.exists() else sys.executable, **ours}
 
 
 def _named(function: Callable[..., Any] | str) -> str:
-    """As rewards.reward_funcs names it. Raises RunError for what cannot be moved."""
+    """Returns a function's name for rewards.reward_funcs. Raises RunError if the function cannot be moved."""
     if isinstance(function, str):
         return function
     name, home = getattr(function, "__name__", type(function).__name__), getattr(function, "__module__", None) or ""
@@ -129,7 +129,7 @@ def _named(function: Callable[..., Any] | str) -> str:
         for key, other in list(sys.modules.items()):
             is_ours = str(getattr(other, "__file__", ROOT)).startswith(str(ROOT))
             if not is_ours and (ROOT / key.partition(".")[0]).is_dir():
-                cloudpickle.register_pickle_by_value(other)  # by its name it would be one of ours there
+                cloudpickle.register_pickle_by_value(other)  # by its name it would be ours in the run
         pickled = base64.b64encode(cloudpickle.dumps(function)).decode()
     except Exception as error:
         raise RunError(
@@ -140,13 +140,13 @@ def _named(function: Callable[..., Any] | str) -> str:
     with suppress(OSError, TypeError):
         source = inspect.getsource(function).replace("\n", "\n# ")
     installed = tuple(sysconfig.get_paths().values())
-    path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # of its modules
+    path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # to find its modules
     values = {"version": sys.version_info[:2], "path": path, "name": name, "pickled": pickled, "source": source}
     return _kept(name, ".py", _REWARD_FILE.format(**values)) + f":{name}"
 
 
 def _kept(name: str, ending: str, text: str) -> str:
-    """A file of this text that no other text replaces, so that an earlier run finds its own."""
+    """Writes the text to a file that no other text replaces, so that an earlier run finds its own. Returns the path."""
     file = Path(".cache/given", f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}").absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""Every setting, with its meaning under it. Both processes read the same YAML file.
+"""The settings of a run, each with its meaning under it. Both processes read the same YAML file.
 
     sections.py data.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
@@ -6,7 +6,7 @@
     reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything
-once and reports all errors together, with file, line and "did you mean". Nothing here imports torch, so a typo
+once and reports all errors together, with file, line and "did you mean". No module here imports torch, so a typo
 costs milliseconds, not the start of two processes.
 """
 

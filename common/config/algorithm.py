@@ -99,7 +99,7 @@ class Algorithm(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps on each batch of rollouts."""
+        """Returns the number of optimizer steps on each batch of rollouts."""
         return self.num_iterations * self.steps_per_generation
 
     @property
@@ -108,22 +108,22 @@ class Algorithm(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """What the name of the estimator means for other settings."""
+        """Returns the properties of the advantage estimator that other settings depend on."""
         return ESTIMATORS.get(self.adv_estimator, OWN)
 
     @property
     def clip_high(self) -> float:
-        """With cispo the cap itself."""
+        """Returns the clip range above 1; with cispo the cap itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def beta_of_loss(self) -> float:
-        """Of the KL term in the loss; 0 = the KL is a metric, or in the reward."""
+        """Returns the weight of the KL term in the loss; 0 = the KL is a metric, or in the reward."""
         return 0.0 if self.kl_in_reward else self.beta
 
     @property
     def beta_of_rewards(self) -> float:
-        """Of the KL in the reward; 0 = it is not there."""
+        """Returns the weight of the KL in the reward; 0 = the reward has no KL."""
         return self.beta if self.kl_in_reward else 0.0
 
     @property
@@ -132,7 +132,7 @@ class Algorithm(Section):
 
     @property
     def sums_last(self) -> bool:
-        """Rewards of several functions are normalized one by one, and then summed."""
+        """Returns whether the rewards of several functions are normalized one by one, and then summed."""
         return self.multi_objective_aggregation == "normalize_then_sum"
 
     @property
@@ -141,18 +141,18 @@ class Algorithm(Section):
 
     @property
     def trains_endpoints(self) -> bool:
-        """Of each segment only the last token."""
+        """Returns whether only the last token of each segment is trained."""
         return self.adv_estimator == "group_ppo" and self.group_params.segment_loss == "endpoint"
 
     @property
     def whitens(self) -> bool:
-        """The advantages of the step, over tokens or over completions."""
+        """Returns whether the advantages of the step are whitened, over tokens or over completions."""
         chosen = self.needs_critic if self.whiten_advantages is None else self.whiten_advantages
         return chosen or self.estimator.whitens_tokens
 
     @property
     def always_has_gradient(self) -> bool:
-        """Also where the advantage is zero."""
+        """Returns whether tokens have a gradient even if their advantage is zero."""
         return self.loss is not None or self.entropy_coef > 0 or self.beta_of_loss > 0
 
     @field_validator("adv_estimator")
@@ -171,7 +171,7 @@ class Algorithm(Section):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        """What has no meaning, or would silently do nothing."""
+        """Yields a message for each setting that has no meaning, or would silently do nothing."""
         if self.loss_type == "cispo":
             if self.epsilon_high is None or self.epsilon_high <= 1:
                 yield "loss_type cispo caps the ratio at epsilon_high itself; set algorithm.epsilon_high=5.0"

@@ -1,4 +1,4 @@
-"""What settings of different sections must agree on: one sentence per contradiction, with what to write instead."""
+"""The checks across sections of settings: one sentence per contradiction, with what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.config.training import CriticSettings
 
 
 class Config(Settings):
-    """Settings whose sections agree."""
+    """The settings of a run, whose sections agree with each other."""
 
     def _contradictions(self) -> Iterator[str]:
         of_rollouts = (
@@ -32,7 +32,7 @@ class Config(Settings):
 
 
 def _devices(config: Settings) -> Iterator[str]:
-    """One GPU may be shared whole: [0] and [0]. An overlap of more is a slip."""
+    """Yields a message if GPUs overlap. One GPU may be shared whole, [0] and [0]; a larger overlap is a mistake."""
     shared = sorted(set(config.sampler.devices) & set(config.trainer.devices))
     if shared and not len(config.sampler.devices) == len(config.trainer.devices) == 1:
         yield (
@@ -146,8 +146,8 @@ def _rollouts(config: Settings) -> Iterator[str]:
         yield f"rollout.agent asks with text alone; remove data.image_key {config.data.image_key!r}"
     if given.tools and rewarded:
         yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
-    for section in ("sampler", "eval"):  # the rollouts of a prompt begin together: one without a place waits for ever
-        if given.agent is None and getattr(config, section).num_generations > MAX_ENVIRONMENTS:  # agents begin alone
+    for section in ("sampler", "eval"):  # a prompt's rollouts start together: one without an environment waits for ever
+        if given.agent is None and getattr(config, section).num_generations > MAX_ENVIRONMENTS:  # agents start alone
             yield f"at most {(n := MAX_ENVIRONMENTS)} environments run at once; set {section}.num_generations={n}"
 
 

@@ -1,4 +1,4 @@
-"""The settings of data sets: where rows come from, and what several of them are to the run."""
+"""The settings of data sets: where rows come from, and how several data sets are mixed in the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.config.sections import Section
 
 
 class RowSource(Section):
-    """One of several data sets, with its share of the groups."""
+    """The settings of one of several data sets, with its share of the groups."""
 
     path: str
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
@@ -49,7 +49,7 @@ Rows = Annotated[
 
 
 def entries(spec: str | list[str] | list[RowSource] | None) -> list[RowSource]:
-    """Paths alone are together one source, of the name ""."""
+    """Returns the entries of a data setting. Plain paths are together one source, with the name ""."""
     given = [spec] if isinstance(spec, str) else spec or []
     return [
         entry if isinstance(entry, RowSource) else RowSource.model_construct(path=entry, name="") for entry in given
@@ -85,7 +85,7 @@ class Data(Section):
     @field_validator("eval", mode="before")
     @classmethod
     def _sets_by_name(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "path" in value:  # the latter: a source without its list
+        if not isinstance(value, dict) or "path" in value:  # one with `path` is a single source, not in a list
             return [value] if isinstance(value, dict) else value
         if not value:
             raise ValueError("no set of problems; write {easy: a.jsonl, hard: b.jsonl}, or null")
@@ -113,5 +113,5 @@ class Data(Section):
                 yield f"eval: source {entry.label!r} is rolled out and scored as in train; remove both there"
 
     def bad_rows_allowed(self, total: int) -> float:
-        """Rows of so many that may be left out because they cannot be used."""
+        """Returns how many of `total` rows may be left out because they cannot be used."""
         return max(3.0, self.max_bad_rows * total) if self.max_bad_rows else 0.0

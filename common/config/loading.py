@@ -1,4 +1,4 @@
-"""A YAML file and `key=value` overrides -> the checked configuration, or its errors in words."""
+"""Loading of a YAML file and `key=value` overrides as the checked configuration, with readable errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.redact import redacted, redacted_words, secret_part
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration. Raises UserError naming every problem at once."""
+    """Returns the checked configuration. Raises UserError naming every problem at once."""
     path = Path(path)
     settings, lines = _read(path, overrides)
     try:
@@ -28,7 +28,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """(unchecked settings, line of every key in the file). Raises UserError."""
+    """Returns (unchecked settings, line of every key in the file). Raises UserError."""
     try:
         text = path.read_text()
     except UnicodeDecodeError:
@@ -54,29 +54,29 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tu
 
 
 def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
-    """The parser's own text would quote the line, with whatever secret stands there."""
+    """Returns a message that does not quote the line, as the parser's own text would: it may hold a secret."""
     if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
         return f"{path}: not valid YAML: {error}"
     return f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.context or 'here'}: {error.problem}"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text and `on:` as the key True; here they are a number and a name, as in YAML 1.2."""
+    """A loader that reads 1e-6 as a number and `on:` as a name, as in YAML 1.2; in YAML 1.1 they are text and True."""
 
 
-_Loader.add_implicit_resolver(  # to the end: PyYAML asks whether a text begins like this, and a commit hash may
+_Loader.add_implicit_resolver(  # anchored at the end, because PyYAML matches the start of a text, such as a commit hash
     "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
-_Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off$"))]  # and not `on`: reference.on
+_Loader.yaml_implicit_resolvers["o"] = [("tag:yaml.org,2002:bool", re.compile("off$"))]  # without `on`: reference.on
 
 
 def parse(text: str) -> Any:
-    """The settings in a text, as a file has them: unchecked, and without defaults. Raises yaml.YAMLError."""
+    """Returns the settings in a YAML text, unchecked and without defaults. Raises yaml.YAMLError."""
     return _Loader(text).get_single_data()
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:
-    """`trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
+    """Applies an override: `trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
     key, sep, value = override.partition("=")
     [shown] = redacted_words([override])
     if not sep or not key:
@@ -98,7 +98,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
 
 
 def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
-    """Line of every key. Raises UserError for a key given twice, of which YAML would silently drop the first."""
+    """Returns the line of every key. Raises UserError for a key given twice, whose first value YAML drops silently."""
     lines: dict[tuple[str, ...], int] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -111,7 +111,7 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
 
 
 def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
-    """Pydantic's error in our words: file, line, the value, and "did you mean"."""
+    """Returns the message for one of Pydantic's errors: file, line, the value, and "did you mean"."""
     where = tuple(str(part) for part in error["loc"])
     line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
     place = f"{path}:{line}" if line and where in lines else str(path)
@@ -126,7 +126,7 @@ def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not where:
         return f"{place}: {message}"
-    if isinstance(error["input"], dict):  # of a section nothing is shown: any of its values may be a secret
+    if isinstance(error["input"], dict):  # no value of a section is shown: any of them may be a secret
         return f"{place}: {name}: {message}"
     return f"{place}: {name}: {message}, got {redacted(error['input'], secret_part(where))!r}"
 

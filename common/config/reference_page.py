@@ -1,6 +1,6 @@
-"""docs/config.md from the settings themselves:  python -m common.config.reference_page
+"""Writes docs/config.md from the settings themselves:  python -m common.config.reference_page
 
-Defaults, choices and meanings stand in common/config and nowhere else; a test compares the page with them.
+Defaults, choices and meanings are written in common/config and nowhere else; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def page() -> str:
 
 @cache
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Of each field the text under it, in one line; "" where there is none."""
+    """Returns for each field the text under it in the source, in one line; "" if there is none."""
     found = dict.fromkeys(section.model_fields, "")
     for each in reversed([base for base in section.__mro__ if issubclass(base, Section)]):
         [described] = ast.parse(inspect.getsource(each)).body
@@ -50,7 +50,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
 
 
 def _lines(name: str, field: FieldInfo, meaning: str) -> Iterator[str]:
-    """`key: default  # choices. meaning`, or a section's key and, indented, its lines."""
+    """Yields `key: default  # choices. meaning`, or a section's key and the lines of its fields, indented."""
     section = field.annotation
     if isinstance(section, type) and issubclass(section, Section):
         doc = section.__doc__ if section.__doc__ != Section.__doc__ else None
@@ -69,7 +69,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(field: FieldInfo) -> str:
-    """Beside the default: "or sampler, trainer. " """
+    """Returns the choices beside the default, such as "or sampler, trainer. "; "" if there are none."""
     kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
     others = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     others = [value for value in others if value != field.default]

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from common.config.sections import Section, require_own_function
 from common.functions import short_name, unnamed
 
-MAX_ENVIRONMENTS = 256  # alive at once: a process each
+MAX_ENVIRONMENTS = 256  # environments alive at once, each in a process
 MAX_REWARD_WORKERS = 64
 MAX_TOP_K = 1024  # tokens that travel with every sampled one
 ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute in float32
@@ -19,7 +19,7 @@ _ENTRY = "{model: org/classifier} or {judge: rubric.md, model: â€¦, base_url: â€
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
-# of vLLM's SamplingParams: what forbids tokens, and leaves those that are kept their odds
+# vLLM's SamplingParams that forbid tokens but keep the odds of the others, and those that change odds
 FORBIDS = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
 BENDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -52,16 +52,16 @@ class SamplerSettings(Section):
 
     @property
     def truncates(self) -> bool:
-        """Kept tokens travel with every sample, and the trainer's softmax is over them alone."""
+        """Returns whether samples carry their kept tokens, so that the trainer's softmax is over these alone."""
         return (self.top_k or 0) > 0
 
     @property
     def max_sampling_mask(self) -> int:
-        """Most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
+        """Returns the most tokens that one sample may be drawn from; 0 = the whole vocabulary."""
         return (self.top_k or 0) + TIES if self.truncates else 0
 
     def _contradictions(self) -> Iterator[str]:
-        """The trainer needs the kept tokens, or every ratio would be too small by the probability that was cut away."""
+        """Yields contradictions. Without kept tokens the trainer's ratios are too small by the probability cut away."""
         if self.stop and self.ignore_eos:
             yield f"stop {self.stop} does nothing with ignore_eos; set sampler.ignore_eos=false, or remove it"
         if "" in self.stop:
@@ -182,7 +182,7 @@ class Rewards(Section):
     @model_validator(mode="before")
     @classmethod
     def _models_and_judges(cls, given: Any) -> Any:
-        """{model: org/m, name: nice} is the built-in `classifier as nice`, and the rest of it its reward_kwargs."""
+        """Rewrites {model: org/m, name: nice} as the built-in `classifier as nice`, its other keys as reward_kwargs."""
         if not (isinstance(given, dict) and isinstance(given.get("reward_funcs"), list)):
             return given
         specs, kwargs = [], dict(given.get("reward_kwargs") or {})
@@ -202,7 +202,7 @@ class Rewards(Section):
         return {**given, "reward_funcs": specs, "reward_kwargs": kwargs}
 
     def of_built_in(self, name: str) -> list[dict[str, Any]]:
-        """Arguments of each function that this is: of `judge` and of `judge as nice`, say."""
+        """Returns the arguments of each use of a built-in function: of `judge` and of `judge as nice`, say."""
         return [self.reward_kwargs.get(short_name(spec), {}) for spec in self.reward_funcs if unnamed(spec) == name]
 
     @property
@@ -211,12 +211,12 @@ class Rewards(Section):
 
     @property
     def names(self) -> list[str]:
-        """Short names of the functions, for metrics: the part after the last colon or dot."""
+        """Returns the functions' short names, for metrics: the part after the last colon or dot."""
         return [short_name(spec) for spec in self.reward_funcs]
 
     @property
     def environment_weight(self) -> float:
-        """Of what environments say; 0: nobody asks them."""
+        """Returns the weight of the environments' rewards; 0: these are not used."""
         return dict(zip(self.reward_funcs, self.weights, strict=True)).get("environment", 0.0)
 
     def full_mark(self, name: str) -> float:

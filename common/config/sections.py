@@ -13,9 +13,9 @@ from common import functions
 from common.errors import UserError
 from common.paths import here_or_ours
 
-MAX_SOCKET_PATH = 107  # bytes, of sockaddr_un
+MAX_SOCKET_PATH = 107  # bytes, by sockaddr_un
 SINKS = ("tensorboard", "wandb")
-MAX_LORA_RANK = 512  # of vLLM
+MAX_LORA_RANK = 512  # vLLM's limit
 
 
 class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: reference_page.py reads them
@@ -24,7 +24,7 @@ class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: re
     @field_validator("*")
     @classmethod
     def _in_the_home_folder(cls, value: Any) -> Any:
-        """No shell replaces the ~ of a path in YAML or after `option=`."""
+        """Expands the ~ of a path, which no shell does in YAML or after `option=`, and finds Tandem's own files."""
         return here_or_ours(value.expanduser()) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
@@ -34,16 +34,16 @@ class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: re
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        """What has no meaning, or would silently do nothing: a sentence each, with what to write instead."""
+        """Yields a sentence for each setting that has no meaning or no effect, with what to write instead."""
         return iter(())
 
     def changes(self, name: str) -> bool:
-        """Is this setting another than its default?"""
+        """Returns whether this setting differs from its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 def require_own_function(name: str, built_in: Collection[str] = ()) -> None:
-    """Raises ValueError unless this is built in or a user's function. Whether that is there is asked before a run."""
+    """Raises ValueError unless the name is built in or a user's function, whose existence is checked before a run."""
     try:
         if name not in built_in:
             functions.parse(repr(name), name, built_in)
@@ -119,7 +119,7 @@ class Lora(Section):
 
     @property
     def scale(self) -> int:
-        """alpha, as given or by default."""
+        """Returns alpha, as given or by default."""
         return 2 * self.r if self.alpha is None else self.alpha
 
     @property

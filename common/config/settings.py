@@ -1,4 +1,4 @@
-"""All sections together, and the numbers that follow from them."""
+"""The settings of all sections together, and the numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Settings(Section):
 
     @property
     def reference_on(self) -> Literal["sampler", "trainer"] | None:
-        """The process that loads the reference model; None at beta 0.
+        """Returns the process that loads the reference model; None at beta 0.
 
-        Where nobody chose: on policy the trainer waits for the groups, so it has the time; one batch ahead both compute
-        all the time, and the trainer is mostly the slower one. A KL in the reward is needed before a group is trained.
+        The default: on policy the trainer waits for the groups, so it has the time; with max_staleness above 0 both
+        compute all the time, and the trainer is mostly the slower one. A KL in the reward is needed before training.
         """
         if self.algorithm.beta == 0:
             return None
@@ -52,20 +52,20 @@ class Settings(Section):
 
     @property
     def learns_from_rewards(self) -> bool:
-        """False where a KL, or an objective of the user's own, trains alone: rewards are measured at most."""
+        """Returns False if a KL, or an objective of the user's own, trains alone: rewards are at most measured."""
         return any(self.rewards.weights)
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the reference is what the policy is without its adapters, so that a trainer rank holds it already."""
+        """Returns whether the reference is the policy without its adapters, so that a trainer rank holds it already."""
         return self.lora.r > 0 and self.reference.path is None
 
     def start_of(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
-        """(path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
+        """Returns the (path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
         return (given.path, None) if given.path else (self.model.path, self.model.revision)
 
     def of_source(self, label: str) -> Self:
-        """The settings of rows from one source: their rollouts, and the rewards that score them."""
+        """Returns the settings for rows of one source: their rollouts, and the rewards that score them."""
         named = (entry for spec in (self.data.train, self.data.eval) for entry in entries(spec) if entry.label == label)
         source, rewards = next(named, None) if label else None, self.rewards
         if source is None:
@@ -81,39 +81,39 @@ class Settings(Section):
 
     @property
     def of_sources(self) -> dict[str, Self]:
-        """`of_source` of each, by its name: "" where paths alone are given."""
+        """Returns `of_source` of each source by its name, which is "" if paths alone are given."""
         labels = [entry.label for spec in (self.data.train, self.data.eval) for entry in entries(spec)]
         return {label: self.of_source(label) for label in labels}
 
     @property
     def max_turns(self) -> int:
-        """Of any rollout with an environment or tools; 0: there are none."""
+        """Returns the most turns of any rollout with an environment or tools; 0: there are none."""
         return max((c.rollout.max_turns for c in self.of_sources.values() if c.rollout.is_multi_turn), default=0)
 
     @property
     def num_batches(self) -> int:
-        """Batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
+        """Returns the number of batches of rollouts in the whole run; each gives steps_per_batch optimizer steps."""
         return self.trainer.max_steps // self.algorithm.steps_per_batch
 
     @property
     def prompts_per_batch(self) -> int:
-        """Groups in a batch of rollouts, over all its mini-batches."""
+        """Returns the number of groups in a batch of rollouts, over all its mini-batches."""
         return self.trainer.prompts_per_step * self.algorithm.steps_per_generation
 
     def groups_after(self, batch: int) -> int:
-        """Groups still to train: 0 where a run is resumed with fewer steps than it has made."""
+        """Returns the number of groups still to train: 0 if a run is resumed with fewer steps than it has made."""
         return max(0, self.num_batches - batch) * self.prompts_per_batch
 
     @property
     def window(self) -> int:
-        """Groups that may exist outside the trainer: a batch of rollouts, and those the sampler may run ahead."""
+        """Returns how many groups may exist outside the trainer: a batch of rollouts, and those sampled ahead."""
         return self.prompts_per_batch * (1 + self.trainer.max_staleness)
 
     @property
     def max_message_bytes(self) -> int:
-        """Of a frame between sampler and trainer, which refuse more: 64 MiB, or room for the largest group possible.
+        """Returns the most bytes of a ZeroMQ frame; larger ones are refused: 64 MiB, or room for the largest group.
 
-        It has three numbers of 4 bytes and the kept tokens for each token, and three bytes for each pixel.
+        A group has three numbers of 4 bytes and the kept tokens for each token, and three bytes for each pixel.
         """
         count, longest = self.sampler.num_generations, self.sampler.max_completion_length
         tokens = 4 * count * longest * (3 + self.sampler.max_sampling_mask)
@@ -122,13 +122,13 @@ class Settings(Section):
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of one vLLM engine."""
+        """Returns the number of GPUs of one vLLM engine."""
         return int(self.vllm.get("tensor_parallel_size", 1))
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel ranks: each is sequence_parallel_size ranks, which train the same micro-batches together.
+        """Returns the number of data-parallel ranks: each is sequence_parallel_size ranks that share micro-batches.
 
-        Raises UserError if the ranks cannot be divided so.
+        Raises UserError if the ranks are not a multiple of sequence_parallel_size.
         """
         sp_size = self.trainer.sequence_parallel_size
         if world_size % sp_size:
@@ -141,18 +141,18 @@ class Settings(Section):
         return world_size // sp_size
 
     def micro_batches(self, world_size: int) -> int:
-        """Micro-batches per optimizer step on each rank; with a budget of tokens, of the longest groups possible."""
+        """Returns micro-batches per optimizer step and rank; with a budget of tokens, for the longest groups."""
         return math.ceil(self.trainer.prompts_per_step / (self.dp_size(world_size) * self.groups_at_once))
 
     @property
     def groups_at_once(self) -> int:
-        """Groups in one micro-batch; with a budget of tokens, of the longest possible."""
+        """Returns the number of groups in one micro-batch; with a budget of tokens, of the longest possible groups."""
         budget = self.trainer.max_tokens_per_micro_batch
         return self.trainer.groups_per_micro_batch if budget is None else max(1, budget // self.longest_group)
 
     @property
     def longest_group(self) -> int:
-        """Tokens of the longest group there can be, as packed."""
+        """Returns the number of tokens of the longest possible group, as packed."""
         count, completion = self.sampler.num_generations, self.sampler.max_completion_length
         prompt = self.data.max_prompt_length
         if self.trainer.packing == "separate":
@@ -161,11 +161,11 @@ class Settings(Section):
 
     @property
     def max_sequences(self) -> int:
-        """Token sequences of a rollout, at most: as many as turns, each of which may rewrite its history."""
+        """Returns the most token sequences of a rollout: one for each turn, which may rewrite its history."""
         return max(1, self.max_turns)
 
     def uneven_work(self, world_size: int) -> str | None:
-        """What to say when some ranks have a group more than others and those wait. The update is the same."""
+        """Returns a message if some ranks train a group more than others, which wait; the update is the same."""
         prompts, ranks = self.trainer.prompts_per_step, self.dp_size(world_size)
         if prompts % ranks == 0:
             return None
@@ -179,5 +179,5 @@ class Settings(Section):
 
 
 def world_size() -> int:
-    """Ranks of this job, from the launcher's environment; 1 when started without a launcher."""
+    """Returns the number of ranks of this job, from the launcher's environment; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -21,15 +21,15 @@ import msgspec
 
 from common.outcomes import is_whole
 
-HEADER = struct.Struct("<II")  # of a request and of its answer: bytes that follow, and the request's number
-MAX_BYTES = 1 << 28  # of a request, or of an answer
+HEADER = struct.Struct("<II")  # before a request and its answer: bytes that follow, and the request's number
+MAX_BYTES = 1 << 28  # the most for a request, or for an answer
 FORKED = b"forked"  # the server's first word on a lifeline; its last is what the worker died of
 _INTEGER, _TEXT = 1, 2  # extensions: an integer beyond 64 bits, a text with half a surrogate
-READY = b"ready"  # its word on the control socket; anything else says why it cannot be
+READY = b"ready"  # the server's word on the control socket; any other word is why it cannot start
 
 
 class Service(Protocol):
-    """What workers run. Made once in the fork server, and copied into each worker by the fork."""
+    """The code that workers run. It is made once in the fork server, and copied into each worker by the fork."""
 
     def __init__(self, setup: bytes) -> None:
         """Imports what all workers share. Raises UserError."""
@@ -37,11 +37,11 @@ class Service(Protocol):
     def answer(self, request: bytes) -> bytes: ...
 
     def close(self) -> None:
-        """The owner needs this worker no longer."""
+        """Ends the service, because the owner needs this worker no longer."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """To the fork server, on its standard input."""
+    """The settings of the fork server, which gets them on its standard input."""
 
     service: str  # "package.module:Class"
     setup: bytes  # for the service
@@ -50,10 +50,10 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
-    """A record as msgpack, for `decode`. Raises TypeError, ValueError or OverflowError for what it cannot hold, or for
-    too much.
+    """Returns a record as msgpack, for `decode`.
 
-    Integers may have any size, for rows have answers such as 30!, and `columns` texts with half a surrogate.
+    Integers may have any size, because rows have answers such as 30!, and `columns` texts with half a surrogate.
+    Raises TypeError, ValueError or OverflowError for what msgpack cannot hold, or for more than `limit` bytes.
     """
     try:
         body = msgspec.msgpack.encode(record, enc_hook=_plain)
@@ -67,7 +67,7 @@ def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
 
 
 def decode(body: bytes, record: Any) -> Any:
-    """Inverse of `encode`. Raises ValueError for what is no such record."""
+    """Returns the record, as the inverse of `encode`. Raises ValueError for what is no such record."""
     return msgspec.msgpack.decode(body, type=record, ext_hook=_of_extension)
 
 
@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 
 
 def _extended(value: Any, any_text: bool) -> Any:
-    """With extensions of msgpack in the place of what it has no type for."""
+    """Replaces values for which msgpack has no type by its extensions."""
     if isinstance(value, dict):
         return {name: _extended(inner, any_text) for name, inner in value.items()}
     if isinstance(value, list | tuple):

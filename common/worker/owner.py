@@ -1,4 +1,4 @@
-"""Workers as their owner sees them: forked when needed, asked under a deadline, killed. Any thread may use them.
+"""The owner's side of workers: they are forked when needed, asked under a deadline, and killed, by any thread.
 
 PR_SET_PDEATHSIG ends a child with the *thread* that started it: the threads that fork must live as long as the owner.
 """
@@ -26,20 +26,20 @@ from common.worker.server import cause
 START_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
-_EXIT_PATIENCE_S = 3.0  # of a fork server that has something to kill first
-_GLANCE_S = 1.0  # how late it may notice that its deadline was moved to be earlier
-_KILL_PATIENCE_S = 30.0  # of a fork server that does not report the end of what it should kill
+_EXIT_PATIENCE_S = 3.0  # for a fork server that has something to kill first
+_GLANCE_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
+_KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
 T = TypeVar("T")
 Late = tuple[float, Callable[[], None]]
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class StartError(Exception):
-    """There is no worker: what it runs cannot be found or imported, or there are no more processes."""
+    """An error for a worker that cannot start: its code is not found or imported, or there are no more processes."""
 
 
 class LostError(Exception):
-    """The worker died, broke the protocol, or did not answer in time. It can only be closed."""
+    """An error for a worker that died, broke the protocol, or did not answer in time. It can only be closed."""
 
     def __init__(self, reason: str, *, timed_out: bool = False) -> None:
         super().__init__(reason)
@@ -47,9 +47,9 @@ class LostError(Exception):
 
 
 class Workers:
-    """Forks workers of one service.
+    """A source of workers that run one service.
 
-    service: "package.module:Class". setup: for it. title: of its server in messages, as in "the process that rewards
+    service: "package.module:Class". setup: its settings. title: names it in messages, as in "the process that rewards
     are forked from". Nothing is started before the first `fork`.
     """
 
@@ -64,7 +64,7 @@ class Workers:
         import_timeout_s: float = START_TIMEOUT_S,
         setting: str = "",
     ) -> None:
-        """import_timeout_s, setting: of the user's file, where the server imports it, and how to allow more."""
+        """Stores the settings. import_timeout_s, setting: limit for importing the user's file, and the limit's name."""
         self._setup = WorkerSetup(service, encode(setup), max_memory, confine_signals)
         self._title, self._import_timeout_s, self._setting = title, import_timeout_s, setting
         self._server: _Server | None = None
@@ -72,7 +72,7 @@ class Workers:
         self._starting, self._closing = threading.Lock(), threading.Lock()
 
     def fork(self) -> Worker:
-        """A fresh one. Raises StartError."""
+        """Forks a fresh worker. Raises StartError."""
         server = self._running_server()
         channel, its_channel = socket.socketpair()
         lifeline, its_lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,7 +80,7 @@ class Workers:
             try:
                 socket.send_fds(server.control, [b"fork"], [its_channel.fileno(), its_lifeline.fileno()])
             except OSError:
-                server.kill()  # stuck, or on its way out: the lifeline says so
+                server.kill()  # the server is stuck or ends: the lifeline says so
         worker = Worker(channel, lifeline, server)
         if trouble := worker.wait_until_forked():
             worker.close()
@@ -98,7 +98,7 @@ class Workers:
             return self._server
 
     def close(self) -> None:
-        """End the server, and every worker with all that it started, and start no other."""
+        """Ends the server, and every worker with all that it started, and starts no other."""
         with self._closing:
             self._closed = True
         if self._server is not None:
@@ -106,12 +106,12 @@ class Workers:
 
 
 class _Server:
-    """`python -m common.worker.server`, in a session of its own: Ctrl-C in the terminal does not reach it."""
+    """A process `python -m common.worker.server` in its own session: Ctrl-C in the terminal does not reach it."""
 
     def __init__(self, setup: WorkerSetup, title: str) -> None:
-        """Raises StartError when the system has no more processes."""
+        """Starts the process. Raises StartError when the system has no more processes."""
         self.name = f"the process that {title} are forked from"
-        self._killing = threading.Lock()  # its id must not be reaped, and given to another, while it gets a signal
+        self._killing = threading.Lock()  # the pid must not be reaped, and given to another, while it gets a signal
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
         with theirs:
@@ -140,7 +140,7 @@ class _Server:
             return self._process.poll() is not None
 
     def wait_until_ready(self, timeout_s: float, setting: str) -> None:
-        """Raises StartError."""
+        """Waits until the server can fork. Raises StartError if it cannot, or is not ready within timeout_s."""
         self.control.settimeout(timeout_s)
         try:
             word = self.control.recv(1 << 16)
@@ -155,7 +155,7 @@ class _Server:
             raise StartError(word.decode(errors="replace") or f"{self.name} {ended}")
 
     def kill(self, patience_s: float = _CAUSE_PATIENCE_S) -> str:
-        """End it by force, unless it ends by itself within patience_s. What it died of."""
+        """Ends the server by force, unless it ends by itself within patience_s. Returns what it died of."""
         with self._killing:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
@@ -166,21 +166,21 @@ class _Server:
             return cause(self._process.returncode)
 
     def close(self) -> None:
-        """It kills its workers and ends, or is killed."""
+        """Lets the server kill its workers and end, or kills it."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)  # and not closed: another thread may wait for it
         self.kill(_EXIT_PATIENCE_S)
 
 
 class Worker:
-    """One process that runs a user's code."""
+    """A process that runs a user's code."""
 
     def __init__(self, channel: socket.socket, lifeline: socket.socket, server: _Server) -> None:
         self._channel, self._lifeline, self._server = channel, lifeline, server
         self._channel.setblocking(False)
-        self._number = 0  # of its last request
-        self.deadline = 0.0  # of the request under way; another thread may move it
-        self.is_cancelled = False  # by `cancel`
+        self._number = 0  # the last request's
+        self.deadline = 0.0  # for the request under way; another thread may move it
+        self.is_cancelled = False  # set by `cancel`
         self._ended = select.poll()  # not select.select: an engine may hold more than 1024 descriptors
         self._ended.register(lifeline, select.POLLIN)
         self._either = select.poll()
@@ -188,21 +188,21 @@ class Worker:
         self._either.register(channel, select.POLLIN)
 
     def wait_until_forked(self) -> str:
-        """Why it cannot be; "" when it is there."""
+        """Returns why the worker cannot start; "" when it is there."""
         if not self.has_ended(_FORK_TIMEOUT_S):
             self._server.kill()
         word = self._last_word()
         return "" if word == FORKED.decode() else word
 
     def has_ended(self, patience_s: float = 0.0) -> bool:
-        """Whether it ends within patience_s."""
+        """Returns whether the worker ends within patience_s."""
         return bool(self._ended.poll(1000 * patience_s))
 
     def ask(
         self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES, late: Late | None = None
     ) -> T:
-        """Its answer. late: what is done after some seconds. Raises LostError, and TypeError, ValueError or
-        OverflowError for what cannot be sent."""
+        """Sends a request and returns its answer. late: seconds, and a function that is called if no answer comes in
+        them. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
         body = encode(request)
         self._number += 1
         self.deadline = time.monotonic() + timeout_s
@@ -232,7 +232,7 @@ class Worker:
             view = view[self._channel.send(view) :]
 
     def _receive(self, size: int) -> bytes:
-        """Raises OSError when it has ended, and TimeoutError at the deadline."""
+        """Receives so many bytes. Raises OSError when the worker has ended, and TimeoutError at the deadline."""
         body = bytearray()
         while len(body) < size:
             self._wait_for_channel(select.POLLIN)
@@ -242,7 +242,7 @@ class Worker:
         return bytes(body)
 
     def _wait_for_channel(self, event: int) -> None:
-        """What it wrote before it ended is still read: a copy that it forked may keep the channel open, too."""
+        """Waits for the channel. An ended worker's last bytes are still read; its forks may keep the channel open."""
         self._either.modify(self._channel, event)
         while not (ready := self._either.poll(1000 * min(_GLANCE_S, max(0.0, self.deadline - time.monotonic())))):
             if time.monotonic() >= self.deadline:
@@ -257,13 +257,13 @@ class Worker:
         return f"is lost: {self._server.name} {self._server.kill()}"
 
     def cancel(self) -> None:
-        """From another thread: an `ask` under way raises LostError."""
+        """Makes an `ask` under way in another thread raise LostError."""
         self.is_cancelled = True
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Its service is closed and it ends within patience_s, or it is killed with all that it started."""
+        """Closes the service; kills the worker with all that it started unless it ends within patience_s."""
         self._channel.close()
         if not self.has_ended(patience_s):
             with contextlib.suppress(OSError):

@@ -33,15 +33,15 @@ _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same o
 _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _MAX_REASON = 1 << 14
-_libc = ctypes.CDLL(None)  # here and not in a function that runs after the fork
+_libc = ctypes.CDLL(None)  # loaded here and not in a function that runs after the fork
 
 
 class ForkServer:
-    """Forks, kills and reaps, until the owner closes the control socket."""
+    """A server that forks, kills and reaps workers until the owner closes the control socket."""
 
     def __init__(self, control: socket.socket, service: Service, setup: WorkerSetup) -> None:
         self._control, self._service, self._setup = control, service, setup
-        self._lifelines: dict[int, socket.socket] = {}  # of the workers that are not reaped, by process id
+        self._lifelines: dict[int, socket.socket] = {}  # those of workers that are not reaped, by process id
         self._wake, self._wakes = os.pipe()
         for descriptor in (self._wake, self._wakes):
             os.set_blocking(descriptor, False)
@@ -63,7 +63,7 @@ class ForkServer:
             self._reap()
 
     def _fork_one(self) -> bool:
-        """What the owner orders with the worker's end of a channel and ours of a lifeline. False at the end."""
+        """Forks a worker with the channel and lifeline that the owner sends. Returns False if the socket is closed."""
         try:
             order, descriptors, _, _ = socket.recv_fds(self._control, 16, 2)
         except ConnectionResetError:
@@ -102,40 +102,40 @@ class ForkServer:
         os.close(self._wakes)
         os.setsid()
         _die_with(parent)
-        if self._setup.max_memory:  # what the worker starts inherits it
+        if self._setup.max_memory:  # the processes that the worker starts inherit this limit
             resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
         if self._setup.confine_signals:
             confine_signals()
         _serve(channel, self._service)
 
     def _let_go(self, descriptor: int) -> None:
-        """The owner has closed a lifeline: its worker is killed. It is reaped, and the lifeline closed, as others."""
+        """Kills the worker whose lifeline the owner has closed. `_reap` reaps it and closes the lifeline as usual."""
         self._poller.unregister(descriptor)
         _kill(next(pid for pid, lifeline in self._lifelines.items() if lifeline.fileno() == descriptor))
 
     def _reap(self) -> None:
-        """Every child that has ended: with its group, before its id can be another's."""
-        with contextlib.suppress(ChildProcessError):  # there are none
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # its id stays its own
+        """Reaps every child that has ended, and kills its group, before its id can be another process's."""
+        with contextlib.suppress(ChildProcessError):  # there are no children
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # keeps the id reserved
                 kill_group(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
                 if (lifeline := self._lifelines.pop(ended.si_pid, None)) is not None:
-                    with contextlib.suppress(KeyError):  # let go
+                    with contextlib.suppress(KeyError):  # unregistered by _let_go
                         self._poller.unregister(lifeline)
                     _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
                     lifeline.close()
         self._kill_detached()
 
     def _kill_detached(self) -> None:
-        """Orphans that left the session of the worker that started them."""
+        """Kills orphans that left the session of the worker that started them."""
         live = set(self._lifelines)
         for pid in _children() - live:
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) not in live | {os.getpid()}:  # the last: what the user's file started when imported
+                if os.getsid(pid) not in live | {os.getpid()}:  # ours: what the user's file started when imported
                     os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill all, and whatever these leave behind."""
+        """Kills all workers, and the processes that these leave behind."""
         for pid in self._lifelines:
             _kill(pid)
         until = time.monotonic() + 2.0
@@ -145,7 +145,7 @@ class ForkServer:
 
 
 def cause(returncode: int | None) -> str:
-    """died of signal 11 (Segmentation fault)"""
+    """Returns the cause of an end, such as "died of signal 11 (Segmentation fault)"."""
     if returncode is not None and returncode < 0:
         return f"died of signal {-returncode} ({signal.strsignal(-returncode)})"
     return f"ended with exit code {returncode}"
@@ -156,9 +156,9 @@ def can_confine_signals() -> bool:
 
 
 def confine_signals() -> None:
-    """From now on this process and its children can signal nobody else: `kill -9 -1` ends the environment alone.
+    """Confines signals of this process and its children to themselves: `kill -9 -1` ends the environment alone.
 
-    Does nothing where the kernel cannot. Programs with setuid run without it from here on, which Landlock asks for.
+    Does nothing if the kernel cannot. From then on programs run without setuid, which Landlock requires.
     """
     if not can_confine_signals():
         return
@@ -195,36 +195,36 @@ def _tell(lifeline: socket.socket, word: bytes) -> None:
 
 
 def _kill(pid: int) -> None:
-    """A worker that is not reaped, and its group, which it may not lead yet."""
+    """Kills a worker that is not reaped, and its group, which it may not lead yet."""
     kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> set[int]:
-    """Of this process, which has one thread that forks; those that have ended too."""
+    """Returns the children of this process, which has one thread that forks; those that have ended, too."""
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
 
 
 def _die_with(parent_pid: int) -> None:
-    """End when the parent does, even inside a call that never returns, and before it when memory runs out."""
+    """Makes this process end with its parent, even inside a call that never returns, and first if memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     die_with_parent()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    if os.getppid() != parent_pid:  # it died before prctl
+    if os.getppid() != parent_pid:  # the parent died before prctl
         sys.exit(1)
 
 
 def main(parent_pid: int, descriptor: int) -> None:
-    _die_with(parent_pid)  # while the user's file is imported; afterwards SIGTERM, for there is something to clean up
+    _die_with(parent_pid)  # by SIGKILL while the user's file is imported; then by SIGTERM, to clean up
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    os.dup2(2, 1)  # a print never goes where the run's own lines go
+    os.dup2(2, 1)  # the output of `print` never mixes with the run's own lines
     control = socket.socket(fileno=descriptor)
     module, _, name = setup.service.partition(":")
     try:
