@@ -1,6 +1,6 @@
 """Starts, watches and ends child processes so that none of them outlives this process.
 
-Three means: Each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
+Three means: each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
 child when we die (PR_SET_PDEATHSIG). And a guard, a small process of its own, notices by the end of a pipe that we are
 gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: the first two
 means may miss what a user's function starts. When to start or stop a process is decided in supervisor.py.
