@@ -1,4 +1,4 @@
-"""The numbers of an example. Part of its stamp: a change here rebuilds it."""
+"""The settings of an example. They are part of its stamp: a change of them rebuilds it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Problems, model, and how it is taught. Lesson one is clean; lesson two is long enough to pick up bad habits."""
+    """The settings of problems, model and lessons. Lesson one is clean; lesson two is long enough for bad habits."""
 
     seed: int = 0
     family: str = "qwen2"  # of FAMILIES in warm_start.py

@@ -59,7 +59,7 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 def machine() -> str:
     """Returns "AMD EPYC (family 25, model 1), 2 cores, AVX2": processors of several generations have the same name.
 
-    The variables by which torch, oneDNN and MKL were told to use less than that follow it.
+    The environment variables that let torch, oneDNN and MKL use fewer instructions follow.
     """
     fact = re.compile(r"^(model name|cpu family|model|flags)\s*:\s*(.+)$", re.MULTILINE)
     parts = dict(fact.findall(Path("/proc/cpuinfo").read_text()))

@@ -31,7 +31,7 @@ def forward_flops(cell: Cell) -> float:
 
 
 def measured_flops(seconds: float = 1.0) -> float:
-    """Returns the operations per second of one core in a float32 matrix product that fits its cache, the divisor."""
+    """Returns the speed of one core, in operations per second, in a float32 matrix product that fits its cache."""
     import torch
 
     from model.cpu.linear import use_faster_linear

@@ -1,4 +1,4 @@
-"""Compares the trainer's packed rows with a model's own forward of one sequence at a time.
+"""Compares the trainer's results with those of a model's own forward, one sequence at a time.
 
 `python -m tools.families.exact FOLDER` prints a line of JSON. It compares, in float32 and without vLLM, the log-probs
 of every completion and the gradient of all parameters.

@@ -160,7 +160,7 @@ def why(said: str) -> str:
 
 
 def measure(family: str, columns: Sequence[str], folder: Path) -> None:
-    """Writes the facts of these columns into the family's folder, in the place of earlier ones."""
+    """Measures these columns and writes their facts into the family's folder, in the place of earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         build(family, QUICKSTART, folder / "model")
