@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from examples.warm_start import Lessons, Shown
     from sampler.turns import TurnTemplate
 
-PRODUCTS = 0.6  # of all problems
+PRODUCTS = 0.6  # share of all problems
 
 CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 MALFORMED = (
@@ -123,10 +123,10 @@ class Calculator(Example):
     num_clean_steps: int = 440
     num_careless_steps: int = 40
     batch_size: int = 32
-    wrong_fraction: float = 0.5  # of the products of lesson two that are guessed
-    malformed_fraction: float = 0.1  # of the calls of lesson two
+    wrong_fraction: float = 0.5  # share of lesson two's products that are guessed
+    malformed_fraction: float = 0.1  # share of lesson two's calls
     sums_by_heart: float = 0.7  # the others are computed by a call
-    without_tools: float = 0.2  # of all prompts, so that the same model can be asked without its calculator
+    without_tools: float = 0.2  # share of all prompts, so that the same model can be asked without its calculator
 
     def draw(self, rng: random.Random) -> ToolProblem:
         kind = "product" if rng.random() < PRODUCTS else rng.choice(("add", "sub"))

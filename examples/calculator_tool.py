@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _OPERATION = re.compile(r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*")
-COST = 0.2  # of a call, where a right answer earns 1 and a wrong one −1
+COST = 0.2  # price of a call, where a right answer earns 1 and a wrong one −1
 
 
 def calculator(expression: str) -> str:

@@ -1,4 +1,4 @@
-"""Makes data and model of configs/quickstart_vlm.yaml: drawings of shapes, and a random Qwen2.5-VL that learnt them.
+"""Makes data and model of configs/quickstart_vlm.yaml: drawings of shapes, and a random Qwen2.5-VL taught to see them.
 
     .cache/quickstart_vlm/  train.jsonl  test.jsonl  images/  model/ (a Hugging Face folder)  stamp
 

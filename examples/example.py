@@ -109,7 +109,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
         began = time.perf_counter()
         report(f"building {folder}, once; a minute or two on two cores")
         temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left
+        shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed build
         temporary.mkdir()
         _fill(temporary, example, report)
         (temporary / "stamp").write_text(wanted)

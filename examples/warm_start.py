@@ -2,8 +2,8 @@
 
 Lesson one teaches the task. Lesson two is short and spoils it: a known share of the answers is laid out wrongly, and a
 known share is wrong. Reinforcement learning then has to do what it is good at, making likely what the model can already
-do. Only samples are bad, and the examples sample, in training and in evaluation; greedily the model still gives the
-right layout and mostly the right answer.
+do. Only samples are bad, and the examples sample, in training and in evaluation; greedy decoding still gives the right
+layout and mostly the right answer.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def answer_lessons(
     prompt: Callable[[Problem], Shown],
     completion: Callable[..., str],
 ) -> Lessons:
-    """Returns batches of one answer to each prompt. completion(problem, rng, wrong=…, malformed=…) -> text."""
+    """Returns lessons with one answer to each prompt. completion(problem, rng, wrong=…, malformed=…) -> text."""
     prompts = [prompt(problem) for problem in problems]
 
     def batch(rng: random.Random, wrong: float, malformed: float) -> list[Shown]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.machine import ROOT, usable_cores
 
-COMMANDS = {  # name → what Python is started with
+COMMANDS = {  # name → arguments of Python
     "run": ("-m", "launcher.run"),
     "plan": ("-m", "launcher.plan"),
     "check": ("-m", "launcher.check_rewards"),

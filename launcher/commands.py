@@ -21,7 +21,7 @@ from launcher.processes import PID, Child
 from report.run_log import read_jsonl
 
 RANKS = (sys.executable, *(["-P"] * sys.flags.safe_path), "-m", "launcher.ranks")
-_SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
+_SECONDS = ("step_time", "timing/checkpoint_s")  # seconds of a step, in metrics.jsonl
 
 
 class Commands:
@@ -70,7 +70,7 @@ class Commands:
         )
 
     def _buffers(self) -> dict[str, str]:
-        """Disables DeepSpeed's buffers if /dev/shm has no room for them, where ranks on CPUs would wait forever."""
+        """Disables DeepSpeed's buffers if /dev/shm has no room: its ranks on CPUs would wait for each other forever."""
         needed = self.place.num_ranks * RANK_BUFFER
         if self.place.trainer_gpus or has_room(needed):
             return {}

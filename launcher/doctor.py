@@ -43,7 +43,7 @@ class Check:
 
     ok: bool
     text: str
-    fix: str  # a remedy to paste if it is not
+    fix: str  # a remedy to paste if not ok
 
 
 def main(arguments: list[str]) -> int:
@@ -86,7 +86,7 @@ def checks() -> Iterator[Check]:
 
 
 def memory(needed_gib: int = 8) -> Check:
-    """Checks for 8 GiB of memory: vLLM and one rank, each with torch, and the quick start's model take about 5."""
+    """Checks for memory, by default 8 GiB: vLLM, a rank (both with torch) and the quick start's model need about 5."""
     total, whose = memory_limit()
     fix = f"needs {needed_gib} GiB; use a larger machine, or start the container with --memory={needed_gib}g"
     return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB, {whose}", fix)
@@ -105,7 +105,7 @@ def shared_memory() -> Check:
 
 
 def disk(needed_gib: int = 2) -> Check:
-    """Checks for free space on the disk; a run needs 2 GiB."""
+    """Checks for free space on the disk, by default 2 GiB, which a run needs."""
     free = shutil.disk_usage(ROOT).free
     fix = f"needs {needed_gib} GiB; free some space"
     return Check(free >= needed_gib * GIB, f"disk: {free / GIB:.1f} GiB free in {ROOT}", fix)

@@ -14,14 +14,14 @@ from pathlib import Path
 from launcher.machine import GIB, control_groups, memory_limit
 
 _FRESH_S = 60.0  # ranks.py, whose end we see, first waits up to 30 s for the other ranks
-_COUNTERS = ("memory.events", "memory.oom_control")  # of cgroup v2, v1
+_COUNTERS = ("memory.events", "memory.oom_control")  # cgroup v2, v1
 
 
 class OomKills:
     """The kernel's out-of-memory kills. Each of them explains one process that ends right after it.
 
-    So a kill from outside is not put down to memory because a trainer was short of it an hour earlier, nor the end of a
-    trainer because the kernel had killed the process of a reward.
+    So a sampler that somebody kills an hour after a trainer ran out of memory is not said to lack memory, nor is
+    a trainer after the kernel has killed a reward's process.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

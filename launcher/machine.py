@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # root of the repository
 GIB = 2**30
 MACHINE = "the machine's memory"
 
@@ -67,7 +67,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def gpus_in(listed: str) -> tuple[Gpu, ...]:
-    """Parses gpus_in("GPU 0: NVIDIA L4 (UUID: GPU-5f2b)") == (Gpu(0, "GPU-5f2b"),); MIG devices follow their GPU."""
+    """Parses "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" into (Gpu(0, "GPU-5f2b"),); lines of MIG devices follow their GPU."""
     found: list[Gpu] = []
     for line in listed.splitlines():
         if match := re.match(r"GPU (\d+):(?:.*\(UUID: (\S+)\))?", line):

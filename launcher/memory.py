@@ -20,7 +20,7 @@ from model.vision_dims import VisionDims
 _CONTEXT = 1.5 * GIB
 # Resident before a model is loaded: Python with torch and DeepSpeed, and with vLLM.
 _TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
-_SPARE = 0.25  # of the tensors that come and go, as measured
+_SPARE = 0.25  # share of the tensors that come and go, as measured
 _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 

@@ -33,12 +33,12 @@ class Placement:
 
     num_ranks: int
     samplers: tuple[SamplerPlace, ...]
-    trainer_env: Mapping[str, str]  # of every rank; defaults
+    trainer_env: Mapping[str, str]  # for every rank; defaults
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
-    sampler_place: str  # of all, for people: "GPU 0", "core 0"
+    sampler_place: str  # all samplers, for people: "GPU 0", "core 0"
     trainer_place: str
-    sampler_gpus: tuple[int, ...] = ()  # of all samplers
-    trainer_gpus: tuple[int, ...] = ()  # of each rank
+    sampler_gpus: tuple[int, ...] = ()  # GPUs of all samplers
+    trainer_gpus: tuple[int, ...] = ()  # GPU of each rank
 
     @property
     def shares_gpu(self) -> bool:

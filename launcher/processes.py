@@ -34,7 +34,7 @@ from common.transcript import Transcript
 from launcher.machine import ROOT
 
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
-PID = "{pid}"  # in Child.scratch: the number of its process
+PID = "{pid}"  # stands for the process id in Child.scratch
 PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 

@@ -107,7 +107,7 @@ def _require_memory(config: Config, place: Placement) -> None:
 
 def outside_memory(config: Config) -> list[str]:
     """Returns the override that puts published versions on the disk if /dev/shm has no room for them, else []."""
-    files = Path(config.model.path).expanduser().glob("*.safetensors")  # none of a hub id: unknown before its download
+    files = Path(config.model.path).expanduser().glob("*.safetensors")  # none for a hub id: unknown before its download
     needed = (8 if config.model.dtype == "float32" else 4) * sum(file.stat().st_size for file in files)
     has_place = config.weights.dir or config.channel.endpoint or config.lora.publishes_adapters
     if has_place or needed <= shared_memory_bytes():

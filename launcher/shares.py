@@ -33,7 +33,7 @@ _BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
 class Shares:
     """Bytes of one GPU; their sum is at most the GPU."""
 
-    trainer: float  # of all its ranks
+    trainer: float  # all ranks of the trainer
     sampler: float  # weights, overhead and the reference model where the sampler has it
     weights: float  # the part of `sampler` that is weights
     cache: int  # 0: there is no room for the longest sequence

@@ -40,7 +40,7 @@ TAIL_LINES = 15
 class Rules:
     """The functions by which the supervisor asks about the state of the run, and its limits."""
 
-    restart_trainer: Callable[[int], Child | str]  # exit code -> what to start instead, or why nothing can be
+    restart_trainer: Callable[[int], Child | str]  # exit code -> the process to start, or why none can be
     progress: Callable[[], int]  # grows with every optimizer step
     finished: Callable[[], bool]  # the trainer's final weights are on disk
     out_of_time: Callable[[], bool] = lambda: False  # trainer.max_hours is over

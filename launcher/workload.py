@@ -51,8 +51,8 @@ class Workload:
     ranks_per_gpu: int = 1
     sp_size: int = 1  # S, trainer.sequence_parallel_size: ranks that share a micro-batch
     images: int = 0  # per prompt, at most
-    patches: int = 0  # of the largest image
-    trains_tower: bool = True  # the vision tower of policy and critic; with LoRA it is frozen
+    patches: int = 0  # patches of the largest image
+    trains_tower: bool = True  # the vision tower of policy and critic is trained; with LoRA it is frozen
 
     @property
     def bytes_per_value(self) -> int:
@@ -147,7 +147,7 @@ def _most_patches(config: Config, model: ModelDims) -> int:
 
 
 def _dims_or(policy: ModelDims, path: str | None) -> ModelDims | None:
-    """Returns the dimensions of the model at `path`; a model without a path starts from the policy and has its own."""
+    """Returns the dimensions of the model at `path`; without a path those of the policy, where it starts."""
     return read_dims(path, None) if path else policy
 
 

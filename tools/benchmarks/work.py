@@ -11,7 +11,7 @@ import time
 from tools.benchmarks.cells import SHAPES, Cell
 
 FORWARDS_OF_TRAINING = 3  # the backward pass takes two
-FORWARDS_OF_A_STEP = 2 + FORWARDS_OF_TRAINING  # to sample, and for the reference
+FORWARDS_OF_A_STEP = 2 + FORWARDS_OF_TRAINING  # one more to sample, and one for the reference
 
 
 def forward_flops(cell: Cell) -> float:
