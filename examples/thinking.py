@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Story:
-    """Story("Ken", "pens", 12, ((6, 5), (4, 1), (2, 6))): 13, 16 and 12 are left."""
+    """A story of questions: Story("Ken", "pens", 12, ((6, 5), (4, 1), (2, 6))): 13, 16 and 12 are left."""
 
     name: str
     thing: str
