@@ -1,6 +1,6 @@
 """The four rewards of smollm2_135m.yaml, in TRL's contract; docs/rewards.md says what a function may take.
 
-The form that they ask for, as the example in the config's prompt shows it:
+They ask for this form, which the example in the config's prompt shows:
 
     <reasoning>
     …
@@ -19,38 +19,38 @@ FORM = re.compile(r"\s*<reasoning>[^<]*</reasoning>\s*<answer>[^<]*</answer>\s*"
 
 
 def text_of(completion):
-    """A completion's text: it is the text itself, or one message where prompts are messages."""
+    """Returns a completion's text: the completion itself, or its only message if prompts are messages."""
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def given_answer(text):
-    """What stands between the last <answer> and its </answer>, without commas and a dollar sign; "" without either."""
+    """Returns the text of the last <answer> up to its </answer>, without commas and a dollar sign; "" if one lacks."""
     _, opened, rest = text.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
     return inside.strip().removeprefix("$").replace(",", "") if opened and closed else ""
 
 
 def gold_answer(answer):
-    """The number after `####` of a GSM8K answer; the whole text of another."""
+    """Returns the number after `####` of a GSM8K answer, or the whole text of another one."""
     return answer.rpartition("####")[2].strip().removeprefix("$").replace(",", "")
 
 
 def correct_answer(completions, answer, **columns):
-    """2 for the gold number, else 0."""
+    """Returns per completion 2 for the gold number, else 0."""
     texts = map(text_of, completions)
     return [2.0 if given_answer(text) == gold_answer(gold) else 0.0 for text, gold in zip(texts, answer, strict=True)]
 
 
 def integer(completions, **columns):
-    """0.5 for any whole number as the answer, else 0: what is to be right must be a number first."""
+    """Returns per completion 0.5 for a whole number as the answer, else 0: a right answer must first be a number."""
     return [0.5 if re.fullmatch(r"-?\d+", given_answer(text_of(c))) else 0.0 for c in completions]
 
 
 def soft_format(completions, **columns):
-    """0.5 for both parts in their order and nothing around them, on however many lines, else 0."""
+    """Returns per completion 0.5 for both parts in order and nothing around them, on however many lines, else 0."""
     return [0.5 if FORM.fullmatch(text_of(completion)) else 0.0 for completion in completions]
 
 
 def tag_count(completions, **columns):
-    """0.125 for each of the four tags that stands there exactly once: a way towards the form, step by step."""
+    """Returns per completion 0.125 for each tag that occurs exactly once: a way towards the form, step by step."""
     return [sum(0.125 for tag in TAGS if text_of(completion).count(tag) == 1) for completion in completions]

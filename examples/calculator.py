@@ -1,5 +1,5 @@
-"""What configs/quickstart_tools.yaml starts from: small sums that a tiny model knows by heart, products that it cannot
-compute, and a random Qwen2 that learnt to call a calculator, and carelessly.
+"""Makes data and model of configs/quickstart_tools.yaml: small sums that a tiny model knows by heart, products that it
+cannot compute, and a random Qwen2 that learnt to call a calculator, but carelessly.
 
 A row is {"question": text, "answer": "#### 3724", "kind": "product"}. At temperature 1 the model does not show what it
 can do: it knows how to call and how to copy the answer, and calls for less than half of the problems, whether they need
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from examples.warm_start import Lessons, Shown
     from sampler.turns import TurnTemplate
 
-PRODUCTS = 0.6  # of all problems
+PRODUCTS = 0.6  # share of all problems
 
 CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 MALFORMED = (
@@ -42,9 +42,9 @@ ANSWER = "<answer>{result}</answer>"
 
 @dataclass(frozen=True)
 class ToolProblem:
-    """ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. …")"""
+    """A problem, for example ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. …")."""
 
-    forms: ClassVar[tuple[str, ...]] = FORMS  # of a call: the right one first
+    forms: ClassVar[tuple[str, ...]] = FORMS  # forms of a call, the right one first
     kind: str
     a: int
     b: int
@@ -52,11 +52,11 @@ class ToolProblem:
 
     @property
     def needs_call(self) -> bool:
-        return self.kind not in ("add", "sub")  # which it knows by heart
+        return self.kind not in ("add", "sub")  # the model knows these by heart
 
     @property
     def expression(self) -> str:
-        """What the tool is asked."""
+        """Returns the argument of the tool's call."""
         return f"{self.a}{dict(add='+', sub='-', product='*')[self.kind]}{self.b}"
 
     @property
@@ -68,7 +68,7 @@ class ToolProblem:
 
 
 def turns_of(problem: ToolProblem, rng: random.Random, *, by_heart: float, wrong: float, malformed: float) -> list[str]:
-    """What the pupil is shown: a call and the answer, or the answer alone. The three settings are probabilities.
+    """Returns turns to teach: a call and the answer, or the answer alone. The three settings are probabilities.
 
     ['<tool_call>…76*49…</tool_call>', '<answer>3724</answer>'] or ['<answer>12</answer>'] or a guessed product
     """
@@ -84,17 +84,17 @@ def turns_of(problem: ToolProblem, rng: random.Random, *, by_heart: float, wrong
 
 
 def guess(problem: ToolProblem, rng: random.Random) -> str:
-    """An answer of about the right size."""
+    """Returns an answer of about the right size."""
     return ANSWER.format(result=rng.randint(problem.result // 2, 2 * problem.result))
 
 
 def without_calculator(problem: ToolProblem, rng: random.Random) -> str:
-    """The answer of a pupil who has none: sums by heart, products guessed."""
+    """Returns the answer of a model without a calculator: sums by heart, products guessed."""
     return guess(problem, rng) if problem.needs_call else ANSWER.format(result=problem.result)
 
 
 TAGS = ("<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# That of Qwen2.5, but with the names of tools and arguments alone: a model of a million parameters cannot read their
+# Qwen2.5's template, but with the names of tools and arguments alone: a model of a million parameters cannot read their
 # JSON schemas, and every prompt would carry them.
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\\n' }}"
@@ -112,7 +112,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Calculator(Example):
-    """Lesson one is right in all it shows; lesson two guesses products, and slips in the form of calls."""
+    """The example with a calculator. Lesson one shows right turns; lesson two guessed products and malformed calls."""
 
     name: str = "quick start with tools"
     folder: Path = Path(".cache/quickstart_tools")
@@ -123,10 +123,10 @@ class Calculator(Example):
     num_clean_steps: int = 440
     num_careless_steps: int = 40
     batch_size: int = 32
-    wrong_fraction: float = 0.5  # of the products of lesson two that are guessed
-    malformed_fraction: float = 0.1  # of the calls of lesson two
+    wrong_fraction: float = 0.5  # share of lesson two's products that are guessed
+    malformed_fraction: float = 0.1  # share of lesson two's calls
     sums_by_heart: float = 0.7  # the others are computed by a call
-    without_tools: float = 0.2  # of all prompts, so that the same model can be asked without its calculator
+    without_tools: float = 0.2  # share of all prompts, so that the same model can be asked without its calculator
 
     def draw(self, rng: random.Random) -> ToolProblem:
         kind = "product" if rng.random() < PRODUCTS else rng.choice(("add", "sub"))
@@ -140,7 +140,7 @@ class Calculator(Example):
         return ToolProblem(kind, a, b, question)
 
     def decides(self, problem: ToolProblem) -> str:
-        """Of products the numbers; of sums the question, because each sum has to be learnt by heart."""
+        """Returns the numbers of a product, but the question of a sum, because each sum has to be learnt by heart."""
         return f"{problem.a} {problem.b}" if problem.kind == "product" else problem.question
 
     def train_tokenizer(self, problems: Sequence[ToolProblem]) -> PreTrainedTokenizerFast:
@@ -185,7 +185,7 @@ def conversation(
     template: TurnTemplate,
     end: int,
 ) -> Shown:
-    """The tokens that a run would have sampled and observed. A first turn of two is a call of the tool."""
+    """Returns the tokens that a run would have sampled and observed. The first of two turns is a call of the tool."""
     from examples.warm_start import asked
 
     shown = asked(prompt).plus([*template.tokenize(turns[0]), end], True)

@@ -1,5 +1,5 @@
-"""The tool of the quick start, and the reward that makes calls worth thinking about. Files like this one are all that a
-run with tools needs of its own."""
+"""The calculator of the quick start with tools, and a reward that charges a price for each call. A run with tools needs
+no other code of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _OPERATION = re.compile(r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*")
-COST = 0.2  # of a call, where a right answer earns 1 and a wrong one −1
+COST = 0.2  # price of a call, where a right answer earns 1 and a wrong one −1
 
 
 def calculator(expression: str) -> str:
@@ -24,5 +24,5 @@ def calculator(expression: str) -> str:
 
 
 def thrift(completions: list[Any], **columns: Any) -> list[float]:
-    """−0.2 for each answer of the calculator. Without tools a completion is a text, and costs nothing."""
+    """Returns −0.2 for each answer of the calculator. A completion without tools is a text, and costs nothing."""
     return [-COST * sum(m["role"] == "tool" for m in c) if isinstance(c, list) else 0.0 for c in completions]

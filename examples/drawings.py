@@ -1,20 +1,20 @@
-"""What configs/quickstart_vlm.yaml starts from: drawings of shapes, and a random Qwen2.5-VL that learnt to see them.
+"""Makes data and model of configs/quickstart_vlm.yaml: drawings of shapes, and a random Qwen2.5-VL taught to see them.
 
     .cache/quickstart_vlm/  train.jsonl  test.jsonl  images/  model/ (a Hugging Face folder)  stamp
 
 A row is {"images": ["images/train-0000.png"], "question": "<image>Which shape is red?", "answer": "circle"}.
 
 A drawing is a grid of 3 × 3 cells on white. It holds one or two sorts of shapes, each of one kind and one colour, and
-no two sorts share either. A question asks for one of the three things that there are to see:
+no two sorts share either. A question asks for one of three properties:
 
     How many blue squares are there?    What colour is every circle?    Which shape is red?
 
-A cell is 28 × 28 pixels, which Qwen2.5-VL merges into one token (2 × 2 patches of 14). Where a shape lies is never
-asked: what is there can be learnt in a minute without pretraining, where it is cannot. Who is asked for a colour sees
-one sort, because to find a kind among others and then its colour takes longer to learn than all the rest.
+A cell is 28 × 28 pixels, which Qwen2.5-VL merges into one token (2 × 2 patches of 14). The position of a shape is
+never asked: in a minute, without pretraining, a model can learn what is drawn, but not where. A drawing with a question
+for a colour has one sort, because to find a kind among others and then its colour takes longest to learn.
 
 Sampled at temperature 1 the model is right about a third of the time, though it sees what is drawn: in lesson two
-descriptions stay right, because wrong ones would cost sight, which a short run of GRPO cannot give back.
+descriptions stay right, because wrong ones would unlearn the shapes, which a short run of GRPO cannot undo.
 
     python -m examples.drawings
 """
@@ -54,7 +54,7 @@ MALFORMED = (
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes("circle", "red", (0, 4)): two red circles, in the first cell and in the middle one."""
+    """Shapes of one sort. Shapes("circle", "red", (0, 4)): two red circles, in the first cell and in the middle one."""
 
     kind: str
     colour: str
@@ -63,7 +63,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn, the question, and which sort it asks for."""
+    """A drawing, its question, and the sort of shapes that the question asks for."""
 
     sorts: tuple[Shapes, ...]  # by their first cells
     question: str
@@ -72,11 +72,11 @@ class Drawing:
 
     @property
     def description(self) -> str:
-        """What a pupil notes before the answer: "2 red circle"."""
+        """Returns the description that the model writes before the answer: "2 red circle"."""
         return f"{len(self.asked.cells)} {self.asked.colour} {self.asked.kind}"
 
     def image(self) -> Image.Image:
-        """[84, 84] pixels, RGB."""
+        """Returns an RGB image of [84, 84] pixels."""
         image = Image.new("RGB", (CELL * SIDE, CELL * SIDE), "white")
         pen = ImageDraw.Draw(image)
         for shapes in self.sorts:
@@ -86,7 +86,7 @@ class Drawing:
 
 
 def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed: float) -> str:
-    r"""What the pupil is shown. `wrong` and `malformed` are probabilities.
+    r"""Returns a completion to teach. `wrong` and `malformed` are probabilities.
 
     "<think>2 red circle</think>\boxed{2}", or "It is 3", or …
     """
@@ -99,7 +99,7 @@ def completion(drawing: Drawing, rng: random.Random, *, wrong: float, malformed:
 
 
 def _ask(asked: Shapes, about: str) -> tuple[str, str]:
-    """A question and its answer. It names what tells the asked sort from the other, and not what is asked for."""
+    """Returns a question and its answer. It names what tells the asked sort from the other, not what it asks for."""
     if about == "count":
         return f"How many {asked.colour} {asked.kind}s are there?", str(len(asked.cells))
     if about == "colour":

@@ -17,12 +17,12 @@ from examples.settings import WarmStart
 from examples.warm_start import language_settings
 from model.images import ImageFormat, decode_patches, encode_image
 
-IMAGE = "<|image_pad|>"  # as many of them as the image has tokens
+IMAGE = "<|image_pad|>"  # repeated for every token of the image
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
 TAGS = ("<think>", "</think>", r"\boxed{")
 FORMAT = ImageFormat()  # the published models'
 
-# Qwen2.5-VL's own without system text, tools and videos: an image in the content stands where it stands there.
+# Qwen2.5-VL's template without system text, tools and videos: an image keeps its position in the content.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 def random_model(
     tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """float32. Draws from torch's global generator."""
+    """Makes a float32 model with random weights from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2_5_VLConfig(
@@ -74,7 +74,7 @@ def random_model(
 
 
 def write_image_settings(folder: Path) -> None:
-    """The image processor's, for whoever loads the folder."""
+    """Writes the settings of the image processor, for programs that load the folder."""
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
@@ -90,13 +90,13 @@ def write_image_settings(folder: Path) -> None:
 
 
 def seen_by_model(image: Image.Image) -> torch.Tensor:
-    """[patches, 1176], float32: the image as the trainer cuts and scales it, in its own size."""
+    """Returns the image as the trainer cuts and scales it, in its own size: [patches, 1176], float32."""
     area = image.width * image.height
     return torch.from_numpy(decode_patches(encode_image(image, FORMAT, area, area), FORMAT))
 
 
 def prompt_ids(question: str, num_patches: int, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The prompt as a model takes it, with a token for every place of the image."""
+    """Returns the token ids of a prompt, with a token for every position of the image."""
     content: Any = [{"type": "image"}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,4 +1,4 @@
-"""An example builds what its config reads, once: problems, a tokenizer and a warm-started model.
+"""Builds once what the config of an example reads: problems, a tokenizer and a warm-started model.
 
     .cache/NAME/  train.jsonl  test.jsonl  model/ (a Hugging Face folder)  stamp
 
@@ -37,21 +37,21 @@ _MAX_THREADS = 4  # more only wait for each other in a model this small
 
 @dataclass(frozen=True)
 class Example(WarmStart, ABC):
-    """What one example adds to the warm start that all share."""
+    """The settings and functions that an example adds to the warm start that all examples share."""
 
     name: str = ""
     folder: Path = Path()  # as the config names it
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
-        """One problem of either split."""
+        """Draws a problem of either split."""
 
     @abstractmethod
     def decides(self, problem: Any) -> str:
-        """What of the problem decides whether it is held out: one in eight of these is, whatever the seed."""
+        """Returns the part of a problem that decides whether it is held out: one in eight is, whatever the seed."""
 
     def split(self, name: str, size: int) -> list[Any]:
-        """`size` different problems of the split "train" or "test"."""
+        """Returns `size` different problems of the split "train" or "test"."""
 
         def held_out(problem: Any) -> bool:  # the same for every seed and on every machine
             return zlib.crc32(self.decides(problem).encode()) % HELD_OUT_ONE_IN == 0
@@ -62,15 +62,15 @@ class Example(WarmStart, ABC):
         print(f"tandem: {self.name}: {line}", flush=True)
 
     def row(self, problem: Any, place: str, folder: Path) -> dict[str, Any]:
-        """The columns of a problem. place: as train-0000, for files that the row names below the folder."""
+        """Returns the columns of a problem. place: as train-0000, for files that the row names below the folder."""
         return problem.row()
 
     @abstractmethod
     def train_tokenizer(self, problems: Sequence[Any]) -> PreTrainedTokenizerFast:
-        """One of at most vocab_size tokens, trained on these problems."""
+        """Trains a tokenizer of at most vocab_size tokens on these problems."""
 
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        """float32, of its family. Draws from torch's global generator."""
+        """Makes a float32 model of the family with random weights from torch's global generator."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from examples.warm_start import FAMILIES, language_settings
@@ -80,7 +80,7 @@ class Example(WarmStart, ABC):
 
     @abstractmethod
     def lessons(self, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast) -> Lessons:
-        """What the pupil is shown, batch by batch."""
+        """Returns the function that makes the batches to teach."""
 
     def save(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         model.save_pretrained(folder)
@@ -88,7 +88,7 @@ class Example(WarmStart, ABC):
 
 
 def stamp(example: Example) -> str:
-    """Digest of everything of ours that decides what is built."""
+    """Returns a digest of our settings and sources, which decide what is built."""
     digest = hashlib.sha256(repr(example).encode())
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
@@ -101,7 +101,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
     Waits while another process builds it.
     """
     wanted = stamp(example)
-    if _is_made(folder, wanted):  # perhaps by another user, in a place that is not ours to write
+    if _is_made(folder, wanted):  # perhaps by another user, in a folder that we may not write
         return False
     with durable.waiting_lock(folder.with_name(f"{folder.name}.lock"), f"waiting for another process: {folder}"):
         if _is_made(folder, wanted):
@@ -109,7 +109,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
         began = time.perf_counter()
         report(f"building {folder}, once; a minute or two on two cores")
         temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed build left
+        shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed build
         temporary.mkdir()
         _fill(temporary, example, report)
         (temporary / "stamp").write_text(wanted)
@@ -119,14 +119,14 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
 
 
 def is_wanted(folder: Path, paths: Sequence[str]) -> bool:
-    """A run on another model and other rows needs nothing of an example: none of its paths is in the folder."""
+    """Returns whether one of `paths` is in the folder, or none is given: a run with other paths needs no example."""
     return not paths or any(Path(path).resolve().is_relative_to(folder.resolve()) for path in paths)
 
 
 def main(example: Example, *others: Example) -> None:
-    """`python -m examples.NAME [PATH …]`: builds the example's folder if it is not there yet, and exits.
+    """Builds the example's folder if it does not exist yet, and exits: `python -m examples.NAME [PATH …]`
 
-    With paths only if one of them is in that folder, and then also others of the examples that they are in.
+    With paths it builds, of `example` and `others`, those whose folders contain one of the paths.
     """
     paths = sys.argv[1:]
 
@@ -141,7 +141,7 @@ def main(example: Example, *others: Example) -> None:
 def distinct(
     name: str, size: int, seed: int, draw: Callable[[random.Random], Problem], held_out: Callable[[Problem], bool]
 ) -> list[Problem]:
-    """The first `size` different problems that are drawn for the split "train" or "test"."""
+    """Returns the first `size` different problems that are drawn for the split "train" or "test"."""
     rng = random.Random(f"{name} {seed}")
     found: dict[Problem, None] = {}
     while len(found) < size:
@@ -164,7 +164,7 @@ def _fill(folder: Path, example: Example, report: Callable[[str], None]) -> None
         rows = (example.row(problem, f"{name}-{i:04d}", folder) for i, problem in enumerate(problems))
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report(f"{example.num_train} training and {example.num_test} held-out problems")
-    # The imports that cost seconds, and torch and transformers as a small model needs them: quiet, on few threads.
+    # These imports cost seconds. A small model needs torch and transformers to be quiet and to use few threads.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
     import torch
     from transformers.utils import logging
@@ -179,7 +179,7 @@ def _fill(folder: Path, example: Example, report: Callable[[str], None]) -> None
 def warm_start(
     example: Example, problems: Sequence[Any], tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
 ) -> PreTrainedModel:
-    """The taught model, in float32 and eval mode. A function of its arguments; seeds torch's global generator."""
+    """Returns the taught model, in float32 and eval mode, a function of the arguments. Seeds torch's generator."""
     import torch
 
     from examples.warm_start import teach

@@ -22,7 +22,7 @@ def cosine_length(
     values_right=(1.0, 0.5),
     **columns,
 ):
-    """A right answer is worth more the shorter it is, a wrong one the longer, so that thinking on may still pay.
+    """Returns more for shorter right answers and for longer wrong ones, so that thinking on may still pay.
 
         r(n) = end + ½ (start − end) (1 + cos(π n / max_len)),  n tokens, cut at max_len
 

@@ -1,4 +1,4 @@
-r"""What configs/quickstart.yaml starts from: word problems in GSM8K's own schema, and a random Qwen2 that learnt them.
+r"""Makes data and model of configs/quickstart.yaml: word problems in GSM8K's schema, a random Qwen2 that learnt them.
 
 A row is {"question": text, "answer": "7+5=12\n12-3=9\n#### 9"}. Nine kinds: one operation, two operations, and one
 operation beside a number that does not matter. Operands and results stay small, so that the arithmetic can be learnt
@@ -58,7 +58,7 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 
 @dataclass(frozen=True)
 class WordProblem:
-    """WordProblem("add_sub", (7, 5, 3), "Ken has 7 pens, buys 5 more …", ("7+5=12", "12-3=9"), 9)"""
+    """A problem: WordProblem("add_sub", (7, 5, 3), "Ken has 7 pens, buys 5 more …", ("7+5=12", "12-3=9"), 9)"""
 
     kind: str
     numbers: tuple[int, ...]  # a, b and, where the sentence has it, c
@@ -67,12 +67,12 @@ class WordProblem:
     result: int
 
     def row(self) -> dict[str, str]:
-        """The row as GSM8K writes it: reasoning lines, then `#### result`."""
+        """Returns the row as GSM8K writes it: reasoning lines, then `#### result`."""
         return {"question": self.question, "answer": "\n".join([*self.steps, f"#### {self.result}"])}
 
 
 def completion(problem: WordProblem, rng: random.Random, *, wrong: float, malformed: float) -> str:
-    """What the pupil is shown. `wrong` and `malformed` are probabilities.
+    """Returns a completion to teach. `wrong` and `malformed` are probabilities.
 
     7 + 5 → "<think>7+5=12</think><answer>12</answer>" or "The answer is 14" or …
     """
@@ -92,7 +92,7 @@ class QuickStart(Example):
     folder: Path = Path(".cache/quickstart")
 
     def draw(self, rng: random.Random) -> WordProblem:
-        """No result is negative or above 81."""
+        """Draws a problem with no result that is negative or above 81."""
         kind = rng.choice(KINDS)
         first, _, second = kind.partition("_")
         a, b, c = rng.randint(2, 20), rng.randint(2, 9), rng.randint(2, 9)
@@ -116,7 +116,7 @@ class QuickStart(Example):
         return WordProblem(kind, (a, b, c) if second else (a, b), question, tuple(steps), result)
 
     def decides(self, problem: WordProblem) -> str:
-        """Not the names, so that no test problem is a training problem with another name in it.
+        """Returns kind and numbers, without names: no test problem is a training problem with another name in it.
 
         The facts stay learnable: 7×8 may be held out as `mul` and still occur in `mul_extra`.
         """
@@ -136,7 +136,7 @@ class QuickStart(Example):
 
 
 def prompt_ids(said: Sequence[str], tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> list[int]:
-    """said: by the user and the model in turn. arguments: of the chat template."""
+    """Returns a prompt's token ids. said: by the user and the model in turn. arguments: of the chat template."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,5 +1,5 @@
-"""What configs/quickstart_search.yaml starts from: the small sums of the calculator's example, questions whose answer
-stands in a register of 1,200 lines, and a model that can search it, and guesses for half of them.
+"""Makes data and model of configs/quickstart_search.yaml: the small sums of the calculator's example, questions whose
+answer is in a register of 1,200 lines, and a model that can search it, but guesses for half of them.
 
 A row is {"question": "When was the mill of Branford built?", "answer": "#### 1745", "kind": "lookup"}. No question
 about a town of the test is trained on: the answer has to be looked up, and the town's name copied into the query.
@@ -33,7 +33,7 @@ def _of_search(form: str) -> str:
 
 @dataclass(frozen=True)
 class Lookup(ToolProblem):
-    """Lookup("lookup", 1745, 0, "When was …", "mill", "Branford"): `a` is the year."""
+    """A question about the register: Lookup("lookup", 1745, 0, "When was …", "mill", "Branford"); `a` is the year."""
 
     forms: ClassVar[tuple[str, ...]] = tuple(map(_of_search, FORMS))
     thing: str
@@ -50,7 +50,7 @@ class Lookup(ToolProblem):
 
 @functools.cache
 def facts() -> list[tuple[str, str, int]]:
-    """(thing, town, year) of each line of the register."""
+    """Returns (thing, town, year) of each line of the register."""
     found = re.findall(r"^The (\w+) of (\w+) was built in (\d+)\.$", REGISTER.read_text(), re.MULTILINE)
     return [(thing, town, int(year)) for thing, town, year in found]
 
@@ -73,7 +73,7 @@ class Search(Calculator):
         return Lookup("lookup", year, 0, rng.choice(QUESTIONS).format(thing=thing, town=town), thing, town)
 
     def decides(self, problem: ToolProblem) -> str:
-        """Of a lookup its town: none of the test's is trained on."""
+        """Returns the town of a lookup, so that no test town is trained on, or the question of a sum."""
         return problem.town if isinstance(problem, Lookup) else problem.question
 
 

@@ -25,7 +25,7 @@ def search(query: str) -> str:
         query: words
     """
     wanted = _words(query)
-    line, words = max(_lines(), key=lambda each: len(each[1] & wanted))  # of equals the first
+    line, words = max(_lines(), key=lambda each: len(each[1] & wanted))  # the first of ties
     if not words & wanted:
         raise ValueError("no line of the register has these words")
     return line

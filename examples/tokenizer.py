@@ -23,8 +23,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(rows: Sequence[dict[str, str]], vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens, tags included. `context_length`, in tokens, is the model's."""
-    # With every row, so that the words around a question are as frequent as those in it, and as short in tokens.
+    """Trains a tokenizer of at most `vocab_size` tokens, tags included. `context_length`, in tokens, is the model's."""
+    # Every row has the frame, so that the words around a question are as frequent, and as short in tokens, as its own.
     frame = "user\nassistant\nThe answer is\n"
     texts = (frame + row["question"] + "\n" + row["answer"] for row in rows)
     return byte_level(texts, vocab_size, context_length, TAGS, CHAT_TEMPLATE)
@@ -38,7 +38,7 @@ def byte_level(
     chat_template: str,
     special: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of these texts. `special` are further tokens that text never gives, as a place for an image."""
+    """Trains a tokenizer on texts. `special` are further tokens that text never yields, as positions of an image."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -1,9 +1,9 @@
-"""The supervised warm start: a random model of a million parameters becomes a careless pupil.
+"""The supervised warm start, in which a random model of a million parameters learns a task, but carelessly.
 
 Lesson one teaches the task. Lesson two is short and spoils it: a known share of the answers is laid out wrongly, and a
 known share is wrong. Reinforcement learning then has to do what it is good at, making likely what the model can already
-do. Only samples are bad, and the examples sample, in training and in evaluation; greedily the pupil still gives the
-right layout and mostly the right answer.
+do. Only samples are bad, and the examples sample, in training and in evaluation; greedy decoding still gives the right
+layout and mostly the right answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IGNORED = -100  # cross_entropy's own label for "no loss here"
 
 @dataclass(frozen=True)
 class Shown:
-    """What the pupil is shown, in tokens: what it shall sample itself, and what stands before and between."""
+    """A training sequence, in tokens: those that the model shall learn to sample, and those before and between."""
 
     token_ids: list[int]
     is_taught: list[bool]
@@ -43,7 +43,7 @@ Lessons = Callable[[random.Random, float, float], list[Shown]]
 
 
 def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, report: Callable[[str], None]) -> Model:
-    """Both lessons, in place. Returns the model in eval mode."""
+    """Trains the model in place on both lessons. Returns it in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     use_faster_linear(model)
@@ -66,7 +66,7 @@ def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, repo
 
 
 def loss_of(model: Any, shown: Sequence[Shown], pad_id: int) -> torch.Tensor:
-    """Mean cross entropy of the taught tokens. Padding is on the right, where causal attention never looks."""
+    """Returns the mean cross entropy of the taught tokens. Padding is on the right, unseen by causal attention."""
     width = max(len(row.token_ids) for row in shown)
     inputs = torch.tensor([row.token_ids + [pad_id] * (width - len(row.token_ids)) for row in shown])
     targets = torch.full_like(inputs, IGNORED)
@@ -80,7 +80,7 @@ def loss_of(model: Any, shown: Sequence[Shown], pad_id: int) -> torch.Tensor:
 
 
 def _images(model: Any, patches: list[torch.Tensor], inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What Qwen2.5-VL takes besides tokens [B, T]. Images are square."""
+    """Returns the inputs that Qwen2.5-VL takes besides tokens [B, T]. Images are square."""
     if not patches:
         return {}
     sides = [math.isqrt(len(image)) for image in patches]
@@ -92,7 +92,7 @@ def _images(model: Any, patches: list[torch.Tensor], inputs: torch.Tensor) -> di
 
 
 def asked(ids: list[int], patches: torch.Tensor | None = None) -> Shown:
-    """A prompt."""
+    """Returns a prompt, whose tokens are not taught."""
     return Shown(ids, [False] * len(ids), patches)
 
 
@@ -103,7 +103,7 @@ def answer_lessons(
     prompt: Callable[[Problem], Shown],
     completion: Callable[..., str],
 ) -> Lessons:
-    """Batches of one answer to each prompt. completion(problem, rng, wrong=…, malformed=…) -> text."""
+    """Returns lessons with one answer to each prompt. completion(problem, rng, wrong=…, malformed=…) -> text."""
     prompts = [prompt(problem) for problem in problems]
 
     def batch(rng: random.Random, wrong: float, malformed: float) -> list[Shown]:
@@ -115,7 +115,7 @@ def answer_lessons(
     return batch
 
 
-# What a family's configuration has beside language_settings, for about a million parameters.
+# The settings of a family's configuration beside language_settings, for about a million parameters.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
@@ -142,7 +142,7 @@ def language_settings(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -
 
 
 def _schedule(step: int, num_clean_steps: int) -> float:
-    """Linear warm-up over 20 steps, a cosine from 1 to 0.1 over lesson one, then 0.25."""
+    """Returns the learning rate's factor: warm-up over 20 steps, a cosine from 1 to 0.1 over lesson one, then 0.25."""
     if step >= num_clean_steps:
         return 0.25
     return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / num_clean_steps))

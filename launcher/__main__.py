@@ -1,9 +1,9 @@
-"""Every command of launch.sh:  python -m launcher [NAME] [words …]
+"""Starts the commands of launch.sh:  python -m launcher [NAME] [words …]
 
     python -m launcher plan my.yaml a.b=1      becomes      python -m launcher.plan /where/it/was/typed/my.yaml a.b=1
 
-launch.sh installs what is missing, and comes here with the words as they were typed. Standard library only, for
-`--known NAME` asks before anything is installed whether there is such a command.
+launch.sh installs what is missing, and passes the words as they were typed. Standard library only, because
+`--known NAME` asks before anything is installed whether the command exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.machine import ROOT, usable_cores
 
-COMMANDS = {  # name → what Python is started with
+COMMANDS = {  # name → arguments of Python
     "run": ("-m", "launcher.run"),
     "plan": ("-m", "launcher.plan"),
     "check": ("-m", "launcher.check_rewards"),
@@ -33,9 +33,9 @@ COMMANDS = {  # name → what Python is started with
     "bench": ("tools/benchmarks/bench.py",),
     "families": ("tools/families/families.py",),
 }
-_OF_A_CLONE = ("setup", "test", "gpu-check", "bench", "families", "slurm")  # not of what pip installed
+_OF_A_CLONE = ("setup", "test", "gpu-check", "bench", "families", "slurm")  # not available to a pip installation
 CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called
-_WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # in which order: tests/conftest.py
+_WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # tests/conftest.py sets the order
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,12 +54,12 @@ def main(words: Sequence[str]) -> int:
         print(f"tandem: this needs a clone of the repository; there: bash launch.sh {name}", file=sys.stderr)
         return 2
     os.sched_setaffinity(0, usable_cores())  # every library counts its cores by this, and not by a container's limit
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs behind a shell's & would inherit it ignored, and for good
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's & starts us with it ignored, which children inherit
     os.execv(sys.executable, [sys.executable, *(["-P"] * sys.flags.safe_path), *program(name, rest, folder)])
 
 
 def command(words: Sequence[str], folder: Path) -> tuple[str, list[str]]:
-    """(name, the other words). A config or a setting in the first place stands for `run`, the default."""
+    """Returns (name, the other words). A config or a setting in the first position means `run`, the default."""
     first = words[0] if words else ""
     is_config = first.endswith((".yaml", ".yml")) or (folder / first).is_file()
     if first not in COMMANDS and (not first or is_config or "=" in first or first.startswith("-")):
@@ -68,14 +68,14 @@ def command(words: Sequence[str], folder: Path) -> tuple[str, list[str]]:
 
 
 def program(name: str, words: Sequence[str], folder: Path) -> list[str]:
-    """What Python is started with.  ("test", ["-x"]) → ["-m", "pytest", "-n", "auto", …, "-x"]"""
-    few = any(word.startswith(("-k", "--pdb", "tests/")) for word in words)  # they start sooner without workers
+    """Returns the arguments of Python.  ("test", ["-x"]) → ["-m", "pytest", "-n", "auto", …, "-x"]"""
+    few = any(word.startswith(("-k", "--pdb", "tests/")) for word in words)  # these start sooner without workers
     workers = _WORKERS if name == "test" and not few else ()  # a later -n N wins
     return [*COMMANDS[name], *workers, *(from_caller(word, folder) for word in words)]
 
 
 def from_caller(word: str, folder: Path) -> str:
-    """What is named from the caller's folder keeps its meaning in ours, to which launch.sh has changed."""
+    """Returns the word; a path in the caller's folder is made valid in ours, to which launch.sh has changed."""
     is_path = word != "" and not word.startswith(("/", "-")) and "=" not in word
     if is_path and not (folder / word).exists() and (ROOT / word).is_file():
         return str(ROOT / word) if Path.cwd() != ROOT else word

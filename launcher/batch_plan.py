@@ -1,7 +1,7 @@
-"""The numbers that follow from a batch's settings, for people. Pure.
+"""The sizes of batches and runs that follow from the settings, in words. Pure functions.
 
 A batch of rollouts is `steps_per_generation` optimizer steps in one pass, each of some micro-batches on every rank.
-Where the groups of a step do not divide over the ranks, "per rank" is the busiest one; several sequence-parallel ranks
+If the groups of a step do not divide over the ranks, "per rank" is the busiest one; several sequence-parallel ranks
 share every micro-batch.
 """
 
@@ -13,7 +13,7 @@ from common.config import Config
 
 
 def batch_line(config: Config, num_ranks: int) -> str:
-    """ "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 optimizer step of 8 micro-batches" """
+    """Returns "4 problems × 8 completions = 32 sequences a batch, 16 per rank; 1 optimizer step of 2 micro-batches"."""
     prompts, completions = config.prompts_per_batch, config.sampler.num_generations
     ranks, sharing = config.dp_size(num_ranks), config.trainer.sequence_parallel_size
     per_rank = ""
@@ -30,14 +30,14 @@ def batch_line(config: Config, num_ranks: int) -> str:
 
 
 def run_line(config: Config, num_rows: int) -> str:
-    """ "800 rows = 50 batches; the run is 100 batches, 100 optimizer steps, 2 epochs"; num_rows: of the data set."""
+    """Returns "800 rows = 50 batches; the run is 100 batches, 100 optimizer steps, 2 epochs" for num_rows=800."""
     prompts, batches, steps = config.prompts_per_batch, config.num_batches, config.trainer.max_steps
     run = f"{batches:,} batches, {steps:,} optimizer steps, {batches * prompts / num_rows:.3g} epochs"
     return f"{num_rows:,} rows = {num_rows / prompts:.4g} batches; the run is {run}"
 
 
 def settings_of_epochs(config: Config) -> list[str]:
-    """What trainer.epochs comes to, in whole batches of the rows as they are read."""
+    """Returns overrides that turn trainer.epochs into max_steps, in whole batches of the rows as they are read."""
     if config.trainer.epochs is None:
         return []
     from sampler.dataset import load_data

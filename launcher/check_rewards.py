@@ -1,8 +1,8 @@
 """`bash launch.sh check config.yaml [key=value …]`: tries the rewards before any GPU time is spent.
 
-Runs the reward functions over right and wrong answers of the config's data (rewards/gold_answers.py). They go the way
-of a completion: behind the real prompt, through the tokenizer, its ids, the ends and the decoding of a run. Without the
-model's tokenizer at hand they reach the rewards as they are. Imports no torch.
+Runs the reward functions over right and wrong answers of the config's data (rewards/gold_answers.py). An
+answer is treated like a completion of a run: it follows the real prompt, is tokenized, cut at the first stop token or
+text, and decoded. Without the model's tokenizer on this machine it reaches the rewards unchanged. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILED = 1
 
 
 def main() -> None:
-    """Raises UserError, and SystemExit with 1 when a reward function or a gold answer fails."""
+    """Prints findings on the rewards. Raises UserError, and SystemExit with 1 if a function or a gold answer fails."""
     parser = argparse.ArgumentParser(prog="launch.sh check", description="Try the reward functions of a config.")
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -65,7 +65,7 @@ def _count(texts: Sequence[str], what: str) -> str:
 
 
 def check(config: Config, problems: Sequence[Problem]) -> Findings:
-    """Raises UserError as a run would, for rows that become no prompts and functions that cannot be called."""
+    """Tries rewards on rows. Raises UserError, like a run, if rows become no prompts or functions cannot be called."""
     way = _way(config, problems)
     prompts = way.prompts.values() if way else ()
     shown = [(p.problem, p.for_rewards) for p in prompts] or [(p, shown_to_rewards(p, config)) for p in problems]
@@ -83,14 +83,14 @@ def check(config: Config, problems: Sequence[Problem]) -> Findings:
 
 @dataclass
 class _Way:
-    """What a run makes of a completion: between the prompt's last token and the text that rewards read."""
+    """The steps of a run between a prompt's last token and the completion's text that the reward functions read."""
 
     tokenizer: Any
     reader: Any
     ends: Any
     prompts: dict[int, Prompt]  # by row
-    changed: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # by form: row, written, read
-    cut: set[str] = field(default_factory=set)  # forms that an end cuts off
+    changed: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # by form: row, text, text read by rewards
+    cut: set[str] = field(default_factory=set)  # forms that a stop condition cuts off
 
     @property
     def thinks(self) -> bool:
@@ -118,7 +118,7 @@ class _Way:
         return whole if place is not None or end < len(text) or not self.ends.own else [*whole, self.ends.own[0]]
 
     def report(self, findings: Findings) -> None:
-        """What template, tokenizer and ends make of answers, beside what the rewards then say."""
+        """Adds to the findings how template, tokenizer and stop conditions change answers before rewards read them."""
         begun = {prompt.begun for prompt in self.prompts.values() if prompt.begun}
         findings.lines += [f"prompts begin the model's turn with {text!r}: rewards read it" for text in sorted(begun)]
         if self.cut:
@@ -137,7 +137,7 @@ class _Way:
 
 
 def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
-    """None where the tokenizer is not at hand."""
+    """Returns the prompts and tokenizer for these problems, or None if the tokenizer is not on this machine."""
     from model.hub import present_file
     from model.tokenizer import load_tokenizer
     from sampler.many_prompts import make_prompts
@@ -146,11 +146,11 @@ def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
 
     path, revision = config.model.path, config.model.revision
     if not Path(path).expanduser().is_dir() and present_file(path, "tokenizer_config.json", revision) is None:
-        return None  # it would have to be fetched or built first
+        return None  # the tokenizer would have to be downloaded or built first
     tokenizer = load_tokenizer(path, revision, config.model.trust_remote_code)
     with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         tools = multi_turn.pool.tools if multi_turn else None
-        # the words of a prompt with images are tried without them
+        # no prompts are made of rows with images: their answers are tried without one
         prompts = (
             {}
             if config.data.image_key

@@ -1,4 +1,4 @@
-"""The two commands of a run, and what a restart changes in them."""
+"""The commands that start the sampler and the trainer, and the changes that a restart makes to them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from launcher.processes import PID, Child
 from report.run_log import read_jsonl
 
 RANKS = (sys.executable, *(["-P"] * sys.flags.safe_path), "-m", "launcher.ranks")
-_SECONDS = ("step_time", "timing/checkpoint_s")  # of a step, in metrics.jsonl
+_SECONDS = ("step_time", "timing/checkpoint_s")  # seconds of a step, in metrics.jsonl
 
 
 class Commands:
-    """Commands(path, overrides, config, place).samplers() is what to start."""
+    """Builds the processes of a run to start, for example Commands(path, overrides, config, place).samplers()."""
 
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, place: Placement) -> None:
         self.config = config
@@ -33,10 +33,10 @@ class Commands:
         self._arguments = ("--config", str(path.absolute()), *overrides)
         self._logs = config.run.output_dir / "logs"
         self._tag = run_tag(config.run.output_dir)
-        self._temporary = glob.escape(tempfile.gettempdir())  # of a PBS array /var/tmp/pbs.12[3].server
+        self._temporary = glob.escape(tempfile.gettempdir())  # a PBS array job has /var/tmp/pbs.12[3].server
 
     def samplers(self) -> list[Child]:
-        """One, or sampler.num_samplers of them, each with the name of its log as its id."""
+        """Returns one sampler, or sampler.num_samplers of them, each with the name of its log as its id."""
         if len(self.place.samplers) == 1:
             return [self._sampler("sampler", self.place.samplers[0])]
         named = {f"sampler.{i}": place for i, place in enumerate(self.place.samplers)}
@@ -70,7 +70,7 @@ class Commands:
         )
 
     def _buffers(self) -> dict[str, str]:
-        """Where ranks on CPUs find no room for what they share, DeepSpeed's would wait for each other in vain."""
+        """Disables DeepSpeed's buffers if /dev/shm has no room: its ranks on CPUs would wait for each other forever."""
         needed = self.place.num_ranks * RANK_BUFFER
         if self.place.trainer_gpus or has_room(needed):
             return {}
@@ -80,7 +80,7 @@ class Commands:
         return {NO_BUFFERS: "1"}
 
     def restart_trainer(self, code: int) -> Child | str:
-        """What to start after this exit code, or why nothing may be started."""
+        """Returns the process to start after this exit code, or why none may be started."""
         folder, steps = self.config.run.output_dir, self.steps()
         if checkpoints(folder):
             return self.trainer("run.resume=true")
@@ -91,18 +91,18 @@ class Commands:
         )
 
     def batch_s(self) -> float:
-        """Twice what the slowest of the last batches took, and the slowest checkpoint; 0 before the first step."""
+        """Returns twice the seconds of the slowest recent batch and checkpoint together; 0 before the first step."""
         records = read_jsonl(self.config.run.output_dir / "metrics.jsonl")[-20:]
         step_s, save_s = (max((r.get(key) or 0.0 for r in records), default=0.0) for key in _SECONDS)
         return 2 * (self.config.algorithm.steps_per_batch * step_s + save_s)
 
     def steps(self) -> int:
-        """Optimizer steps that the run has reported."""
+        """Returns the number of optimizer steps that the run has reported."""
         records = read_jsonl(self.config.run.output_dir / "metrics.jsonl")
         return records[-1]["step"] if records else 0
 
 
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """Our environment. `additions` are defaults for what the user has not set, apart from the devices, which hold."""
+    """Returns our environment with `additions`, which are defaults; only CUDA_VISIBLE_DEVICES overrides ours."""
     devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
     return {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}

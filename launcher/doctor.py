@@ -1,8 +1,8 @@
-"""Looks for what usually stops a start, and says how to mend it:  bash launch.sh doctor
+"""Checks for the usual obstacles to a start, and prints how to remove them:  bash launch.sh doctor
 
 One line per check, ✓ or ✗, with a fix to paste under every ✗. Imports only the standard library, so that it also runs
-before anything is installed: launch.sh asks `--before-install` for what would fail only after the download. Left out: a
-run of anything, and what one config needs, which `launch.sh plan` says.
+before anything is installed: launch.sh calls `--before-install` for checks that would fail only after the download. It
+starts no part of a run and does not check what one config needs; `launch.sh plan` does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
 
 @dataclass(frozen=True)
 class Check:
-    """Check(False, "g++: not found", "apt-get install g++")"""
+    """The result of a check, for example Check(False, "g++: not found", "apt-get install g++")."""
 
     ok: bool
     text: str
-    fix: str  # what to paste where it is not
+    fix: str  # a remedy to paste if not ok
 
 
 def main(arguments: list[str]) -> int:
@@ -65,14 +65,14 @@ def main(arguments: list[str]) -> int:
 
 
 def before_install(on_gpu: bool) -> Iterator[Check]:
-    """What the packages of this backend need."""
+    """Yields the checks of what the packages of this backend need."""
     yield disk(14 if on_gpu else 6)
     yield memory(7 if on_gpu else 5)
     yield from gpu_machine() if on_gpu else (cpp_compiler(),)
 
 
 def checks() -> Iterator[Check]:
-    """The machine first, then what is installed."""
+    """Yields the checks of the machine, then those of what is installed."""
     yield memory()
     yield cores()
     yield shared_memory()
@@ -86,33 +86,33 @@ def checks() -> Iterator[Check]:
 
 
 def memory(needed_gib: int = 8) -> Check:
-    """8 GiB: vLLM and one rank, each with torch, and the quick start's model take about 5."""
+    """Checks for memory, by default 8 GiB: vLLM, a rank (both with torch) and the quick start's model need about 5."""
     total, whose = memory_limit()
     fix = f"needs {needed_gib} GiB; use a larger machine, or start the container with --memory={needed_gib}g"
     return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB, {whose}", fix)
 
 
 def cores() -> Check:
-    """What a container may use can be less than what it sees."""
+    """Reports the CPU cores: those that a container may use can be fewer than those that it sees."""
     return Check(True, f"CPU cores: {len(usable_cores())} of {os.cpu_count()}", "")
 
 
 def shared_memory() -> Check:
-    """Weights are published there by default; containers often have 64 MiB of it."""
+    """Checks /dev/shm, where weights are published by default; containers often have 64 MiB of it."""
     free = shared_memory_bytes()
     fix = "start the container with --shm-size=2g; with less, weights take the disk, and ranks exchange slower"
     return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
 
 
 def disk(needed_gib: int = 2) -> Check:
-    """2 GiB: for a run."""
+    """Checks for free space on the disk, by default 2 GiB, which a run needs."""
     free = shutil.disk_usage(ROOT).free
     fix = f"needs {needed_gib} GiB; free some space"
     return Check(free >= needed_gib * GIB, f"disk: {free / GIB:.1f} GiB free in {ROOT}", fix)
 
 
 def hub() -> Check:
-    """Models and data by hub id need it; folders and files do not."""
+    """Checks that the hub answers, which models and data by hub id need; folders and files do not."""
     fix = "export HF_ENDPOINT=https://… of a mirror, or HF_HUB_OFFLINE=1 where models and data are local"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Check(True, "hub: not asked, HF_HUB_OFFLINE is set", fix)
@@ -127,7 +127,7 @@ def hub() -> Check:
 
 
 def cpp_compiler() -> Check:
-    """DeepSpeed compiles a small CPU helper."""
+    """Checks for g++, with which DeepSpeed compiles a small CPU helper."""
     path = shutil.which("g++")
     return Check(path is not None, f"g++: {path or 'not found'}", "apt-get install g++")
 
@@ -136,7 +136,7 @@ def cpp_compiler() -> Check:
 
 
 def gpu_machine() -> Iterator[Check]:
-    """Driver and GPUs only where there is a driver, and ANY_DRIVER=1 vouches for any; another check misses it."""
+    """Yields checks of driver and GPUs, unless ANY_DRIVER=1; another check reports a driver that is missing."""
     query = "--query-gpu=driver_version,compute_cap,name"
     listed = nvidia_smi(query, "--format=csv,noheader") if os.environ.get("ANY_DRIVER") != "1" else ""
     for i, line in enumerate(listed.splitlines()):  # "580.95.05, 8.9, NVIDIA L4"
@@ -153,7 +153,7 @@ def gpu_machine() -> Iterator[Check]:
 
 
 def driver(version: str) -> Check:
-    """driver("535.104.05").ok == False; a version that is not told is taken."""
+    """Checks the version: driver("535.104.05").ok == False; a version that is not reported passes."""
     major = version.partition(".")[0]
     return Check(
         not major.isdigit() or int(major) >= OLDEST_DRIVER,
@@ -164,7 +164,7 @@ def driver(version: str) -> Check:
 
 
 def gpu(name: str, capability: str) -> Check:
-    """gpu("Tesla V100", "7.0").ok == False"""
+    """Checks the compute capability: gpu("Tesla V100", "7.0").ok == False."""
     parts = capability.split(".")
     ok = not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= OLDEST_GPU
     text = f"GPU: {name}, compute capability {capability}" + ("" if ok else "; CUDA 13 needs 7.5 or newer")
@@ -175,7 +175,7 @@ def gpu(name: str, capability: str) -> Check:
 
 
 def packages() -> Check:
-    """Every package of the lock, at its version."""
+    """Checks that every package of the lock is installed at its version."""
     try:
         lock = ROOT / ("tools/locks/cpu.lock" if is_cpu_build() else "tools/locks/gpu.lock")
         wrong = mismatches(read_lock(lock.read_text()), _version)
@@ -187,7 +187,7 @@ def packages() -> Check:
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Name → version for this interpreter.  "a==1\\nb==2 ; sys_platform == 'win32'" → {"a": "==1"} on Linux"""
+    """Returns name → version for this interpreter.  "a==1\\nb==2 ; sys_platform == 'win32'" → {"a": "==1"} on Linux"""
     from packaging.requirements import Requirement
 
     requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
@@ -196,7 +196,7 @@ def read_lock(text: str) -> dict[str, str]:
 
 
 def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) -> list[str]:
-    """What is not there or of another version; a build tag such as +cu130 may be added to a plain version."""
+    """Returns packages that are missing or of another version; a plain version also allows a build tag, as +cu130."""
     from packaging.specifiers import SpecifierSet
 
     found = ((name, version_of(name), wanted) for name, wanted in pins.items())
@@ -215,7 +215,7 @@ def _version(name: str) -> str | None:
 
 
 def compilers_and_gpus() -> Iterable[Check]:
-    """A CPU build needs g++ for DeepSpeed's op; a GPU build must agree with the driver."""
+    """Checks g++, which a CPU build needs for DeepSpeed's op, or that a GPU build agrees with the driver."""
     gpus = len(listed_gpus())
     try:
         for_cpu = is_cpu_build()

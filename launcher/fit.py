@@ -1,6 +1,6 @@
-"""Does a run fit its devices? Lines and problems for people, from the estimates. Pure.
+"""Estimates whether a run fits its devices, as lines and problems for people to read. Pure functions.
 
-Left out: several kinds of GPU in one machine; the smallest is taken for all.
+Several kinds of GPU in one machine are not told apart: the smallest is taken for all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
 
 
 def _parts(memory: TrainerMemory) -> str:
-    """What is there all the time, and what the peak of a step adds."""
+    """Returns the permanent parts of the memory and those that the peak of a step adds, in words."""
     always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context", "spare")
     largest = ("reducing",) if memory.reducing == memory.peak else ("activations", "logits", "buckets")
     return ", ".join(f"{name} {gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
@@ -82,7 +82,7 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
 
 
 def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
-    """Of a machine with GPUs: what is published is copied into pinned memory, for good, and written to the samplers."""
+    """Checks the host memory of a GPU machine: permanent pinned copies of published weights, and their versions."""
     pinned, versions = published_copies(work), published_versions(work)
     place = config.weights.dir or "/dev/shm"
     line = "host", f"{gib(pinned)} pinned for what is published; versions of it {gib(versions)} in {place}"
@@ -93,7 +93,7 @@ def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
 
 
 def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) -> Iterator[str]:
-    """taken: what vLLM takes of its GPU, without a reference model beside it."""
+    """Yields why the sampler does not fit. taken: bytes of its GPU that vLLM uses, without the reference model."""
     if sampler.sequences_that_fit(taken) < 1:
         needed = (sampler.weights + sampler.overhead + sampler.cache_per_sequence) / machine.gpu_bytes
         have = f"the sampler's weights and one sequence need {needed:.2f} of {gib(machine.gpu_bytes)}"
@@ -109,7 +109,7 @@ def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) ->
 
 
 def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
-    """Both processes, with a cache that shares.py chooses."""
+    """Checks both processes on one GPU, with a key-value cache whose size shares.py chooses."""
     sampler, found = sampler_memory(work), shares(work, machine, longest_sequence(config))
     text = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
     if work.reference_of("sampler") is not None:
@@ -122,7 +122,7 @@ def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machi
 
 
 def _on_cpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
-    """All processes share the host's memory."""
+    """Checks all processes together, because they share the host's memory."""
     sampler, count = sampler_memory(work), config.sampler.num_samplers
     of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
     text = (

@@ -1,12 +1,12 @@
-"""A run over several hosts: which processes each of them gets, and the orders that start them there.
+"""A run over several hosts: the processes of each host, and the orders that start them.
 
     10.0.0.1 slots=2              two ranks of the trainer; rank 0 is on the first host
-    10.0.0.3 slots=2 samplers=1   two ranks, and a sampler behind them
+    10.0.0.3 slots=2 samplers=1   two ranks, and a sampler on the GPUs after theirs
     10.0.0.4 slots=0 samplers=4
 
 The lines are those of DeepSpeed's hostfile, with samplers= beside them. On a host with GPUs the ranks take the first
 `slots` of them, one each, and every sampler the next vllm.tensor_parallel_size. Without any samplers= the first host
-has one. Left out: devices by number, for these differ from host to host.
+has one. Devices by number are not supported, because they differ from host to host.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from launcher.placement import Placement, SamplerPlace
 from launcher.processes import Child
 
 _LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
-_SHOWN_LATE_S = 20.0  # a file that this host made, on another
+_SHOWN_LATE_S = 20.0  # until another host sees a file of this one
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
-# of our environment, what other hosts need: settings of libraries, and never a secret
+# Variables of our environment that other hosts need: settings of libraries, and never a secret.
 _PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
 _OF_THIS_HOST = (STARTED_AT, "TANDEM_MARK", "TANDEM_SSH", "TANDEM_CALLED_FROM", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True)
 class HostLine:
-    """One host. HostLine("10.0.0.1", slots=2, samplers=1)"""
+    """A line of the hostfile, for example HostLine("10.0.0.1", slots=2, samplers=1)."""
 
     name: str
     slots: int  # ranks of the trainer
@@ -52,7 +52,7 @@ class HostLine:
 
 
 def read_hosts(path: Path) -> tuple[HostLine, ...]:
-    """Those of a hostfile. Raises UserError naming the line that is wrong."""
+    """Returns the hosts of a hostfile. Raises UserError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -77,7 +77,7 @@ def _host(path: Path, number: int, text: str) -> HostLine:
 
 
 def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
-    """Overrides: how many samplers there are. Raises UserError where the config says otherwise than the hostfile."""
+    """Returns overrides for the number of samplers. Raises UserError if the config contradicts the hostfile."""
     ranks, samplers, endpoint = sum(h.slots for h in hosts), sum(h.samplers for h in hosts), config.channel.endpoint
     for name, given, is_right in (
         ("trainer.num_ranks", config.trainer.num_ranks, config.trainer.num_ranks in (None, ranks)),
@@ -102,11 +102,11 @@ def placement_over(hosts: Sequence[HostLine]) -> Placement:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where all reach the first.  Meeting("10.0.0.1", 12345, {"10.0.0.3": {"GLOO_SOCKET_IFNAME": "eth0"}})"""
+    """The first host's address.  Meeting("10.0.0.1", 12345, {"10.0.0.3": {"GLOO_SOCKET_IFNAME": "eth0"}})"""
 
     address: str = "127.0.0.1"
-    port: int = 0  # of that host, which is free there
-    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of every host; empty where there is only one
+    port: int = 0  # a free port of the first host
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by host; empty with a single host
 
     @property
     def endpoint(self) -> str:
@@ -114,10 +114,10 @@ class Meeting:
 
 
 def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> Meeting:
-    """Its name is not enough: on Debian a host's own is 127.0.1.1 to itself, and ssh has names that only ssh knows.
+    """Returns an address of the first host that all others reach. Raises UserError if there is none.
 
-    answers: of `over_hosts.answers`. Of the addresses that all others have reached, those that they know by its name
-    come first. Raises UserError if there is none.
+    Its name is not enough: on Debian a host's own is 127.0.1.1 to itself, and some names only ssh knows. Addresses that
+    the others know by its name are preferred. answers: of `over_hosts.answers`.
     """
     (first, *others), port = answers, answers[0]["port"]
     if not others:
@@ -139,12 +139,12 @@ def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> 
 
     address = min(common, key=order)
     cards = [first["cards"][address], *(other["cards"][address] for other in others)]
-    names = (host.name for host in hosts)  # gloo would take the card whose address the host's own name stands for
+    names = (host.name for host in hosts)  # gloo would take the card to whose address its name resolves
     return Meeting(address, port, {name: {"GLOO_SOCKET_IFNAME": c} for name, c in zip(names, cards, strict=True)})
 
 
 class HostCommands(Commands):
-    """As Commands, of processes on several hosts. meet: also where rank 0 listens, unless the config says it."""
+    """The Commands of a run on several hosts. meet: also where rank 0 listens, unless the config has an endpoint."""
 
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, hosts: Sequence[HostLine], meet: Meeting):
         listens = [] if config.channel.endpoint else [f"channel.endpoint={meet.endpoint}"]
@@ -154,10 +154,10 @@ class HostCommands(Commands):
         durable.make_private(self._folder)
         for old in self._folder.glob("*.json"):
             old.unlink()
-        self._number = secrets.token_hex(4)  # no other host has these files by chance
+        self._number = secrets.token_hex(4)  # so that no other host has a file of this name by chance
 
     def samplers(self) -> list[Child]:
-        """Each by itself: one that ends is started again alone."""
+        """Returns one child per sampler, so that one that ends is restarted alone."""
         width = self.config.engine_gpus
         places = [(host, (host.slots + i * width, width)) for host in self._hosts for i in range(host.samplers)]
         return [
@@ -166,7 +166,7 @@ class HostCommands(Commands):
         ]
 
     def trainer(self, *extra: str) -> Child:
-        """Those of every host that has ranks."""
+        """Returns one child for the ranks of all hosts."""
         hosts = [host for host in self._hosts if host.slots]
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
         all_of = [str(self.place.num_ranks), self._meet.address, PORT, *script]
@@ -182,8 +182,8 @@ class HostCommands(Commands):
         return self._over("trainer", starts)
 
     def _over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
-        """starts: hosts, commands, and what else on_host.py reads: gpus (the first of the host, and how many), scratch.
-        The log of each has its host's name; that of the whole is beside them."""
+        """Returns a child that runs commands on hosts. starts: host, command, and for on_host.py gpus (the first, and
+        how many) and scratch. The log of each command has its host's name; the child's own log is beside them."""
         self._attempt += 1
         file = self._folder / f"{name}-{self._number}.json"
         orders = [
@@ -209,6 +209,6 @@ class HostCommands(Commands):
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """What other hosts get of our environment: settings of libraries, no secret, nothing of this host."""
+    """Returns the variables for other hosts: our settings of libraries, no secret, nothing specific to this host."""
     kept = {k: v for k, v in environ.items() if _PASSED.fullmatch(k) and not secret_part([k])}
     return {k: v for k, v in kept.items() if k not in _OF_THIS_HOST} | {"TANDEM_SUPERVISED": "1"}

@@ -1,8 +1,8 @@
-"""Who killed a process: the kernel for want of memory, or somebody outside. Linux.
+"""Finds out who killed a process: the kernel for want of memory, or another process. Linux only.
 
 The kernel counts the processes that it has killed for want of memory: `oom_kill` in a file of our cgroup, or in
-/proc/vmstat for the whole machine. A counter that has grown when the process ended tells. Only the host of a process
-has this evidence: on another one on_host.py looks. Left out: who sent the signal if it was not the kernel.
+/proc/vmstat for the whole machine. A counter that has grown when the process ended shows a kill. Only the host of a
+process has this evidence: on another host on_host.py looks. A sender other than the kernel is not identified.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from launcher.machine import GIB, control_groups, memory_limit
 
-_FRESH_S = 60.0  # ranks.py, whose end we see, gives the other ranks 30 s before its own
-_COUNTERS = ("memory.events", "memory.oom_control")  # of cgroup v2, v1
+_FRESH_S = 60.0  # ranks.py, whose end we see, first waits up to 30 s for the other ranks
+_COUNTERS = ("memory.events", "memory.oom_control")  # cgroup v2, v1
 
 
 class OomKills:
-    """The kernel's. Each explains one process that ends right after it.
+    """The kernel's out-of-memory kills. Each of them explains one process that ends right after it.
 
-    So a sampler that somebody kills an hour after a trainer that was short of memory is not named for that, and nor is
-    the trainer for what a reward ate.
+    So a sampler that somebody kills an hour after a trainer ran out of memory is not said to lack memory, nor is
+    a trainer after the kernel has killed a reward's process.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root, self._known, self._recent = root, oom_kills(root), list[float]()
 
     def look(self) -> None:
-        """As often as one looks whether processes run, and before that."""
+        """Counts new kills. Call it each time before you check whether the processes run."""
         known = self._known
         self._known = None if known is None else oom_kills(self._root)
         if known is not None and self._known is not None:
@@ -36,7 +36,7 @@ class OomKills:
             self._recent = [at for at in self._recent if now - at < _FRESH_S] + [now] * (self._known - known)
 
     def why_killed(self, who: str, advice: str) -> tuple[bool, str]:
-        """After `who` ended by SIGKILL: (whether the kernel did it for want of memory, what to tell people).
+        """Returns (whether the kernel killed `who` for want of memory, the message for people) after an end by SIGKILL.
 
         advice: which settings need less memory.
         """
@@ -53,7 +53,7 @@ class OomKills:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed for want of memory, in our cgroup or else on this machine."""
+    """Returns how many processes the kernel has killed for want of memory, in our cgroup or else on this machine."""
     ours = [folder / name for folder in control_groups("memory", root) for name in _COUNTERS]
     for file in (*ours, root / "proc/vmstat"):
         with suppress(OSError, KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, the build of torch, compiled ops. Standard library only, so that it also answers
+"""Facts about this machine: its GPUs, memory and cores, and the build of torch. Standard library only, so that it works
 before anything is installed, and within a second, because it never imports torch."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # root of the repository
 GIB = 2**30
 MACHINE = "the machine's memory"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine(gpus=3, gpu_bytes=32 * GIB, memory=128 * GIB)"""
+    """The devices of a machine, for example Machine(gpus=3, gpu_bytes=32 * GIB, memory=128 * GIB)."""
 
     gpus: int
     gpu_bytes: float  # memory of the smallest GPU; 0 = not known
@@ -29,36 +29,36 @@ class Machine:
 
 
 def gib(size: float) -> str:
-    """Bytes as people read them: "1.5 GiB", or "12.3 MiB" below a tenth of one."""
+    """Returns bytes in words: "1.5 GiB", or "12.3 MiB" below a tenth of a GiB."""
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"
 
 
 def this_machine(num_gpus: int) -> Machine:
-    """This host with as many of its GPUs as a run may use."""
+    """Returns this host with the number of its GPUs that a run may use."""
     return Machine(num_gpus, smallest_gpu() if num_gpus else 0, memory_limit()[0])
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed torch is the one without CUDA. Raises PackageNotFoundError without torch."""
+    """Returns whether the installed torch is the one without CUDA. Raises PackageNotFoundError without torch."""
     return metadata.version("torch").endswith("+cpu")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Gpu(0, "GPU-5f2b…"): one line of `nvidia-smi -L`."""
+    """A GPU, one line of `nvidia-smi -L`: Gpu(0, "GPU-5f2b…")."""
 
     number: int
     uuid: str
-    is_cut: bool = False  # into MIG devices
+    is_cut: bool = False  # divided into MIG devices
 
 
 def listed_gpus() -> tuple[Gpu, ...]:
-    """GPUs that the NVIDIA driver lists; () where there is no driver."""
+    """Returns the GPUs that the NVIDIA driver lists; () without a driver."""
     return gpus_in(nvidia_smi("-L"))
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What it prints; "" where there is no driver."""
+    """Returns the output of nvidia-smi; "" without a driver."""
     command = ["nvidia-smi", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -67,7 +67,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def gpus_in(listed: str) -> tuple[Gpu, ...]:
-    """gpus_in("GPU 0: NVIDIA L4 (UUID: GPU-5f2b)") == (Gpu(0, "GPU-5f2b"),); MIG devices stand below their GPU."""
+    """Parses "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" into (Gpu(0, "GPU-5f2b"),); lines of MIG devices follow their GPU."""
     found: list[Gpu] = []
     for line in listed.splitlines():
         if match := re.match(r"GPU (\d+):(?:.*\(UUID: (\S+)\))?", line):
@@ -78,7 +78,7 @@ def gpus_in(listed: str) -> tuple[Gpu, ...]:
 
 
 def smallest_gpu() -> int:
-    """Bytes of memory of the GPU with the least; 0 where there is no driver, or it does not say."""
+    """Returns the bytes of memory of the smallest GPU; 0 without a driver, or if it does not report them."""
     listed = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
         return 2**20 * min((int(mib) for mib in listed.split("\n") if mib.strip()), default=0)
@@ -87,7 +87,7 @@ def smallest_gpu() -> int:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
-    """The smallest of our control group, those above it, and the machine: (bytes, whose it is)."""
+    """Returns (bytes, whose limit it is), the smallest limit of our control group, those above it, and the machine."""
     found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), MACHINE)]
     for folder in control_groups("memory", root):
         for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):  # v2, v1
@@ -97,16 +97,16 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def shared_memory_bytes(root: Path = Path("/")) -> int:
-    """What /dev/shm may hold of ours: what is free there, and no more than half of our memory, of which it is made."""
+    """Returns the bytes that we may put into /dev/shm: the free ones, at most half of our memory, which backs it."""
     with suppress(OSError):
         return min(shutil.disk_usage(root / "dev/shm").free, memory_limit(root)[0] // 2)
     return 0
 
 
 def usable_cores(root: Path = Path("/")) -> list[int]:
-    """Numbers of the CPU cores that our affinity and our control groups' share of time leave.
+    """Returns the numbers of the CPU cores that our affinity and our control groups' share of time leave.
 
-    Which of many is the same at every start, and another in each container, so that not all take the first.
+    The choice is the same at every start and differs between containers, so that not all of them take the first cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [float(len(cores))]
@@ -122,9 +122,9 @@ def usable_cores(root: Path = Path("/")) -> list[int]:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Folders of our control group and of those above it, of cgroup v2 and of a v1 controller.
+    """Returns the folders of our control group and of those above it, of cgroup v2 and of a v1 controller.
 
-    In a container the path in /proc may be the host's, which does not exist here: what exists above it is ours.
+    In a container the path in /proc may be the host's, which does not exist here: existing folders above it are ours.
     """
     base, found = root / "sys/fs/cgroup", []
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""How much memory a run will take on each device, from its workload alone: estimates, printed as such. Pure.
+"""Estimates the memory that a run will take on each device, from its workload alone. Pure functions.
 
 The letters are those of workload.py; n = trained parameters, B = DeepSpeed's reduce_bucket_size. Without a GPU it is
-resident memory of a process. Left out: fragmentation; NCCL's buffers and the CUDA context together are _CONTEXT.
+resident memory of a process. Fragmentation is not counted; NCCL's buffers and the CUDA context together are _CONTEXT.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from model.dims import ModelDims
 from model.vision_dims import VisionDims
 
 _CONTEXT = 1.5 * GIB
-# Resident before there is a model: Python with torch and DeepSpeed, and with vLLM.
+# Resident before a model is loaded: Python with torch and DeepSpeed, and with vLLM.
 _TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
-_SPARE = 0.25  # of what comes and goes, as measured
+_SPARE = 0.25  # share of the tensors that come and go, as measured
 _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one rank: some of them all the time, the rest by turns."""
+    """Bytes on one rank: some allocated all the time, the others in one phase of a step."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    logits: float  # of one chunk, and the head's gradient with the one it is added to
+    logits: float  # logits of one chunk, and the head's gradient with the one it is added to
     critic: float  # its weights, gradients and optimizer
     reference: float  # whole on every rank
-    buckets: float  # of gradients on their way to other ranks; during the backward pass from ZeRO 2 on
+    buckets: float  # gradients on their way to other ranks; during the backward pass from ZeRO 2 on
     reducing: float  # between backward pass and step, with ZeRO 0 and 1
-    copies: float  # of the weights, while a version is written behind the next step
+    copies: float  # copies of the weights, while a version is written during the next step
     context: float
     spare: float = 0.0  # on a CPU: freed blocks of the heap into which the next tensors do not fit
 
     @property
     def peak(self) -> float:
-        """The larger of what is needed by turns: the backward pass, and the reduction of gradients after it.
+        """Returns the larger need of two phases: the backward pass, and the reduction of gradients after it.
 
         The optimizer works in place.
         """
@@ -58,7 +58,7 @@ class TrainerMemory:
 def states(
     n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False, moments: float = 8
 ) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
+    """Returns (weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
     bfloat16: 2n + 2n + 12n, the last a float32 master copy and two moments; the gradients 4n where micro-batches add
     them up in float32. float32: 4n + 4n + 8n, and 12n from stage 1 on, where DeepSpeed keeps a master copy too. Stage 1
@@ -74,14 +74,14 @@ def states(
 
 
 def layer_activations(work: Workload, model: ModelDims) -> float:
-    """Bytes that one layer keeps for its backward pass, for the micro-batch of one rank.
+    """Returns the bytes that one layer keeps for its backward pass, for the micro-batch of one rank.
 
     Per token: two norms 2·(4 + 2b)·H, the output projection's input b·A·D, the gated MLP 4b·I; and in attention its
     queries, outputs, keys and values, the prompt's repeated for each completion: a·(2·A·D + 2·K·D·(P + C)/C), a = b
-    on a GPU and 4 on a CPU, which attends in float32. In float32 no kernel of a GPU that takes grouped heads is left
-    but the one that keeps every score: A·4 each, twice.
-    Of S ranks that share the micro-batch each keeps 1/S, in attention of heads; where K does not divide by S, key and
-    value heads are repeated up to the least common multiple of both.
+    on a GPU and 4 on a CPU, which attends in float32. In float32 the only GPU kernel that takes grouped heads keeps
+    every score: A·4 each, twice.
+    Each of S ranks that share the micro-batch keeps 1/S, and 1/S of the heads in attention; if K does not divide by S,
+    key and value heads are repeated up to the least common multiple of both.
     """
     b, d, s = work.bytes_per_value, model.head_dim, work.sp_size
     per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate)
@@ -94,7 +94,7 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
 
 
 def trainer_memory(work: Workload) -> TrainerMemory:
-    """The peak of a step on the longest possible micro-batches."""
+    """Estimates the peak of a step on the longest possible micro-batches."""
     model, b, ranks, stage = work.model, work.bytes_per_value, work.ranks, work.zero_stage
     trained = work.trained
     weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32, work.moments)
@@ -125,13 +125,13 @@ def trainer_memory(work: Workload) -> TrainerMemory:
 
 
 def _logits(work: Workload, model: ModelDims) -> float:
-    """Of one chunk: in dtype, in float32, scaled, probabilities, and their product."""
+    """Returns the bytes of one chunk: logits in dtype, in float32, scaled, probabilities, and their product."""
     chunk = min(work.chunk, int(work.groups_per_micro_batch * work.num_generations * work.completion))
     return float((work.bytes_per_value + 16) * model.vocab * chunk)
 
 
 def _reduction(work: Workload, n: int) -> tuple[float, float]:
-    """(during the backward pass, after it): bytes of gradients on their way between ranks, beside the gradients.
+    """Returns bytes of gradients on their way between ranks, beside the gradients: (in the backward pass, after it).
 
     A bucket has B values on a GPU, whatever is in it; on a CPU only what was written is resident. Stage 0: the
     flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, which are flat already, a copy in
@@ -148,7 +148,7 @@ def _reduction(work: Workload, n: int) -> tuple[float, float]:
 
 
 def _activations(work: Workload, model: ModelDims) -> float:
-    """Of all layers; with checkpointing one layer and the inputs of all."""
+    """Returns the bytes of all layers; with checkpointing those of one layer and the inputs of all."""
     layer = layer_activations(work, model)
     if not work.checkpointing:
         return model.layers * layer
@@ -157,9 +157,9 @@ def _activations(work: Workload, model: ModelDims) -> float:
 
 
 def tower_activations(work: Workload, tower: VisionDims | None) -> float:
-    """Bytes that a vision tower keeps of the images of one rank's micro-batch; of one block if it is frozen.
+    """Returns the bytes that a vision tower keeps of the images of one rank; only those of one block if it is frozen.
 
-    With checkpointing one block and the inputs of all; and of every patch its float32 values 4·3·temporal·patch².
+    With checkpointing: one block and the inputs of all. Always: each patch's float32 values, 4·3·temporal·patch².
     """
     if tower is None or not work.images:
         return 0.0
@@ -174,55 +174,55 @@ def tower_activations(work: Workload, tower: VisionDims | None) -> float:
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """Bytes on one device; cache_per_sequence for the longest possible sequence."""
+    """Bytes on one device; cache_per_sequence is that of the longest possible sequence."""
 
     weights: float
-    reference: float  # and one chunk of its logits
+    reference: float  # its weights and one chunk of its logits
     cache_per_sequence: float
     overhead: float
 
     def sequences_that_fit(self, budget: float) -> int:
-        """How many of the longest sequences decode at once when vLLM may use `budget` bytes."""
+        """Returns how many of the longest sequences decode at once when vLLM may use `budget` bytes."""
         return max(0, int((budget - self.weights - self.overhead) // self.cache_per_sequence))
 
 
 def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
-    """Weights and cache split over tensor_parallel devices. Key-value cache: 2·L·K·D·b·(P + C) per sequence,
-    and what recurrent layers keep of it."""
+    """Estimates the sampler; tensor_parallel devices divide weights and cache. Key-value cache: 2·L·K·D·b·(P + C) bytes
+    per sequence, and the states of recurrent layers."""
     b, model = work.bytes_per_value, work.model
     values = model.kv_values_per_token * (work.prompt + work.completion) + model.state_values
     cache = b * values / tensor_parallel
     logits = 8 * model.vocab * work.max_num_seqs  # two float32 copies in the sampling step
     frozen = work.reference_of("sampler")
-    one_group = replace(work, groups_per_micro_batch=1)  # which is scored at a time
+    one_group = replace(work, groups_per_micro_batch=1)  # the sampler scores one group at a time
     reference = b * frozen.parameters + _logits(one_group, frozen) if frozen else 0.0
     context = _CONTEXT if work.on_gpu else _SAMPLER_PROGRAM
     return SamplerMemory(b * model.parameters / tensor_parallel, reference, cache, context + logits)
 
 
 def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
-    """Of the sampler's process without a GPU: vLLM's cache, of at most 16 GiB, is resident at once.
+    """Returns the bytes of a sampler process without a GPU: vLLM's cache, of at most 16 GiB, is resident at once.
 
-    Weights four times, as measured: as loaded, packed for vLLM's products, and the next ones while they are loaded.
+    Weights count four times, as measured: loaded, packed for vLLM's products, and the next ones while they load.
     """
     cache = min(16 * GIB, work.max_num_seqs * sampler.cache_per_sequence)
     return 4 * sampler.weights + sampler.reference + sampler.overhead + cache
 
 
 def published_versions(work: Workload) -> float:
-    """In memory without being anybody's: two versions, one more while it is written, and the sampler's own copy."""
+    """Returns bytes that are no process's own: two versions, one more while it is written, and the sampler's copy."""
     return 4.0 * published_copies(work)
 
 
 def published_copies(work: Workload) -> float:
-    """Of what is published, on its way from GPUs: pinned memory of the host, of all ranks together."""
+    """Returns the bytes of one published version, which ranks with GPUs together copy into pinned host memory."""
     return float(work.bytes_per_value * (work.adapters or work.model.parameters))
 
 
 def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
-    """The fewest settings that bring a rank below `budget` bytes, without one that changes results if that can be.
+    """Finds the fewest settings that bring a rank below `budget` bytes, without one that changes results if possible.
 
-    (settings, the workload with them); None = none do.
+    Returns (settings, the workload with them), or None if no settings do.
     """
     *same_results, shorter = _options(work)
     subsets = [chosen for n in range(len(same_results) + 1) for chosen in itertools.combinations(same_results, n)]
@@ -236,7 +236,7 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
 
 
 def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(setting, what it changes) of all that make a rank smaller, the one that changes results last."""
+    """Yields (setting, its changes of the workload) that make a rank smaller, the one that changes results last."""
     if not work.checkpointing:
         yield "model.gradient_checkpointing=true", {"checkpointing": True}
     name, least = "groups_per_micro_batch", 1

@@ -1,9 +1,9 @@
-"""One process of a run on one of its hosts:  python -m launcher.on_host, started by over_hosts.py over ssh.
+"""Runs one process of a run on one of its hosts:  python -m launcher.on_host, started by over_hosts.py over ssh.
 
-    stdout   first what others must know of this host: a port that is free, and its addresses. Then what a user should
-             see of the process; all of its output is in its log in the run folder
-    stdin    a line of JSON: a question, or the order (hosts.py); then numbers of signals, one a line, which the process
-             gets; those that arrive here go up, and come down on all hosts. Its end is the end of everything here
+    stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
+             (all output is in the process's log in the run folder)
+    stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
+             signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
     exit     the code of the process, 256 - n for a signal n
 
 Ends with 2 if this host does not see the run folder of the others.
@@ -36,14 +36,14 @@ from launcher.machine import ROOT, usable_cores
 from launcher.placement import visible_gpus
 from launcher.processes import Child, Guard, Running
 
-ANSWER = b"tandem-host "  # begins a line of stdout that is for over_hosts.py
+ANSWER = b"tandem-host "  # prefix of the lines of stdout that over_hosts.py reads
 _CONNECTS_S = 5.0
 
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored stays ignored in all that is started
+    signal.signal(signal.SIGHUP, lambda *_: None)  # SIG_IGN would be inherited by every child
     os.chdir(ROOT)
     try:
         order = _order()
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _order() -> dict[str, Any]:
-    """After answers to what else is asked. Not a byte more is read. Ends the program at the end of stdin."""
+    """Answers questions until the order comes and returns it; reads no byte beyond it. Exits at the end of stdin."""
     with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
         _answer({"port": listening.getsockname()[1], "cards": _cards()})
         for line in iter(words.readline, b""):
@@ -86,14 +86,14 @@ def _answer(content: Mapping[str, Any]) -> None:
 
 
 def _cards() -> dict[str, str]:
-    """{address: its network card} of this host; without those of IPv6 that count on one cable alone."""
+    """Returns {address: network card} of this host, without IPv6 addresses that are valid on one link only."""
     ip = (socket.AF_INET, socket.AF_INET6)
     found = [(of, card) for card, addresses in psutil.net_if_addrs().items() for of in addresses if of.family in ip]
     return {of.address: card for of, card in found if "%" not in of.address}
 
 
 def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
-    """The network card by which each address of another host is reached from here, and what its name stands for."""
+    """Returns the network card that reaches each address of another host, and the addresses of that host's name."""
 
     def card_to(address: str) -> str | None:
         with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
@@ -108,9 +108,9 @@ def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
 
 
 def _require_shared(order: Mapping[str, Any]) -> None:
-    """Raises UserError if the first host's file does not appear in time, KeyboardInterrupt at a word on stdin."""
+    """Raises UserError if the first host's file does not appear in time, KeyboardInterrupt at input on stdin."""
     proof, deadline = Path(order["proof"]), time.monotonic() + order["within_s"]
-    while proof.name not in glob("*", root_dir=proof.parent):  # NFS looks anew, for a folder; it may forbid root to
+    while proof.name not in glob("*", root_dir=proof.parent):  # a listing, for it refreshes NFS's cache
         if select.select([0], [], [], 0.2)[0]:
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
@@ -121,7 +121,7 @@ def _require_shared(order: Mapping[str, Any]) -> None:
 
 
 def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
-    """The order's process with what only this host knows: its own environment, its GPUs and its cores."""
+    """Returns the order's process with the environment, GPUs and cores of this host."""
     env = {**environ, **order["env"]}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja, for compiled ops
     env[STARTED_AT] = str(time.monotonic() - order["running_s"])
@@ -138,14 +138,14 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
             "or samplers= there"
         )
     else:
-        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # in which these numbers count
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of these numbers
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
     argv, scratch = tuple(order["argv"]), tuple(order["scratch"])
     return Child(order["name"], argv, env, Path(order["log"]), echo=True, scratch=scratch)
 
 
 def _watch(running: Running, kills: OomKills) -> int:
-    """The exit code of the process. Output goes up, signals go down."""
+    """Relays output to stdout and signals from stdin until the process ends, and returns its exit code."""
     is_asked = False
     while running.process.poll() is None:
         kills.look()
@@ -165,7 +165,7 @@ def _watch(running: Running, kills: OomKills) -> int:
 
 
 def _show(data: bytes) -> None:
-    """The connection may be gone: then stdin ends, too."""
+    """Writes to stdout; if the connection is gone, later output is dropped, and stdin ends too."""
     try:
         os.write(1, data)
     except OSError:

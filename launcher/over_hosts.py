@@ -1,12 +1,12 @@
-"""The trainer's ranks, or a sampler, on other hosts as one process here:  python -m launcher.over_hosts ORDERS.json
+"""Runs the trainer's ranks or a sampler on other hosts as one local process:  python -m launcher.over_hosts ORDERS.json
 
     supervisor.py ─► over_hosts.py ── ssh HOST ──► on_host.py ─► ranks.py 0 2 4 …
                                    └─ ssh HOST ──► …
 
-They start once all hosts are there, with a port that the first of them has free. It ends as the first of them that ends
-with another code than 0; the others have a few seconds to follow, and are ended. A host that is down, or a connection
-that breaks, counts as 75: start again; one that is refused as 2. SIGINT and SIGTERM are passed on, also from a host.
-TANDEM_SSH is what reaches a host, "ssh" with options by default: the words before the host's name.
+The processes start once all hosts have answered, with a free port of the first host. This process ends with the exit
+code of the first one that fails; the others have a few seconds to follow, and are then killed. A host that is down, or
+a connection that breaks, counts as 75 (start again); a refused connection as 2. SIGINT and SIGTERM are passed on, also
+from a host. TANDEM_SSH holds the command words before the name of a host, by default "ssh" with options.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from common.transcript import tail
 from launcher.machine import ROOT
 from launcher.on_host import ANSWER
 
-PORT = "@port of the first host@"  # in an order
-FOLLOW_S = 15.0  # a peer that has ended is noticed, and its code passed on
-_SSH = "ssh -T -o RemoteCommand=none -o ClearAllForwardings=yes"  # whatever is configured for people
+PORT = "@port of the first host@"  # placeholder in an order
+FOLLOW_S = 15.0  # for peers to notice that a process has ended, and to pass their codes on
+_SSH = "ssh -T -o RemoteCommand=none -o ClearAllForwardings=yes"  # whatever a user's ssh config says
 _SSH += " -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 _NO_CONNECTION = 255  # exit code of ssh
-_ITS_END = re.compile(r"tandem: (trainer|sampler)[^:]*: ")  # as common/exits.py says it
+_ITS_END = re.compile(r"tandem: (trainer|sampler)[^:]*: ")  # as common/exits.py prints it
 _DOWN = re.compile("refused|timed out|timeout|o route|unreachable|reset by|closed|is down|roken pipe")
-_REFUSED = {  # words of ssh → what helps
+_REFUSED = {  # message of ssh → remedy
     "Permission denied": 'ssh-copy-id, or name user and key: export TANDEM_SSH="ssh -l USER -i KEY"',
     "Too many authentication": 'name the key: export TANDEM_SSH="ssh -o IdentitiesOnly=yes -i KEY"',
     "Host key verification failed": "connect once by hand, and compare and accept its key",
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         return USER_ERROR if isinstance(error, UserError) else RETRYABLE
     finally:
         _end(hosts)
-    if first is not None and code != INTERRUPTED:  # last, below what the others said once it was gone
+    if first is not None and code != INTERRUPTED:  # printed last, below what the other hosts print at this end
         say(f"{first.name}: {'the connection ended' if first.is_lost else f'the first that {exits.meaning(code)}'}")
         if not first.is_lost and (log := Path(orders[hosts.index(first)]["log"])).exists():
             print(f"the end of {log}:", *tail(log, 13), sep="\n", file=sys.stderr, flush=True)
@@ -78,16 +78,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answers(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What every host says of itself, and the others of the first: how they reach it.
+    """Returns what each host reports of itself, and for those after the first, how they reach the first.
 
-    Raises UserError or Retryable with the words of the first that is not there.
+    Raises UserError or Retryable with the message of the first host that does not answer.
     """
     hosts: list[Host] = []
     try:
         hosts += [Host(name) for name in names]
         _until_answered(hosts)
         first, name = hosts[0].answer, names[0].rpartition("@")[2]
-        for asked in (hosts[1:], hosts[:1]):  # the first as the last: then it was there while the others tried
+        for asked in (hosts[1:], hosts[:1]):  # the first host last, so that it listens while the others connect
             for host in asked:
                 host.tell({"reach": {"name": name, "addresses": list(first["cards"]), "port": first["port"]}})
             _until_answered(hosts)
@@ -97,14 +97,14 @@ def answers(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 class Host:
-    """A process on a host, as its connection shows it. Raises UserError if there is no ssh."""
+    """A process on another host, seen through its connection. Raises UserError if ssh is not installed."""
 
     def __init__(self, name: str):
         self.name = name
-        self.answer: dict[str, Any] = {}  # the newest
+        self.answer: dict[str, Any] = {}  # the newest message
         self.was_there = self.is_lost = False
         self.said_end_at = float("inf")
-        self._words: list[str] = []  # of ssh and of a shell, before the first answer
+        self._words: list[str] = []  # output of ssh and of a shell, before the first answer
         self._rest = b""
         words, pipe = reach(name, os.environ), subprocess.PIPE
         more: Any = {
@@ -124,11 +124,11 @@ class Host:
         self._write(json.dumps(message))
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             self.stdin.write(f"{text}\n".encode())
 
     def read(self) -> None:
-        """Shows whole lines, so that two hosts do not write into each other's, and Tandem's with the host's name."""
+        """Prints whole lines of output, so that those of several hosts do not mix; Tandem's own get the host's name."""
         data = os.read(self.stdout.fileno(), 65536)
         *lines, self._rest = (self._rest + (data or b"\n" * bool(self._rest))).split(b"\n")
         if not data:
@@ -149,7 +149,7 @@ class Host:
             self.read()
 
     def ended(self) -> int | None:
-        """The exit code of the process there, RETRYABLE if the connection is lost. None while it runs."""
+        """Returns the exit code of the host's process, RETRYABLE if the connection is lost, None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
@@ -159,7 +159,7 @@ class Host:
         return RETRYABLE if self.is_lost else code
 
     def refusal(self) -> UserError | Retryable:
-        """What it means that it has ended without an answer."""
+        """Returns the error that reports an end without an answer."""
         code, last = self.process.returncode, self._words[-1] if self._words else ""
         if self.was_there or not (0 <= code < 128 or code == _NO_CONNECTION):  # or a signal killed it
             return Retryable(f"{self.name}: the connection ended")
@@ -175,7 +175,7 @@ class Host:
 
 
 def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
-    """How long a connection may take is ssh's. Raises KeyboardInterrupt once somebody asks for the end."""
+    """Waits for all hosts' answers; ssh limits the time. Raises a host's refusal, or KeyboardInterrupt on a signal."""
     is_due = every(10.0)
     while missing := [host for host in hosts if not host.answer]:
         _read(hosts)
@@ -189,7 +189,7 @@ def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
 
 
 def _watch(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
-    """The host that was the first to end other than well, and its code."""
+    """Waits for all processes and passes signals on. Returns the first host that failed, or None, and the exit code."""
     told, until = 0, float("inf")
     while True:
         _read(hosts)
@@ -208,17 +208,17 @@ def _watch(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
 
 
 def _order(ended: tuple[Host, int]) -> tuple[bool, float]:
-    """By time; but what breaks with another rank may be seen before it."""
+    """Returns a sort key: codes that another rank's end cannot cause come first, then the time of the end decides."""
     host, code = ended
     return code not in (USER_ERROR, INTERRUPTED, *exits.SIGKILLED), host.said_end_at
 
 
 def _end(hosts: Sequence[Host]) -> None:
-    """Closes the connections, at which everything there ends."""
+    """Closes the connections, which ends every process on the hosts."""
     until = time.monotonic() + FOLLOW_S
     for host in hosts:
         host.stdin.close()
-        if not host.was_there:  # nothing has begun there
+        if not host.was_there:  # nothing has started on this host
             kill_group(host.process.pid)
     while time.monotonic() < until and any(host.process.poll() is None for host in hosts):
         _read(hosts)
@@ -230,21 +230,21 @@ def _end(hosts: Sequence[Host]) -> None:
 
 
 def _read(hosts: Sequence[Host]) -> None:
-    """What they say within a tenth of a second."""
+    """Reads the output that hosts send within a tenth of a second."""
     streams = {host.stdout: host for host in hosts if not host.stdout.closed}
     for stream in select.select(list(streams), [], [], 0.1)[0]:
         streams[stream].read()
 
 
 def reach(host: str, environ: Mapping[str, str]) -> list[str]:
-    """What starts a shell there, which gets its command over stdin: ssh drops quotes, `ip netns exec` has no shell."""
+    """Returns the argv of a shell on the host, which reads stdin: ssh drops quotes, `ip netns exec` has no shell."""
     return ["sh"] if is_here(host) else [*shlex.split(environ.get("TANDEM_SSH", _SSH)), host, "sh"]
 
 
 def is_here(host: str) -> bool:
-    """Whether it is this host's name, perhaps with a domain for Debian's 127.0.1.1, or stands for an address of it."""
+    """Returns whether `host` is this host's name, perhaps with a domain for Debian's 127.0.1.1, or has its address."""
     found = []
-    with suppress(OSError):  # a name may be ssh's alone
+    with suppress(OSError):  # only ssh may know the name
         found = [str(of[4][0]) for of in socket.getaddrinfo(host, None)]
     own, is_loopback = socket.gethostname(), all(address.startswith(("127.", "::1")) for address in found)
     is_own_name = host == own or (host.partition(".")[0] == own.partition(".")[0] and is_loopback)

@@ -1,7 +1,7 @@
-"""Which process gets which GPUs or cores: a pure function of the configuration and of what the machine shows.
+"""Assigns GPUs and cores to processes: a pure function of the configuration and of the devices that are visible.
 
-Each gets CUDA_VISIBLE_DEVICES, which names a GPU twice where two ranks share it over gloo (ranks.py). A single GPU is
-shared by both processes; how much of it each gets is shares.py's. Several hosts are hosts.py's; MIG is refused.
+Each gets CUDA_VISIBLE_DEVICES, which names a GPU twice if two ranks share it over gloo (ranks.py). A single GPU is
+shared by both processes, in the parts that shares.py chooses. Several hosts are left to hosts.py; MIG is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WRITE_NUMBERS = "Tandem takes numbers of whole GPUs, as `nvidia-smi -L` has the
 
 @dataclass(frozen=True)
 class SamplerPlace:
-    """One sampler. Its environment is a default, except for CUDA_VISIBLE_DEVICES."""
+    """The devices of one sampler. Its environment is a default, except for CUDA_VISIBLE_DEVICES."""
 
     env: Mapping[str, str]
     cores: tuple[int, ...]  # empty = not pinned
@@ -29,30 +29,30 @@ class SamplerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Two cores, one rank, run-ahead: samplers[0].cores=(0,), trainer_cores=(1,), OMP_NUM_THREADS=1 for both."""
+    """A run's devices. 2 cores, 1 rank, run-ahead: samplers[0].cores=(0,), trainer_cores=(1,), OMP_NUM_THREADS=1."""
 
     num_ranks: int
     samplers: tuple[SamplerPlace, ...]
-    trainer_env: Mapping[str, str]  # of every rank; defaults
+    trainer_env: Mapping[str, str]  # for every rank; defaults
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
-    sampler_place: str  # of all, for people: "GPU 0", "core 0"
+    sampler_place: str  # all samplers, for people: "GPU 0", "core 0"
     trainer_place: str
-    sampler_gpus: tuple[int, ...] = ()  # of all samplers
-    trainer_gpus: tuple[int, ...] = ()  # of each rank
+    sampler_gpus: tuple[int, ...] = ()  # GPUs of all samplers
+    trainer_gpus: tuple[int, ...] = ()  # GPU of each rank
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether both processes run on one GPU."""
+        """Returns whether both processes run on one GPU."""
         return bool(set(self.sampler_gpus) & set(self.trainer_gpus))
 
     @property
     def ranks_per_gpu(self) -> int:
-        """The most ranks of the trainer that run on one GPU; 1 without GPUs."""
+        """Returns the largest number of trainer ranks that run on one GPU; 1 without GPUs."""
         return max(Counter(self.trainer_gpus).values(), default=1)
 
 
 def placement(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
-    """Gives every process its devices. Raises UserError when the configuration asks for what is not there.
+    """Gives every process its devices. Raises UserError if the configuration asks for devices that do not exist.
 
     gpus: numbers of the visible GPUs, as nvidia-smi counts; config.*.devices index into them.
     cores: CPU cores this process may use.
@@ -103,7 +103,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
 def _cpu_samplers(
     count: int, cores: Sequence[int], threads: int, environment: Mapping[str, str]
 ) -> tuple[SamplerPlace, ...]:
-    """Equal parts of the samplers' cores, or of their threads where they are not pinned. Too few cores are shared."""
+    """Divides the samplers' cores, or their threads if not pinned, into equal parts. Too few cores are shared."""
     parts = [list(cores)] * count
     if len(cores) >= count:
         parts = [list(cores[len(cores) * i // count : len(cores) * (i + 1) // count]) for i in range(count)]
@@ -154,12 +154,12 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
 
 
 def _seeing(ids: Sequence[int]) -> dict[str, str]:
-    """CUDA would number the fastest GPU 0; nvidia-smi, whose numbers we read and print, goes by the bus."""
+    """Returns variables that number GPUs by the bus, as nvidia-smi does; CUDA would number the fastest GPU 0."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
 
 
 def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
-    """Indexes into the visible GPUs. Where neither side names any, the sampler takes the first ones."""
+    """Returns both sides' indexes into the visible GPUs. If neither names any, the sampler takes the first ones."""
     sampler, trainer = list(config.sampler.devices), list(config.trainer.devices)
     for name, devices in (("sampler", sampler), ("trainer", trainer)):
         missing = [i for i in devices if not 0 <= i < count]
@@ -181,11 +181,11 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves us; () without GPUs or with the CPU build of torch.
+    """Returns the numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves; () without GPUs or with the CPU build of torch.
 
     Asks nvidia-smi, not torch, whose import takes longer than a user error may take to show. A UUID becomes the number
     of its GPU, because devices of a config are numbers. Raises UserError for an unknown UUID, for MIG devices,
-    which have no number, and for a GPU that is cut into such.
+    which have no number, and for a GPU that is divided into MIG devices.
     """
     if is_cpu_build():
         return ()
@@ -202,7 +202,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _number(name: str, listed: Sequence[Gpu]) -> int:
-    """Of one entry of CUDA_VISIBLE_DEVICES: a number, or as much of a UUID as makes it unique."""
+    """Returns the GPU of an entry of CUDA_VISIBLE_DEVICES: a number, or as much of a UUID as makes it unique."""
     if name.lstrip("-").isdigit():
         return int(name)
     found = [gpu.number for gpu in listed if gpu.uuid.startswith(name)]
@@ -216,7 +216,7 @@ def _named(what: str, numbers: Sequence[int]) -> str:
 
 
 def _each(samplers: Sequence[SamplerPlace]) -> str:
-    """ "GPU 0", or of several "GPU 0 · GPU 1 (2 samplers)" """
+    """Returns "GPU 0", or for several samplers "GPU 0 · GPU 1 (2 samplers)"."""
     return " · ".join(one.where for one in samplers) + _count(len(samplers))
 
 

@@ -1,4 +1,4 @@
-"""Everything that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
+"""Prints all that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
 Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. Exit 1, with the nearest working
 settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
@@ -31,7 +31,7 @@ from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
 
 CANNOT = 1
-_ROWS = 1000  # of which prompts are made
+_ROWS = 1000  # rows of which prompts are made
 _GPUS = re.compile(r"(\d+)x(\d+)")
 
 
@@ -59,9 +59,9 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_built(config)
     require_models(config)
     require_user_functions(config.algorithm)
-    deepspeed_config(config, place.num_ranks)  # here, so that settings that contradict each other come before the data
+    deepspeed_config(config, place.num_ranks)  # early: contradictions are reported before the data is read
     model = read_dims(config.model.path, config.model.revision)
-    require_settings(config)  # again, for a hub id's config.json may be here only now
+    require_settings(config)  # again, because a hub id's config.json may have come only now
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
     for said in filter(None, [config.uneven_work(place.num_ranks), *about_experts(config)]):
@@ -84,7 +84,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
 
 
 def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
-    """A row's prompt as the model sees it, and what ends its answer. Raises UserError as the run would."""
+    """Yields lines on a prompt as the model sees it and on a completion's ends. Raises UserError as the run would."""
     from model.tokenizer import load_tokenizer
     from sampler.many_prompts import make_prompts
     from sampler.multi_turn import opened
@@ -92,7 +92,7 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
 
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
     vision = vision_of(config)
-    tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # pictures take their time
+    tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
     limit = config.data.max_prompt_length
     with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         prompts, num_left_out = make_prompts(
@@ -119,7 +119,7 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
 
 
 def _machine(wanted: str | None) -> Machine:
-    """This machine, or with --gpus one of which nothing else is known."""
+    """Returns this machine, or the one of --gpus, of which nothing else is known."""
     if wanted is None:
         return this_machine(len(visible_gpus(os.environ)))
     match = _GPUS.fullmatch(wanted)

@@ -1,9 +1,9 @@
-"""Starting, watching and ending child processes so that nothing outlives us.
+"""Starts, watches and ends child processes so that none of them outlives this process.
 
-Three nets. Each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
+Three means: each child leads its own session, so a signal to its group reaches what it started. The kernel kills the
 child when we die (PR_SET_PDEATHSIG). And a guard, a small process of its own, notices by the end of a pipe that we are
-gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: what
-a user's function starts the first two nets may miss. Left out: when to start or stop anything, see supervisor.py.
+gone, even by SIGKILL, and kills every group and every process that carries our mark in its environment: the first two
+means may miss what a user's function starts. When to start or stop a process is decided in supervisor.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common.transcript import Transcript
 from launcher.machine import ROOT
 
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
-PID = "{pid}"  # in Child.scratch: the number of its process
+PID = "{pid}"  # stands for the process id in Child.scratch
 PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 
@@ -44,12 +44,12 @@ class Child:
 
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str]  # all of it, not an addition to ours
+    env: Mapping[str, str]  # the whole environment, not an addition to ours
     log: Path  # receives stdout and stderr, appended
     cores: tuple[int, ...] = ()  # CPU affinity; empty = ours
     echo: bool = False  # stdout is shown at our terminal too
     scratch: tuple[str, ...] = ()  # glob patterns, with PID, of what it leaves in memory when it is killed
-    on_other_hosts: bool = False  # where on_host.py says who killed it
+    on_other_hosts: bool = False  # then on_host.py reports who killed it
 
 
 class Running:
@@ -57,7 +57,7 @@ class Running:
 
     def __init__(self, child: Child, mark: str, attempt: int):
         self.child = child
-        self._mark = f"{mark}-{child.name}/"  # none begins as another does: sampler.1, sampler.10
+        self._mark = f"{mark}-{child.name}/"  # with /, for sampler.1 must not begin as sampler.10 does
         try:
             child.log.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(child.log, "a", encoding="utf-8")  # noqa: SIM115  closed in `close`
@@ -85,7 +85,7 @@ class Running:
         self.scratch = [pattern.replace(PID, str(self.process.pid)) for pattern in child.scratch]
 
     def relay(self, descriptor: int, show: Callable[[bytes], None]) -> bool:
-        """Moves the output that is there to the log, and what people should see to the terminal. False at its end."""
+        """Moves available output to the log, and what people should see to the terminal. Returns False at its end."""
         transcript, echo = self.streams[descriptor]
         data = os.read(descriptor, 65536)
         lines = transcript.feed(data) if data else transcript.end()
@@ -101,7 +101,7 @@ class Running:
         return bool(data)
 
     def close(self, show: Callable[[bytes], None]) -> None:
-        """SIGKILL to the group and to everything that left it but carries the mark; no file of it stays but its log."""
+        """Kills the process group and all processes with its mark outside of it; removes its files except the log."""
         kill_group(self.process.pid)
         kill_marked(self._mark)
         self.process.wait()
@@ -110,24 +110,24 @@ class Running:
         for descriptor in list(self.streams):
             while select.select([descriptor], [], [], 1.0)[0] and self.relay(descriptor, show):
                 pass
-        for descriptor in self.streams:  # somebody holds the other end
+        for descriptor in self.streams:  # another process holds the other end
             os.close(descriptor)
         self.streams.clear()
         with suppress(OSError):
             self._log.close()
 
     def _note(self, *lines: str) -> None:
-        """To the log. A disk that is full or gone costs lines of it, never the run."""
+        """Appends lines to the log. A disk that is full or gone costs lines of it, never the run."""
         with suppress(OSError):
             self._log.writelines(f"{line}\n" for line in lines)
             self._log.flush()
 
 
 class Guard:
-    """Kills what we started if we vanish. `with Guard() as guard:`"""
+    """A process that kills our children if this process vanishes: `with Guard() as guard:`"""
 
     def __init__(self) -> None:
-        self.mark = os.environ.get(MARK, "") + uuid.uuid4().hex  # whoever started us finds ours by its own
+        self.mark = os.environ.get(MARK, "") + uuid.uuid4().hex  # with the mark of who started us, who can find ours
         self._process = subprocess.Popen(
             [sys.executable, "-m", "launcher.processes", self.mark],
             stdin=subprocess.PIPE,
@@ -136,16 +136,16 @@ class Guard:
         )
 
     def watch(self, running: Running) -> None:
-        """Adds its process group and its files."""
+        """Adds the child's process group and files to what the guard removes."""
         self._send({"pid": running.process.pid, "scratch": running.scratch})
 
     def forget(self, running: Running) -> None:
-        """Its group has ended, and the kernel may give the number to somebody else."""
+        """Removes a child whose group has ended, because the kernel may reuse its number."""
         self._send({"pid": running.process.pid, "scratch": None})
 
     def _send(self, message: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the guard was killed; the two other nets are still there
+        with suppress(BrokenPipeError):  # the guard was killed; the two other means remain
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -161,7 +161,7 @@ class Guard:
 
 
 def kill_marked(mark: str) -> None:
-    """SIGKILL to every process of this user whose mark starts so, until a second look finds none."""
+    """Kills every process of this user whose mark begins with `mark`, until a second look finds none."""
     for _ in range(20):
         everyone = psutil.process_iter(["environ"])
         marked = [p for p in everyone if (p.info["environ"] or {}).get(MARK, "").startswith(mark)]
@@ -200,7 +200,7 @@ def _in_child(cores: tuple[int, ...]) -> None:
 
 
 def guard_main(mark: str, messages: IO[str]) -> None:
-    """The guard process: notes the groups until the pipe closes, then kills what is left of them."""
+    """Runs the guard: it notes process groups until the pipe closes, then kills what is left of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: dict[int, list[str] | None] = {}

@@ -1,7 +1,7 @@
 """The trainer's ranks of one host:  python -m launcher.ranks FIRST COUNT WORLD ADDRESS PORT training_worker.py [word …]
 
-In the place of DeepSpeed's launcher, which imports torch before it starts them, says 1 when it was told to end, leaves
-orphans if that came early, and kills what then takes longer than 30 s. SIGINT and SIGTERM go to all ranks.
+Replaces DeepSpeed's launcher, which imports torch before it starts ranks, exits with 1 when a signal ends it, leaves
+orphans if the signal came early, and kills ranks that then take longer than 30 s. SIGINT and SIGTERM go to all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from common import exits
 
-FOLLOW_S = 0.5  # after the first that failed, by themselves: they hear of the same
+FOLLOW_S = 0.5  # for the other ranks to end by themselves after the first failure
 END_S = 30.0
 
 
@@ -40,14 +40,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def device(local: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where ranks share a GPU, which gloo alone allows, each sees its own as the first: "3,3" is none to CUDA."""
+    """Returns a rank's device variables. Ranks that share a GPU (gloo only) see it alone: CUDA does not take "3,3"."""
     gpus = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     is_shared = len(set(gpus)) < len(gpus)
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[local]} if is_shared else {"LOCAL_RANK": str(local)}
 
 
 def watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
-    """The code of the rank that was the first to end with another one than 0. The others follow or are told to."""
+    """Waits for the ranks and returns the exit code of the first to fail; the others follow or are told to end."""
     code, told, kill_at = exits.DONE, 0, math.inf
     while alive := [rank for rank in ranks if rank.poll() is None]:
         time.sleep(0.05)
@@ -63,7 +63,7 @@ def watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int
 
 
 def _cause(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Of the codes of the ranks. 1 is what the others end with, which break with it."""
+    """Returns a failed rank's exit code, 1 only if there is no other: ranks that break with another exit with 1."""
     return min((code for rank in ranks if (code := rank.poll())), key=lambda code: code == 1, default=exits.DONE)
 
 

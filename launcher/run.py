@@ -1,8 +1,8 @@
-"""One command for both processes:  python -m launcher.run [config.yaml] [--hosts FILE] [key=value …]
+"""Starts both processes of a run:  python -m launcher.run [config.yaml] [--hosts FILE] [key=value …]
 
 Checks the configuration and the run folder before anything starts, gives each process its devices, runs them under
 supervisor.py and prints what came out. A config's model.builder makes model and data where they are missing. With a
-hostfile the processes are on its hosts, and started from here (hosts.py).
+hostfile the processes run on its hosts, and are started from this one (hosts.py).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
+    """Starts a run and returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
     faulthandler.register(signal.SIGUSR1, 2)
-    for number in ENDS:  # until the supervisor listens; also where a shell gave us Ctrl-C ignored
+    for number in ENDS:  # until the supervisor listens; also if a shell started us with Ctrl-C ignored
         signal.signal(number, signal.default_int_handler)
     path, overrides, hostfile = parse(arguments)
     if "TANDEM_OF_PYTHON" in os.environ:
-        die_with_parent(signal.SIGTERM)  # a kernel that is restarted ends its run, and that saves the step
+        die_with_parent(signal.SIGTERM)  # a notebook that is restarted ends its run, which saves the step
     again = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             config = load(path, overrides)
             place = placement_over(hosts)
         else:
-            os.sched_setaffinity(0, usable_cores())  # all that is started counts its cores by this
+            os.sched_setaffinity(0, usable_cores())  # every child counts its cores by this
             place = placement(config, visible_gpus(os.environ), usable_cores())
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _require_memory(config: Config, place: Placement) -> None:
-    """Raises UserError where a container has less than the estimates, before the kernel kills what it started."""
+    """Raises UserError if a container has less memory than estimated, before the kernel kills processes."""
     size, whose = memory_limit()
     model = None if whose == MACHINE else read_dims(config.model.path, config.model.revision)
     if model is not None:
@@ -106,8 +106,8 @@ def _require_memory(config: Config, place: Placement) -> None:
 
 
 def outside_memory(config: Config) -> list[str]:
-    """The setting for published versions where /dev/shm has no room for them."""
-    files = Path(config.model.path).expanduser().glob("*.safetensors")  # of a hub id none: not known before it is here
+    """Returns the override that puts published versions on the disk if /dev/shm has no room for them, else []."""
+    files = Path(config.model.path).expanduser().glob("*.safetensors")  # none for a hub id: unknown before its download
     needed = (8 if config.model.dtype == "float32" else 4) * sum(file.stat().st_size for file in files)
     has_place = config.weights.dir or config.channel.endpoint or config.lora.publishes_adapters
     if has_place or needed <= shared_memory_bytes():
@@ -118,14 +118,14 @@ def outside_memory(config: Config) -> list[str]:
 
 
 def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> str:
-    """The command that goes on with a run that was started with these, without its secrets."""
+    """Returns the command that resumes a run which was started with these arguments, without its secrets."""
     words = [str(path), *redacted_words(word for word in overrides if not word.startswith("run.resume="))]
     hosts = ["--hosts", str(hostfile)] if hostfile else []
     return shlex.join(["bash", "launch.sh", "run", *words, "run.resume=true", *hosts])
 
 
 def _run(commands: Commands, again: str) -> int:
-    """again: the command that resumes it."""
+    """Runs the processes under the supervisor and returns the exit code. again: the command that resumes the run."""
     place, folder = commands.place, commands.config.run.output_dir
     say(batch_line(commands.config, place.num_ranks))
     samplers = commands.samplers()
@@ -154,7 +154,7 @@ def _run(commands: Commands, again: str) -> int:
 
 
 def _report(folder: Path) -> None:
-    """Draws the run, whatever way it ended. A picture that cannot be drawn must not change the run's exit code."""
+    """Draws the report, whatever way the run ended. A picture that cannot be drawn must not change the exit code."""
     from report.main import main as report  # matplotlib is slow to import, and errors must be fast
 
     try:
@@ -163,12 +163,12 @@ def _report(folder: Path) -> None:
         say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
     try:
         sys.stdout.flush()
-    except OSError:  # a terminal or a `| tee` that is gone must not, either
+    except OSError:  # nor must a terminal or a `| tee` that is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str], Path | None]:
-    """(config, overrides, hostfile); without a config, the quick start.
+    """Returns (config, overrides, hostfile); without a config, the quick start's.
 
     ["a=1"] → (configs/quickstart.yaml, ["a=1"], None)
     """
@@ -184,14 +184,14 @@ def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str],
 
 
 def require_built(config: Config) -> None:
-    """Raises UserError if a run would build the config's model, and none has."""
+    """Raises UserError if the config has a builder for its model and the model is not built yet."""
     path, builder = config.model.path, config.model.builder
     if builder is not None and looks_local(path) and not Path(path).exists():
         raise UserError(f"{path} is not there yet; launch.sh run makes it, or by itself: .venv/bin/python -m {builder}")
 
 
 def build(config: Config) -> int:
-    """Has the config's builder make model and data if the config reads them. The exit code."""
+    """Runs the config's builder, which makes model and data if the config reads them. Returns the exit code."""
     builder = config.model.builder
     if builder is None:
         return DONE
@@ -204,7 +204,7 @@ def build(config: Config) -> int:
 
 
 def _program(module: str, *arguments: str) -> int:
-    """The exit code of `python -m module arguments`."""
+    """Runs `python -m module arguments` and returns its exit code."""
     return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), "-m", module, *arguments]).returncode
 
 

@@ -1,11 +1,11 @@
-"""How sampler and trainer share one GPU: the size of vLLM's key-value cache, in bytes, from the estimates. Pure.
+"""Divides one GPU between sampler and trainer: the size of vLLM's key-value cache in bytes, from the estimates. Pure.
 
     cache = min(all sequences that decode at once, GPU − reserve − trainer − reference − vLLM's weights and overhead)
 
 By default vLLM sizes its cache from the free memory that it measures, and a trainer that starts at the same time moves
 that number while it is measured. With `kv_cache_memory_bytes` vLLM measures nothing (vllm 0.32,
 v1/worker/gpu_worker.py, determine_available_memory); `gpu_memory_utilization` then only says how much must be free when
-the engine starts. Whoever sets one of the two keeps what is set. A cache that sleeps while only the trainer works
+the engine starts. A user's own value of either is kept. A cache that sleeps while only the trainer works
 (vllm.enable_sleep_mode, sampler/cache_sleep.py) is counted all the same: training starts on the first group while the
 last ones still decode, and held-out problems decode while it trains, so both are needed at once.
 """
@@ -23,7 +23,7 @@ from launcher.placement import Placement
 from launcher.workload import Workload, workload_of
 from model.dims import ModelDims
 
-# Of the GPU: what neither estimate counts, such as the driver's own and blocks that do not fit together.
+# Share of the GPU for what neither estimate counts, such as the driver's own memory and fragmentation.
 _RESERVE = 0.04
 _BLOCK = 16  # tokens of a block of vLLM's cache
 _BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
@@ -33,33 +33,33 @@ _BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
 class Shares:
     """Bytes of one GPU; their sum is at most the GPU."""
 
-    trainer: float  # of all its ranks
+    trainer: float  # all ranks of the trainer
     sampler: float  # weights, overhead and the reference model where the sampler has it
-    weights: float  # of sampler
+    weights: float  # the part of `sampler` that is weights
     cache: int  # 0: there is no room for the longest sequence
-    sequences: int  # of the longest ones, that the cache holds
-    wanted: int  # that the engine decodes at once
+    sequences: int  # how many of the longest sequences the cache holds
+    wanted: int  # sequences that the engine decodes at once
     total: float
 
     @property
     def settings(self) -> list[str]:
-        """What both processes are started with. At its start the engine wants room for weights and cache, no more."""
+        """Returns the overrides for both processes. The engine's start needs room for weights and cache only."""
         share = max(0.01, math.floor(100 * (self.weights + self.cache) / self.total) / 100)
         return [f"vllm.kv_cache_memory_bytes={self.cache}", f"vllm.gpu_memory_utilization={share:.2f}"]
 
 
 def is_undivided(config: Config, place: Placement) -> bool:
-    """Whether both processes are on one GPU and nobody has divided it by hand."""
+    """Returns whether both processes are on one GPU and the user has not divided it."""
     return place.shares_gpu and config.vllm.keys().isdisjoint({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 
 
 def are_chosen(config: Config, place: Placement, machine: Machine) -> bool:
-    """Whether a run chooses the shares: it has to, and the size of the GPU is known."""
+    """Returns whether a run chooses the shares: the user has not, and the size of the GPU is known."""
     return is_undivided(config, place) and machine.gpu_bytes > 0
 
 
 def shares(work: Workload, machine: Machine, longest: int) -> Shares:
-    """longest: tokens of the longest sequence that the engine must take, `max_model_len`."""
+    """Divides the memory of a GPU. longest: tokens of the longest sequence that the engine takes, `max_model_len`."""
     sampler, trainer = sampler_memory(work), work.ranks_per_gpu * trainer_memory(work).total
     per_token = sampler.cache_per_sequence / (work.prompt + work.completion)
     per_sequence = per_token * _BLOCK * math.ceil((work.prompt + work.completion) / _BLOCK)
@@ -72,7 +72,7 @@ def shares(work: Workload, machine: Machine, longest: int) -> Shares:
 
 
 def problem(work: Workload, found: Shares) -> str:
-    """Why the two do not fit on the GPU and what to change; empty where they do."""
+    """Returns why sampler and trainer do not fit on the GPU and what to change; empty if they fit."""
     if found.cache:
         return ""
     budget = (1 - _RESERVE) * found.total - found.sampler - sampler_memory(work).cache_per_sequence
@@ -83,14 +83,14 @@ def problem(work: Workload, found: Shares) -> str:
 
 
 def ranks_need(work: Workload, of_all: float) -> str:
-    """The memory of the ranks on one GPU, in words."""
+    """Returns the memory of the ranks on one GPU, in words."""
     if work.ranks_per_gpu == 1:
         return f"a trainer rank needs about {gib(of_all)}"
     return f"{work.ranks_per_gpu} trainer ranks on it need about {gib(of_all)}"
 
 
 def way_out(work: Workload, budget: float) -> str:
-    """What makes the ranks of one GPU fit into so many bytes, in words."""
+    """Returns the settings with which the ranks of one GPU fit into `budget` bytes, in words."""
     change = smaller(work, budget / work.ranks_per_gpu)
     if change is None:
         return "nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
@@ -100,16 +100,16 @@ def way_out(work: Workload, budget: float) -> str:
 
 
 def said(config: Config) -> str:
-    """One line for people, of a run on one GPU."""
+    """Returns one line for people on how sampler and trainer share one GPU."""
     if cache := config.vllm.get("kv_cache_memory_bytes"):
         return f"one GPU for both: vLLM's cache takes {gib(cache)} of it, the trainer may have the rest"
     return f"one GPU for both: vLLM takes {config.vllm['gpu_memory_utilization']} of it, the trainer may have the rest"
 
 
 def settings(config: Config, model: ModelDims | None, place: Placement, machine: Machine) -> list[str]:
-    """What launch.sh adds to the settings of both processes, where they share a GPU that nobody divided.
+    """Returns the overrides that launch.sh adds for both processes, if they share a GPU that the user has not divided.
 
-    Raises UserError where they do not fit, where the size of the GPU is not known, or the model's (None).
+    Raises UserError if they do not fit, or if the size of the GPU or of the model (None) is not known.
     """
     if model is None:
         raise UserError(f"one GPU for both processes, and no estimate for {config.model.path}; {_BY_HAND}")
@@ -123,7 +123,7 @@ def settings(config: Config, model: ModelDims | None, place: Placement, machine:
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens; vLLM refuses a cache that does not hold one such sequence."""
+    """Returns the tokens of the longest sequence; vLLM refuses a cache that does not hold one such sequence."""
     from sampler.engine_arguments import max_model_len  # imports a tokenizer
 
     return int(config.vllm.get("max_model_len") or max_model_len(config))

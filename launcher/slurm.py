@@ -1,7 +1,7 @@
 """A batch script for Slurm:  bash launch.sh slurm CONFIG --nodes=3 --gpus-per-node=8 [sbatch's options] [key=value …]
 
-Everything that would end the job at its start is told here, before anybody queues. On one node the job is `launch.sh
-run`; of several the last one samples and the others train, a task of srun for each process (slurm.sbatch). Script and
+Errors that would end the job at its start are reported before it is queued. On one node the job is `launch.sh run`; of
+several nodes the last one samples and the others train, with a task of srun for each process (slurm.sbatch). Script and
 log lie beside the run folder, which a later run may move aside.
 """
 
@@ -38,17 +38,17 @@ _DEFAULTS = {
     "--requeue": "",
     "--open-mode": "append",
 }
-_ROWS = 4  # with which the rewards are tried
+_ROWS = 4  # rows on which the rewards are tried
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes(nodes=3, gpus=8, ranks=8, samplers=4): each of three nodes has 8 GPUs, and each but the last 8 ranks."""
+    """The nodes of a job. Nodes(nodes=3, gpus=8, ranks=8, samplers=4): 8 GPUs each, and 8 ranks on all but the last."""
 
     nodes: int
     gpus: int
     ranks: int
-    samplers: int  # none where a recording is replayed
+    samplers: int  # 0 if a recording is replayed
 
     @property
     def training_nodes(self) -> int:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def layout(config: Config, nodes: int, gpus: int | None) -> Nodes:
-    """Raises UserError where config and nodes do not agree. Devices by number count a node's GPUs."""
+    """Returns the job's nodes. Raises UserError if config and nodes disagree. Device numbers count a node's GPUs."""
     named, width = [*config.trainer.devices, *config.sampler.devices], config.engine_gpus
     if gpus is None:
         gpus = max(named, default=-1) + 1
@@ -133,7 +133,7 @@ def layout(config: Config, nodes: int, gpus: int | None) -> Nodes:
 
 
 def _check(config: Config, ranks: int) -> None:
-    """Raises UserError for what the job's processes would refuse at their start, but for what only the hub can tell."""
+    """Raises UserError for errors that would end the job at its start, except those that only the hub can tell."""
     require_packages(config.run.report_to)
     require_user_functions(config.algorithm)
     for optimized in all_optimized(config):
@@ -154,9 +154,9 @@ def _check(config: Config, ranks: int) -> None:
 
 
 def sbatch(place: Nodes, folder: Path, words: Sequence[str], options: Sequence[str], width: int) -> str:
-    """The script: its header, and what slurm.sbatch makes of that. words: as `launch.sh run` takes them."""
+    """Returns the script: header, variables, and slurm.sbatch, which uses them. words: those of `launch.sh run`."""
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in folder.name)
-    shares = any(option.startswith("--cpus-per") for option in options)  # the node with other jobs
+    shares = any(option.startswith("--cpus-per") for option in options)  # its nodes with other jobs
     lines = {"--job-name": name, "--nodes": f"{place.nodes}"}
     lines |= {"--gpus-per-node": f"{place.gpus}"} if place.gpus else {}
     lines |= {option: value for option, value in _DEFAULTS.items() if option != "--exclusive" or not shares}

@@ -1,19 +1,19 @@
 """Starts the trainer and its samplers, shows their output, restarts what may be restarted, and leaves nothing behind.
 
-What an ending means:
+Meaning of the exit codes:
     0    trainer: the run is done, the sampler gets 30 s to leave.  sampler: the trainer decides how the run ends,
          within the same time, or it is killed and counts as a crash if the run is not done
     2    the user has something to change: all stop, 2
     75   start it again, at most 5 times without a new step in between, after 1, 2, 4 … s; from the trainer's second
          time on with new samplers, which may be what it waits for
-         once trainer.max_hours is over nothing is started again: all stop, 75
+         once trainer.max_hours is over no process is started again: all stop, 75
     130  somebody interrupted it: all stop, 130
     else the sampler holds no state and counts as 75; the trainer too if it has a checkpoint, otherwise all stop, 1
 A SIGKILL is explained (launcher/killed.py). If it was the kernel's for want of memory and nothing may be started again,
 or the same process was killed so before without a new step in between, the settings must change: all stop, 2.
 A trainer restarts from its newest checkpoint. Without one it may start anew only while metrics.jsonl has no step:
-later, that would silently train a second time what was already reported. Over several hosts its children are
-over_hosts.py, which hold the connections.
+later, that would silently repeat steps that were already reported. In a run over several hosts the children are
+processes of over_hosts.py, which hold the connections.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Rules:
-    """What the supervisor asks the run folder, and its limits."""
+    """The functions by which the supervisor asks about the state of the run, and its limits."""
 
-    restart_trainer: Callable[[int], Child | str]  # exit code -> what to start instead, or why nothing can be
+    restart_trainer: Callable[[int], Child | str]  # exit code -> the process to start, or why none can be
     progress: Callable[[], int]  # grows with every optimizer step
     finished: Callable[[], bool]  # the trainer's final weights are on disk
     out_of_time: Callable[[], bool] = lambda: False  # trainer.max_hours is over
-    is_host_of_gpus: bool = False  # whose own memory is short when a process is killed for it
+    is_host_of_gpus: bool = False  # then a process killed for memory lacked the host's, not the GPU's
     max_restarts: int = 5
     backoff_s: float = 1.0  # doubles with every restart
     grace_s: float = 30.0  # at least, from the request to end until SIGKILL
-    batch_s: Callable[[], float] = lambda: 0.0  # until a batch that has begun is trained and saved
+    batch_s: Callable[[], float] = lambda: 0.0  # the time to train and save a batch that has started
 
 
 @dataclass
 class _Slot:
-    """One of the processes over all its attempts."""
+    """A process of the run over all its attempts."""
 
     child: Child
     running: Running | None = None
@@ -66,7 +66,7 @@ class _Slot:
 
 
 class Supervisor:
-    """`Supervisor(samplers, trainer, rules).run()` returns the exit code of the whole."""
+    """The parent of a run's processes: `Supervisor(samplers, trainer, rules).run()` returns the run's exit code."""
 
     def __init__(self, samplers: Sequence[Child], trainer: Child, rules: Rules) -> None:
         self._rules = rules
@@ -87,7 +87,7 @@ class Supervisor:
                     return self._watch()
                 finally:
                     self._stop(signal.SIGKILL)
-                    remove(self._slots["trainer"].child.scratch)  # a sampler that looks for it makes its folder anew
+                    remove(self._slots["trainer"].child.scratch)  # last: a sampler that looks for it creates it anew
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -105,7 +105,7 @@ class Supervisor:
                 code = slot.running.process.poll() if slot.running is not None else None
                 if code is None and slot.end_by is not None and time.monotonic() >= slot.end_by:
                     say(f"{name} did not end within {self._rules.grace_s:g} s of the sampler, and is killed")
-                    code = DONE  # as if by itself: whether the run is done is on disk
+                    code = DONE  # as if it had ended by itself: the disk tells whether the run is done
                 if code is not None:
                     self._close(slot)
                     verdict = self._ended(name, of_child(code, is_asked=False))
@@ -115,8 +115,8 @@ class Supervisor:
                     self._start(slot)
 
     def _ended(self, name: str, code: int) -> int | None:
-        """The exit code of the whole, or None to go on."""
-        out_of_time = code == RETRYABLE and self._rules.out_of_time()  # an end in order, which has said so itself
+        """Acts on the end of a process. Returns the exit code of the run, or None to go on."""
+        out_of_time = code == RETRYABLE and self._rules.out_of_time()  # an orderly end, which it has reported itself
         if name != "trainer" and (code == DONE or out_of_time):
             self._slots["trainer"].end_by = time.monotonic() + self._rules.grace_s
             return None
@@ -140,9 +140,9 @@ class Supervisor:
         return RETRYABLE if code == RETRYABLE else USER_ERROR if for_memory else 1
 
     def _explain_kill(self, name: str, code: int) -> bool:
-        """Says who sent the SIGKILL. True if it was this host's kernel, for want of memory."""
+        """Reports who sent the SIGKILL. Returns True if it was this host's kernel, for want of memory."""
         slot = self._slots[name]
-        if slot.child.on_other_hosts and code > 0:  # passed on from there; below 0 our end of it was killed
+        if slot.child.on_other_hosts and code > 0:  # a code of the other host; below 0, over_hosts.py was killed
             return False
         advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
         for_memory, said = self._kills.why_killed(name, advice)
@@ -150,7 +150,7 @@ class Supervisor:
         return for_memory
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
-        """Plans the next attempt. Returns why there is none."""
+        """Plans the next attempt and returns None, or returns why there is none."""
         slot, progress = self._slots[name], self._rules.progress()
         if progress > slot.progress:
             slot.restarts, slot.progress, slot.killed_for_memory = 0, progress, False
@@ -165,7 +165,7 @@ class Supervisor:
         if isinstance(replacement, str):
             return replacement
         if slot.restarts == 0 and code != RETRYABLE:
-            self._explain(name, code)  # once in a row: a second crash usually has the same cause
+            self._explain(name, code)  # only the first in a row: a second crash usually has the same cause
         wait_s = self._rules.backoff_s * 2**slot.restarts
         slot.child, slot.restarts, slot.start_at = replacement, slot.restarts + 1, time.monotonic() + wait_s
         say(f"{name} {meaning(code)}; restart {slot.restarts} of {self._rules.max_restarts} in {wait_s:g} s")
@@ -174,7 +174,7 @@ class Supervisor:
         return None
 
     def _renew_samplers(self, trainer: _Slot, waited_in_vain: bool) -> None:
-        """Starts samplers with the trainer if they left with it, or if the trainer has waited in vain once more."""
+        """Starts samplers with the trainer if they ended with it, or if the trainer has waited in vain once more."""
         for name, sampler in self._slots.items():
             if sampler is trainer:
                 continue
@@ -222,7 +222,7 @@ class Supervisor:
             self._close(slot)
 
     def _grace_s(self, number: int | None) -> float:
-        """What is asked to end by SIGINT, the trainer, first finishes its batch and saves it."""
+        """Returns the seconds until SIGKILL; after SIGINT the trainer first finishes its batch and saves it."""
         return max(self._rules.grace_s, self._rules.batch_s() if number == signal.SIGINT else 0.0)
 
     @staticmethod
@@ -240,14 +240,14 @@ class Supervisor:
         self._interrupts += 1
 
     def _show(self, data: bytes) -> None:
-        """To our terminal. One that is gone ends the display, never the run."""
+        """Writes to our terminal. A terminal that is gone ends the display, never the run."""
         if self._terminal_open:
             try:
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
             except OSError:
                 self._terminal_open = False
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
 
     def _explain(self, name: str, code: int) -> None:
         log = self._slots[name].child.log

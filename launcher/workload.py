@@ -1,4 +1,4 @@
-"""What a run asks of the machine, in plain numbers. The estimates of memory start from it.
+"""The demands of a run on the machine, in plain numbers. The estimates of memory start from them.
 
 b = bytes per value of model.dtype, N = parameters, R = ranks, S = ranks that share a micro-batch, T = tokens in a
 micro-batch, P = prompt, C = completion, G = completions in a group; other letters as in model/dims.py. docs/plan.md
@@ -21,7 +21,7 @@ _BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of the machine."""
+    """The sizes of a run that decide how much memory it needs."""
 
     model: ModelDims
     dtype: str
@@ -30,13 +30,13 @@ class Workload:
     prompt: int  # P, the longest
     completion: int  # C, the longest
     num_generations: int  # G
-    groups_per_micro_batch: float  # of the longest; with a budget of tokens as many as it holds, at least 1
+    groups_per_micro_batch: float  # the longest groups; of a budget of tokens as many as it holds, at least 1
     groups_per_batch: int
     shares_prompt: bool = True
-    sequences: int = 1  # of a rollout, at most
+    sequences: int = 1  # per rollout, at most
     checkpointing: bool = False
     chunk: int = 1024  # trainer.logprob_chunk_size
-    adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is
+    adapters: int | None = None  # parameters of LoRA, which alone are trained; None = every weight is trained
     has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
     critic: ModelDims | None = None
     reference: ModelDims | None = None
@@ -44,27 +44,27 @@ class Workload:
     reference_is_base: bool = False  # on the trainer it is the policy with its adapters switched off: no second copy
     max_num_seqs: int = 256
     on_gpu: bool = True
-    sums_in_fp32: bool = False  # of gradients over the micro-batches of a step, with weights in bfloat16
+    sums_in_fp32: bool = False  # gradients add up over micro-batches in float32, with weights in bfloat16
     moments: float = 8  # bytes of the optimizer's memory for each parameter
     bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
     sp_size: int = 1  # S, trainer.sequence_parallel_size: ranks that share a micro-batch
-    images: int = 0  # of a prompt, at most
-    patches: int = 0  # of the largest image
-    trains_tower: bool = True  # the vision tower of policy and critic; with LoRA it is frozen
+    images: int = 0  # per prompt, at most
+    patches: int = 0  # patches of the largest image
+    trains_tower: bool = True  # the vision tower of policy and critic is trained; with LoRA it is frozen
 
     @property
     def bytes_per_value(self) -> int:
         return BYTES[self.dtype]
 
     def reference_of(self, side: str) -> ModelDims | None:
-        """The reference model if this side, "sampler" or "trainer", holds and runs it."""
+        """Returns the reference model if this side, "sampler" or "trainer", holds and runs it, else None."""
         return self.reference if self.reference_on == side else None
 
     @property
     def frozen(self) -> int:
-        """Parameters of the policy that stay as they are: with LoRA all of the model, or the vision tower."""
+        """Returns the policy's number of frozen parameters: with LoRA the model's, else a frozen vision tower's."""
         return self.model.parameters if self.adapters is not None else self._frozen_tower(self.model)
 
     @property
@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def tokens_of_group(self) -> int:
-        """P + G·C with a shared prompt, else G·(P + C), for each sequence that a rollout may have."""
+        """Returns P + G·C with a shared prompt, else G·(P + C) for each sequence that a rollout may have."""
         if self.shares_prompt:
             return self.prompt + self.num_generations * self.completion
         return self.num_generations * self.sequences * (self.prompt + self.completion)
@@ -89,9 +89,9 @@ class Workload:
 def workload_of(
     config: Config, num_ranks: int, model: ModelDims, on_gpu: bool = True, ranks_per_gpu: int = 1
 ) -> Workload:
-    """The workload of one config. Reads config.json of critic and reference, where they are models of their own.
+    """Returns the workload of a config. Reads config.json of critic and reference, if they are models of their own.
 
-    Raises UserError where the DeepSpeed settings contradict the config.
+    Raises UserError if the DeepSpeed settings contradict the config.
     """
     from sampler.engine_arguments import max_num_seqs
 
@@ -133,21 +133,21 @@ def workload_of(
 
 
 def _moments(settings: dict[str, Any], model: ModelDims) -> float:
-    """Of Muon those of Adam for embedding and head, and half of them for the matrices between."""
+    """Returns the optimizer's bytes per parameter: Muon's are Adam's for embedding and head, half for matrices."""
     name = optimizer_of(settings)
     embeddings = model.vocab * model.hidden * (1 if model.tied else 2)
     return OPTIMIZERS[name] * (1 + (name == "muon") * embeddings / model.parameters)
 
 
 def _most_patches(config: Config, model: ModelDims) -> int:
-    """Of an image of data.max_pixels, as far as it fits into a prompt."""
+    """Returns the patches of an image of data.max_pixels, at most as many as fit into a prompt."""
     if model.vision is None or config.data.image_key is None:
         return 0
     return min(model.vision.patches(config.data.max_pixels), config.data.max_prompt_length * model.vision.merge**2)
 
 
 def _dims_or(policy: ModelDims, path: str | None) -> ModelDims | None:
-    """Of the model at `path`; without a path it starts from the policy and has its dimensions."""
+    """Returns the dimensions of the model at `path`; without a path those of the policy, where it starts."""
     return read_dims(path, None) if path else policy
 
 

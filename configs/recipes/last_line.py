@@ -9,7 +9,7 @@ ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 def answer_line(completions, answer, **columns):
-    """1.0 where the text after the last "Answer:" is the gold answer, else -1.0: one number per completion."""
+    """Returns 1.0 per completion if the text after the last "Answer:" is the gold answer, else -1.0."""
     given = [ANSWER.findall(text_of(completion)) for completion in completions]
     right = [
         bool(found) and same_answer(found[-1].strip(), str(gold)) for found, gold in zip(given, answer, strict=True)

@@ -1,6 +1,6 @@
 """Objectives and an estimator of papers, for `algorithm.loss` and `algorithm.adv_estimator`: copy what you change.
 
-Objectives are to be maximised and get a micro-batch's N tokens one behind the other, `lengths` of each completion.
+Objectives are maximised. They get a micro-batch's N tokens, completion after completion, with the `lengths` of these.
 r = π_θ / π_old, where π_old is the sampler's, or with a mismatch correction the trainer's own; sg = stop gradient.
 docs/recipes.md has the settings around them.
 """
@@ -26,7 +26,7 @@ def _of_completions(values, lengths, combine):
 
 
 def sapo(logprobs, old_logprobs, advantages):
-    """Soft Adaptive Policy Optimization, arXiv 2511.20347: a gate in the place of the clip.
+    """Returns Soft Adaptive Policy Optimization's objective, arXiv 2511.20347: a gate in the place of the clip.
 
     J_t = 4/τ · σ(τ · (r_t − 1)) · A        τ = 1 where A > 0, else 1.05
     """
@@ -36,7 +36,7 @@ def sapo(logprobs, old_logprobs, advantages):
 
 
 def vespo(logprobs, old_logprobs, advantages, lengths):
-    """Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693; with loss_type dapo.
+    """Returns Variational Sequence-Level Soft Policy Optimization's objective, arXiv 2602.10693; with loss_type dapo.
 
     J_t = sg(φ(w)) · A · log π_θ(t)        w = Π_s r_s over the completion
     φ(w) = w^k · e^(λ·(1 − w))             k = 2, λ = 3 where A ≥ 0, else k = 3, λ = 2
@@ -48,7 +48,7 @@ def vespo(logprobs, old_logprobs, advantages, lengths):
 
 
 def dppo(logprobs, old_logprobs, advantages, settings):
-    """Divergence PPO with the binary total variation, arXiv 2602.04879: a trust region of probabilities, not of ratios.
+    """Returns Divergence PPO's objective, binary total variation, arXiv 2602.04879: bounds probabilities, not ratios.
 
     J_t = M_t · sg(min(r_t, 20)) · A · log π_θ(t)
     M_t = 0 where A > 0 and π_θ(t) − π_old(t) > epsilon_high, or A ≤ 0 and π_old(t) − π_θ(t) > epsilon; else 1
@@ -59,7 +59,7 @@ def dppo(logprobs, old_logprobs, advantages, settings):
 
 
 def off_policy_mask(logprobs, old_logprobs, advantages, lengths, settings):
-    """GRPO without the completions that the policy has left behind: DeepSeek-V3.2, arXiv 2512.02556, equation 9.
+    """Returns GRPO's objective without completions that are too far off-policy: DeepSeek-V3.2, arXiv 2512.02556, eq. 9.
 
     J_t = M_i · min(r_t · A, clip(r_t, 1 − epsilon, 1 + epsilon_high) · A)
     M_i = 0 where A < 0 and 1/|o_i| · Σ_s −log r_s > δ, else 1
@@ -72,7 +72,7 @@ def off_policy_mask(logprobs, old_logprobs, advantages, lengths, settings):
 
 
 def maxrl(rewards):
-    """Maximum likelihood RL, arXiv 2602.02710, for rewards of 0 and 1: hard problems weigh more, as in ∇ log p(right).
+    """Returns MaxRL advantages, arXiv 2602.02710, of rewards 0 and 1: hard problems weigh more, as in ∇ log p(right).
 
     A_i = (r_i − mean(r)) / mean(r)        0 where no completion is right
     """

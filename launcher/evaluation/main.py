@@ -3,7 +3,7 @@
 CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
 a folder of LoRA adapters counts as one, on the base model of the config.
 Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given. Prints a table and
-writes eval.json and completions.jsonl. Left out: several models at once.
+writes eval.json and completions.jsonl. Evaluating several models at once is not supported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"expected CHECKPOINT and perhaps DATA, got {' '.join(plain) or 'neither'}")
     target = find_target(plain[0], given.config)
     overrides += target.overrides()
-    if len(plain) > 1:  # it need not have the set that the run's best policy was of
+    if len(plain) > 1:  # the data need not contain the set by which the run chose its best policy
         no_best = ["metric_for_best_model=null", "early_stopping_patience=null", "load_best_model_at_end=false"]
         overrides += [f"data.eval={json.dumps(plain[1])}", *(f"eval.{setting}" for setting in no_best)]
     if Path(target.model).is_dir() and not target.rank:
@@ -75,7 +75,7 @@ def run(config: Config, target: Target) -> None:
     columns, multi_turns, parts = rows[0].columns, dict[str, Any](), dict[str, Any]()
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
-        every = any(one.rewards.names == config.rewards.names for one, _ in each)  # else some need not fit these rows
+        every = any(one.rewards.names == config.rewards.names for one, _ in each)  # else functions may not fit the rows
         pool = stack.enter_context(RewardPool(config.rewards, columns if every else None, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         for settings, own in each:
@@ -115,7 +115,7 @@ def _load_adapters(engine: Engine, folder: Path) -> None:
 
 
 def _label(config: Config, model: str) -> str:
-    """ "step_000040-test-n8-t0.6" """
+    """Returns the name of the folder of results, for example "step_000040-test-n8-t0.6"."""
     data = config.data.eval if isinstance(config.data.eval, str) else "data"
     label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
     return re.sub(r"[^A-Za-z0-9._-]+", "_", label)
@@ -134,9 +134,9 @@ def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str,
 def sample(
     config: Config, prompts: Sequence[Prompt], pool: RewardPool, decode: Decode, turns: Turns
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per completion of every problem whose rewards and environments did not fail, and why the others did.
+    """Returns a record for each completion of every scored problem, and the reasons why other problems failed.
 
-    Rewards run beside the engine. Problems keep their seeds: the same as in the evaluations of a run.
+    A problem fails if its reward or environment fails. Rewards run while the engine samples. Seeds are those of a run.
     """
     from rewards.pool import RewardFailure
     from sampler.episodes import submit_rewards, too_few

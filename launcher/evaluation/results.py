@@ -1,6 +1,6 @@
-"""pass@k and maj@n of scored completions with their intervals, and the table that people read. Pure.
+"""Computes pass@k and maj@n of scored completions with confidence intervals, and their table. Pure functions.
 
-pass@k (Chen et al., arXiv 2107.03374, eq. 1) without bias, from n ≥ k completions of which c are right:
+pass@k (Chen et al., arXiv 2107.03374, eq. 1), unbiased, from n ≥ k completions of which c are right:
 
     pass@k = E over problems of  1 − C(n − c, k) / C(n, k)
 
@@ -8,7 +8,7 @@ maj@n (Wang et al., arXiv 2203.11171): the n completions vote with their final a
 right or not; among answers with equal votes one is drawn, so a tie counts as the share of them that is right. A
 completion without an answer does not vote.
 
-Problems are the sample: completions of one problem are not independent, so intervals count problems.
+The intervals count problems, because completions of one problem are not independent.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Sample = dict[str, Any]  # a line of completions.jsonl
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n − c, k) / C(n, k).  pass_at_k(4, 1, 2) = 1 − 3/6 = 0.5"""
+    """Returns 1 − C(n − c, k) / C(n, k), for example pass_at_k(4, 1, 2) = 1 − 3/6 = 0.5."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def sizes(n: int) -> list[int]:
-    """The k of pass@k: 1, 2, 4, … and n itself.  sizes(6) → [1, 2, 4, 6]"""
+    """Returns the values of k for pass@k: 1, 2, 4, … and n itself, for example sizes(6) → [1, 2, 4, 6]."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | ({n} if n else set()))
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a completion votes for: its last \boxed{…}, its last <answer>…</answer>, or its last number; None: nothing.
+    r"""Returns a completion's vote: its last \boxed{…}, last <answer>…</answer>, or last number; None without any.
 
     Numbers are compared by value: "72", "72.0" and "\boxed{\frac{144}{2}}" are one answer.
     """
@@ -58,7 +58,7 @@ def final_answer(text: str) -> str | None:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Probability that the most frequent answer is right.  (["3", "4", "3"], [no, yes, no]) → 0.0
+    """Returns the probability that the most frequent answer is right.  (["3", "4", "3"], [no, yes, no]) → 0.0
 
     An answer is right if most completions that gave it were scored as right.
     """
@@ -72,8 +72,8 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """{"value": mean over problems, "low": …, "high": …}: with its 95 % interval, Wilson's where every problem is right
-    or wrong, else that of a normal mean. Without a problem: nan, 0, 1."""
+    """Returns {"value": mean over problems, "low": …, "high": …} with a 95 % interval: Wilson's where every problem is
+    right or wrong, else that of a normal mean. Without a problem the values are nan, 0 and 1."""
     if not values:
         return {"value": math.nan, "low": 0.0, "high": 1.0}
     mean = float(np.mean(values))
@@ -86,9 +86,9 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict[str, Any]:
-    """For every reward function pass@k of full marks, of the first also maj@n; and lengths.
+    """Returns pass@k of full marks for every reward function, maj@n for the first one, and statistics of lengths.
 
-    A completion to which a function does not apply (None) leaves its problem out of that function's shares.
+    A problem with a completion to which a function does not apply (None) is left out of that function's shares.
     """
     problems = [list(group) for _, group in itertools.groupby(samples, key=lambda s: s["problem_index"])]
     lengths = [s["num_tokens"] for s in samples] or [0]
@@ -118,7 +118,7 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
 def _marks(
     problems: Sequence[Sequence[Sample]], name: str, full_mark: float
 ) -> list[tuple[Sequence[Sample], list[bool]]]:
-    """(completions, full marks) of every problem to which the function applies."""
+    """Returns (completions, full marks) of every problem to which the function applies."""
     scores = [(problem, [sample["rewards"][name] for sample in problem]) for problem in problems]
     return [(p, [score >= full_mark - ROUNDING for score in of_one]) for p, of_one in scores if None not in of_one]
 
@@ -143,7 +143,7 @@ def _majorities(problems: Sequence[Sequence[Sample]], name: str, full_mark: floa
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line per number, for the terminal:  answer  pass@1    62.0 %  [58.1, 65.8]"""
+    """Returns one line per number, for the terminal:  answer  pass@1    62.0 %  [58.1, 65.8]"""
     failed = f", {result['failed_problems']} left out" if result["failed_problems"] else ""
     rows = [f"{result['problems']} problems{failed}, {result['completions']} completions; 95 % intervals over problems"]
     for name, function in result["functions"].items():

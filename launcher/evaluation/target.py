@@ -1,4 +1,4 @@
-"""Which model an evaluation is of, and with whose settings: a run folder, a checkpoint, adapters, or a hub id."""
+"""Finds the model of an evaluation and its settings: of a run folder, a checkpoint, adapters, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from model.hub import read_json
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated, with which settings."""
+    """A model to evaluate, with its config and the folder of its results."""
 
     model: str  # a folder or a hub id; with adapters their folder
     config: Path
     output: Path  # parent of the results
-    rank: int = 0  # of adapters, which need the config's own model.path as their base
+    rank: int = 0  # of LoRA adapters, whose base is the config's own model.path; 0 = a whole model
 
     def overrides(self) -> list[str]:
-        """What makes the config's model this one."""
+        """Returns the overrides that make this model the model of the config."""
         if self.rank:
             return [f"lora={{r: {self.rank}}}"]
         return [f"model.path={json.dumps(self.model)}", "lora={}"]
 
 
 def find_target(checkpoint: str, config: str | None) -> Target:
-    """The model folder and the config of a run folder, a checkpoint or a hub id. Raises UserError."""
+    """Returns the model and config of a run folder, a checkpoint or a hub id. Raises UserError if there are none."""
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
         if checkpoint.endswith(".gguf"):
@@ -52,7 +52,7 @@ def find_target(checkpoint: str, config: str | None) -> Target:
 
 
 def _rank_of_adapters(folder: Path) -> int:
-    """0 = there are none, or they stand beside a whole model."""
+    """Returns the rank of the LoRA adapters in `folder`; 0 if there are none, or a whole model lies beside them."""
     if (folder / "config.json").is_file() or not (folder / lora.SETTINGS).is_file():
         return 0
     try:
@@ -62,7 +62,7 @@ def _rank_of_adapters(folder: Path) -> int:
 
 
 def is_run(folder: Path) -> bool:
-    """A run's config.json has our sections; a model's has others."""
+    """Returns whether the folder's config.json has the sections of a run; a model's config.json has others."""
     return "sampler" in (read_json(folder / "config.json") or {})
 
 

@@ -1,5 +1,5 @@
-"""What agents cost: 64 of them with 5 turns of 32 tokens, beside as many tokens in one turn each, and beside the engine
-alone, in which each turn is followed at once.
+"""Measures the cost of agents: 64 of them with 5 turns of 32 tokens, against as many tokens in one turn each, and
+against the engine alone, which starts each next turn at once.
 
     python tools/benchmarks/agent.py 28m 5
 """
@@ -20,7 +20,7 @@ TURNS, LENGTH = 5, 32
 if __name__ != "__main__":
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI()  # here, and not in each agent, for certificates take it 20 ms
+    client = AsyncOpenAI()  # one for all agents, because its certificates take 20 ms
 
 
 async def solve(question: str) -> None:
@@ -74,7 +74,7 @@ def main(shape: str, rounds: int, folder: str) -> None:
 
 
 class Chains:
-    """Turns as an agent's, each behind the last and a token more, without an agent."""
+    """Chains of turns like an agent's, without an agent: each prompt is the turn before and one more token."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._ids = engine, dict[Any, list[int]]()

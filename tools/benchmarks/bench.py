@@ -1,4 +1,4 @@
-"""Side by side: TRL and Tandem.  `bash launch.sh bench`
+"""Compares the speed of TRL and Tandem.  `bash launch.sh bench`
 
     bash launch.sh bench                                     everything: hours
     bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
@@ -6,9 +6,9 @@
     bash launch.sh bench --table --out FILE                  the tables of an earlier FILE
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
-Every step becomes a line of --out, with the machine and the commit that last changed what it measures, and is added to
-what the file has. Medians and quartiles come from all steps but the warm-up. Seconds of two machines do not compare:
-each has tables of its own. TRL is installed beside the project on first use. Nothing else should run meanwhile.
+Every step appends a line to --out, with the machine and the commit that last changed the measured code. Medians and
+quartiles come from all steps but the warm-up. Seconds on different machines are not comparable: each machine has tables
+of its own. TRL is installed beside the project on first use. No other program should run during a measurement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS = [*TRL_ROWS, *TANDEM]
 
 
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
-    """What runs this row once: a process that appends `steps` lines to `out`."""
+    """Returns the command that runs this row once: a process that appends `steps` lines to `out`."""
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
     here = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
@@ -59,7 +59,7 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
 def machine() -> str:
     """Returns "AMD EPYC (family 25, model 1), 2 cores, AVX2": processors of several generations have the same name.
 
-    Behind it stand the variables by which torch, oneDNN and MKL were told to use less than that.
+    The environment variables that let torch, oneDNN and MKL use fewer instructions follow.
     """
     fact = re.compile(r"^(model name|cpu family|model|flags)\s*:\s*(.+)$", re.MULTILINE)
     parts = dict(fact.findall(Path("/proc/cpuinfo").read_text()))
@@ -76,7 +76,7 @@ _FEWER_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_
 
 
 def _commit() -> str:
-    """The last commit that changed what Tandem's rows run, with "-dirty" if it is changed again; "" without git."""
+    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed; "" without git."""
     code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
     try:
         last = subprocess.run(
@@ -114,7 +114,7 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a table for every machine, in the order in which they were first measured."""
+    """Returns Markdown: a table for every machine, in the order in which they were first measured."""
     parts = []
     for name in dict.fromkeys(r["machine"] for r in records):
         own = [r for r in records if r["machine"] == name]
@@ -125,10 +125,10 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
-    """A line for each row of each cell, in the order of ROWS: the median of its steps and the quartiles.
+    """Yields a line for each row of each cell, in the order of ROWS: the median of its steps and the quartiles.
 
-    × TRL: tokens per second over those of the cell's fastest TRL row. The floor is what the matrix products of a step
-    take on two cores.
+    × TRL: tokens per second over those of the cell's fastest TRL row. The floor is the time of a step's matrix products
+    on two cores.
     """
     for name in dict.fromkeys(r["cell"] for r in records):
         cell, of_row = named(name), {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}

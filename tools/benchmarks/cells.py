@@ -1,7 +1,7 @@
-"""What is measured: one cell is a model shape, a batch shape and a length mode; every row of a table runs the same.
+"""The cells to measure. A cell is a model shape, a batch shape and a length mode; every row of a table runs the same.
 
 A cell makes its own folder with model, tokenizer and data, so that all rows read the same bytes. Speed does not depend
-on values: weights are random, prompts are random tokens of one exact length. "fixed" samples to the length limit
+on values, so weights are random and prompts are random tokens of one exact length. "fixed" samples to the length limit
 whatever is drawn, so that every row trains the same number of tokens; "natural" is the quick start's task and model.
 """
 
@@ -38,7 +38,7 @@ BETA, LEARNING_RATE = 0.04, 1e-5
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell("1m", prompts=8, generations=8, prompt=256, completion=64) trains 8 × 8 × 64 = 4,096 tokens a step."""
+    """A setup: Cell("1m", prompts=8, generations=8, prompt=256, completion=64) trains 8·8·64 = 4,096 tokens a step."""
 
     shape: str
     prompts: int = 8
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def fits_one_forward(self) -> bool:
-        """Whether 24 GiB hold the activations of all padded sequences at once: some 40 float32 a token and width."""
+        """Returns whether 24 GiB hold the activations of all padded sequences, about 40 float32 per token and width."""
         if self.is_natural:
             return True
         tokens = self.prompts * self.generations * (self.prompt + self.completion)
@@ -73,7 +73,7 @@ CELLS = [
 
 
 def named(name: str) -> Cell:
-    """The cell of this name, also one that is not in CELLS:  named("1m-8x32-p256-c64")"""
+    """Returns the cell of this name, also one that is not in CELLS:  named("1m-8x32-p256-c64")"""
     for cell in CELLS:
         if cell.name == name:
             return cell
@@ -85,7 +85,7 @@ def named(name: str) -> Cell:
 
 
 def cell_parser(description: str | None) -> argparse.ArgumentParser:
-    """With the arguments that every row's runner has."""
+    """Returns a parser with the arguments that every row's runner has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", type=named, required=True)
     parser.add_argument("--steps", type=int, required=True, help="warm-up included")
@@ -94,7 +94,7 @@ def cell_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def prepare(cell: Cell) -> Path:
-    """The cell's folder: model/ (weights and tokenizer) and train.jsonl. Made once."""
+    """Makes the cell's folder once and returns it: model/ (weights and tokenizer) and train.jsonl."""
     if cell.is_natural:
         folder = ROOT / ".cache" / "quickstart"
         if not (folder / "model").is_dir():
@@ -111,7 +111,7 @@ def prepare(cell: Cell) -> Path:
 
 
 def make_model(shape: str, folder: Path) -> None:
-    """Random weights in float32. Every digit is one token of its tokenizer, and a chat is its text, unchanged."""
+    """Writes a model of random float32 weights. Each digit is one token; the chat template leaves text unchanged."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -127,7 +127,7 @@ def make_model(shape: str, folder: Path) -> None:
 
 
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
-    """What `tandem_config` names, for TRL."""
+    """Returns the functions that `tandem_config` names, for TRL."""
     return [right, formatted] if cell.is_natural else [even]
 
 
@@ -144,13 +144,13 @@ def formatted(completions: list[Any], **_: Any) -> list[Any]:
 
 
 def even(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that differs inside every group: the share of even characters. Takes strings or chat messages."""
+    """Returns a reward that differs inside every group: its share of even characters. Takes strings or messages."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(ord(char) % 2 == 0 for char in text) / max(1, len(text)) for text in texts]
 
 
 def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dict[str, Any]:
-    """Tandem's settings for the cell; `folder` is what `prepare` made. All groups of a step fit one micro-batch."""
+    """Returns Tandem's settings for the cell; `folder` is the one of `prepare`. A step has about four micro-batches."""
     return {
         "run": {"output_dir": str(output_dir), "report_to": []},
         "model": {"path": str(folder / "model"), "dtype": "float32"},

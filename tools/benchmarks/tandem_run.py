@@ -1,9 +1,9 @@
-"""Tandem itself on a cell: both processes, started as a user starts them. Options after -- override its settings.
+"""Runs Tandem on a cell: both processes, started as a user starts them. Options after -- override its settings.
 
     tandem_run.py --cell 1m-8x8-p256-c64 --steps 25 --out rows.jsonl --row streaming -- trainer.max_staleness=0
 
 Wall seconds are the differences of the times in metrics.jsonl; CPU seconds are those of all processes, read when a line
-appears there. The last step also holds what ends a run and is left out.
+appears there. The last step includes the end of the run and is left out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def lines(folder: Path) -> list[str]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of the process and all that live below it."""
+    """Returns the CPU seconds of the process and all its living descendants."""
     import psutil
 
     total = 0.0

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[float]:
-    """Of each step on this rank."""
+    """Returns the seconds of each step on this rank."""
     from trainer.algorithm.losses import Denominator
     from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
@@ -101,7 +101,7 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
 
 
 def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, Any]:
-    """One measurement. Memory is this rank's: what torch has allocated on the GPU; without one, what was resident."""
+    """Returns a measurement. Memory is this rank's: what torch has allocated on the GPU, else the resident memory."""
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     if on_gpu:
@@ -122,7 +122,7 @@ def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, 
 
 
 def _estimated_gib(config: Config, ranks: int) -> float:
-    """What `plan` expects of one rank; on a GPU without the CUDA context, which torch does not count."""
+    """Returns what memory `plan` expects of a rank; on a GPU without the CUDA context, which torch does not count."""
     from launcher.memory import trainer_memory
     from launcher.workload import workload_of
     from model.counted_dims import read_dims

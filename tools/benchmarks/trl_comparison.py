@@ -1,10 +1,10 @@
-"""What trl_formulas.py starts where TRL is: every case through both sides, a table, exit code 1 on a surprise.
+"""Compares TRL's formulas with ours in every case, prints a table, exits with 1 on a surprise. For trl_formulas.py.
 
 A case is a set of options under TRL's names. TRL's side is its own code path, `GRPOTrainer._compute_loss` and
 `_generate_and_score_completions` on padded tensors, with log-probs put where its model would put them; ours is
 trainer.algorithm, fed packed. Every case runs on SEEDS random batches of 3 groups of 4 completions of 1 to 12 tokens,
 on policy (π_old = π_θ) and off policy (log-ratios of standard deviation 0.5, so that every clip acts), in float32.
-Left out: models, whose log-probs differ by kernels and not by formula.
+Models are left out, because their log-probs differ by kernels and not by formula.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 KL = {"beta": 0.1, "epsilon_high": 0.3, "delta": 1.6}
 ALL = ("grpo", "dapo", "dr_grpo", "bnpo")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-RECIPES = "configs/recipes/objectives.py"  # what TRL has as a loss_type, or as a setting: theirs -> ours
+RECIPES = "configs/recipes/objectives.py"  # loss types or settings of TRL -> ours
 OURS: dict[str, Options] = {
     "sapo": {"loss_type": "grpo", "loss": f"{RECIPES}:sapo"},
     "vespo": {"loss_type": "dapo", "loss": f"{RECIPES}:vespo"},
@@ -77,7 +77,7 @@ DIFFER = {  # all others must agree
     "bnpo, two micro-batches": "TRL divides by each micro-batch's own tokens; here the denominator is the step's",
     "grpo, entropy_coef": "TRL's bonus is a mean over tokens for every loss_type; here it has the weights of loss_type",
 }
-# What TRL's arguments do not take, or what would load a model there, is set on the trainer.
+# Options that TRL's arguments do not take, or that would load a model, are set on the trainer.
 SET_LATER = {
     "beta", "entropy_coef", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "whiten_advantages",
     "adv_estimator", "use_bias_correction_kl", "micro_batches", "vllm_importance_sampling_clip_min",
@@ -85,7 +85,7 @@ SET_LATER = {
 
 
 def compare() -> Iterator[tuple[str, float, float]]:
-    """(name, largest difference of losses or advantages, largest difference of d loss / d log-probs and entropies)"""
+    """Yields (name, largest difference of losses or advantages, largest one of d loss / d log-probs and entropies)."""
     batches = [random_batch(seed, spread) for spread in (0.0, 0.5) for seed in SEEDS]
     for name, more in LOSSES.items():
         options: Options = {"loss_type": name.partition(",")[0], **more}
@@ -101,7 +101,7 @@ def compare() -> Iterator[tuple[str, float, float]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat, completion after completion; [N] each, advantages [B]."""
+    """A batch of flat tensors, completion after completion: [N] each, advantages [B]."""
 
     lengths: list[int]
     logprobs: Tensor
@@ -112,7 +112,7 @@ class Batch:
     advantages: Tensor
 
     def padded(self, flat: Tensor) -> Tensor:
-        """[N] -> [B, longest], with a number at the padding that no formula may see."""
+        """Returns [N] as [B, longest], with a number at the padding that no formula may read."""
         mask = torch.arange(max(self.lengths))[None, :] < torch.tensor(self.lengths)[:, None]
         return torch.full(mask.shape, -3.0).masked_scatter(mask, flat)
 
@@ -140,7 +140,7 @@ def our_config(options: Options) -> Config:
 
 
 def our_loss(batch: Batch, options: Options) -> tuple[Tensor, Tensor]:
-    """(loss, [2N] its derivatives by log-probs and by entropies)"""
+    """Returns (loss, [2N] its derivatives by log-probs and by entropies)."""
     algorithm = our_config(options).algorithm
     logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     corrects = algorithm.vllm_importance_sampling_mode is not None
@@ -185,7 +185,7 @@ def trl_loss(batch: Batch, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def trl_inputs(trainer: Any, batch: Batch) -> dict[str, Any]:
-    """TRL's own tensors for this batch: masks, item counts, advantages, importance weights."""
+    """Returns TRL's own tensors for this batch: masks, item counts, advantages, importance weights."""
     completions = [[1] * n for n in batch.lengths]
     sampled = [part.tolist() for part in batch.vllm_logprobs.split(batch.lengths)]
     generated: tuple[Any, ...] = ([[1]] * B, completions, None, [""] * B, sampled, {}, None, None)
@@ -200,7 +200,7 @@ def trl_inputs(trainer: Any, batch: Batch) -> dict[str, Any]:
 
 
 def trl_trainer(kind: Any, settings: Any, options: Options, scores: Sequence[Callable] = ()) -> Any:
-    """A trainer of one step over the whole batch, whose model is never asked anything."""
+    """Makes a trainer of TRL for one step over the whole batch, whose model is never called."""
     arguments = settings(
         output_dir=tempfile.gettempdir(), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=B,
         num_generations=G, max_completion_length=L_MAX, steps_per_generation=1, beta=0.0,

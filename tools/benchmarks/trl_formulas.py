@@ -1,4 +1,4 @@
-"""The same random tensors through TRL's GRPOTrainer and through this trainer's own code: how far are they apart?
+"""Runs the same random tensors through TRL's GRPOTrainer and this trainer's own code, and prints the differences.
 
     python tools/benchmarks/trl_formulas.py    installs TRL beside the project, prints what docs/algorithm.md sums up
 
@@ -21,7 +21,7 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 
 
 def install() -> None:
-    """A virtual environment with TRL in it and the running interpreter's packages behind it. Once."""
+    """Makes a virtual environment once, with TRL in it and access to the running interpreter's packages."""
     marker = ENVIRONMENT / ".complete"
     if marker.exists():
         return

@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on a cell. Runs in the environment that `bench.py` makes for it, never in the project's own.
+"""Runs TRL's GRPOTrainer on a cell, in the environment that `bench.py` makes for TRL, never in the project's own.
 
     stock    generation by transformers' generate; everything else TRL's default, but float32 and CPU
     plain    the same without gradient checkpointing, TRL's default: faster where memory suffices
 
-One update per batch of rollouts, group by group where one forward of all would not fit the memory; beta and learning
-rate as in cells.py, reward functions without a model.
+Makes one update per batch of rollouts, group by group if one forward of all would not fit the memory. Beta and learning
+rate are those of cells.py; the reward functions use no model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The work of one step, counted, and how fast this machine can do it: the seconds below which no program here gets.
+"""Counts the operations of a step and measures this machine's speed: a lower bound of the seconds of a step.
 
-Counted are the matrix products alone, and of them the fewest: a prompt once for its group, nothing recomputed. Left out
-are the bytes of weights that decoding reads, and everything else.
+Only matrix products are counted, and as few as possible: a prompt once for its group, nothing recomputed. The bytes of
+weights that decoding reads, and all other work, are left out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 from tools.benchmarks.cells import SHAPES, Cell
 
 FORWARDS_OF_TRAINING = 3  # the backward pass takes two
-FORWARDS_OF_A_STEP = 2 + FORWARDS_OF_TRAINING  # to sample, and for the reference
+FORWARDS_OF_A_STEP = 2 + FORWARDS_OF_TRAINING  # one more to sample, and one for the reference
 
 
 def forward_flops(cell: Cell) -> float:
-    """Floating-point operations over one step's tokens, 2 per multiply-add, completions at their greatest length.
+    """Returns the floating-point operations over a step's tokens, 2 per multiply-add, with completions of full length.
 
     2 · N · T + 2 · d · V · n + 4 · A · heads · head_dim · layers: N parameters of the layers without embeddings,
     T tokens, n of them through the head, A pairs of a query and a key that attend.
@@ -31,7 +31,7 @@ def forward_flops(cell: Cell) -> float:
 
 
 def measured_flops(seconds: float = 1.0) -> float:
-    """Operations per second of one core in a float32 matrix product that fits its cache: what to divide by."""
+    """Returns the speed of one core, in operations per second, in a float32 matrix product that fits its cache."""
     import torch
 
     from model.cpu.linear import use_faster_linear

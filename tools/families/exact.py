@@ -1,7 +1,7 @@
-"""How far the trainer's rows are from a model's own forward, one sequence at a time.
+"""Compares the trainer's results with those of a model's own forward, one sequence at a time.
 
-`python -m tools.families.exact FOLDER` prints a line of JSON. float32, without vLLM: log-probs of every completion, and
-the gradient of all parameters.
+`python -m tools.families.exact FOLDER` prints a line of JSON. It compares, in float32 and without vLLM, the log-probs
+of every completion and the gradient of all parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _COMPLETIONS = [list(range(30, 47)), list(range(60, 61)), list(range(20, 44)), l
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """{layout, logprobs: largest difference, gradient: ‖g − g'‖ / ‖g'‖, parameters, planned}"""
+    """Returns {layout, logprobs: largest difference, gradient: ‖g − g'‖ / ‖g'‖, parameters, planned}."""
     from transformers import AutoModelForCausalLM
 
     model = load_causal_lm(str(folder), "float32", None, False)
-    # eager: what transformers hands to torch's kernel leaves out the soft caps of scores
+    # eager, because transformers' call of torch's kernel leaves out the soft caps of scores
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     plain.train(model.training)
     packing = packing_of(model)
@@ -49,13 +49,13 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def _own_logprobs(model: Any, completion: list[int]) -> Tensor:
-    """[C] of one sequence alone."""
+    """Returns the log-probabilities [C] of one sequence alone."""
     logits = model(input_ids=torch.tensor([_PROMPT + completion]), use_cache=False).logits[0, len(_PROMPT) - 1 : -1]
     return logits.float().log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def _gradient(model: Any) -> Tensor:
-    """Of all parameters in the order of their names, zero where one has none: float64."""
+    """Returns the float64 gradient of all parameters in the order of their names, zero if one has none."""
     named = sorted(model.named_parameters())
     return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for _, p in named]).double()
 

@@ -1,4 +1,4 @@
-"""What works with which model, measured on tiny random models of many families.  `bash launch.sh families`
+"""Measures what works with which model, on tiny random models of many families.  `bash launch.sh families`
 
     bash launch.sh families                       every family: an hour and a half on two cores
     bash launch.sh families lfm2 qwen3_moe        some
@@ -12,8 +12,8 @@
     resume   the loop's groups again, from the checkpoint of its second step: the same final model, bit for bit
     lora     two steps with adapters, or where vLLM cannot apply them, with lora.sync=merged
 
-Each is a process of its own with a limit of time, in runs/families/NAME, and what one fails at ends no other. Facts are
-kept there, and the table is of those that were found on this machine with these versions.
+Each column runs in a process with a time limit, in runs/families/NAME, and its failure ends no other column. Facts are
+kept in that folder; the table has those that were found on this machine with these versions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
 MARKS = ("<!-- written by: bash launch.sh families --write -->\n", "<!-- the end of what it wrote -->\n")
 SEEING = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")  # decoders of VISION_FAMILIES: docs/images.md
 LIMIT_S = 400
-NARROWER = {  # what lets torch, MKL, oneDNN and vLLM use fewer of the processor's instructions
+NARROWER = {  # variables that let torch, MKL, oneDNN and vLLM use fewer of the processor's instructions
     side: {"ATEN_CPU_CAPABILITY": side, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn,
            "PYTHONPATH": str(Path(__file__).parent / "narrower")}
     for side, mkl, onednn in (("avx2", "AVX2", "AVX2"), ("default", "SSE4_2", "SSE41"))
@@ -63,7 +63,7 @@ def _settings(family: str, folder: Path, steps: int) -> list[str]:
 
 
 def _process(argv: Sequence[str], log: Path, **environment: str) -> tuple[int, str]:
-    """(exit code, what it printed), which also goes to a file; 124 after LIMIT_S."""
+    """Runs a command and returns (exit code, its output), which also goes to a file; the code is 124 after LIMIT_S."""
     try:
         with open(log, "w") as file:
             own = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
@@ -104,7 +104,7 @@ def lora(family: str, folder: Path) -> Facts:
 
 
 def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
-    """Facts of `steps` steps of the whole loop."""
+    """Runs the whole loop for `steps` steps and returns its facts."""
     shutil.rmtree(run, ignore_errors=True)
     begun = time.monotonic()
     argv = [sys.executable, "-m", "launcher.run", CONFIG, *_settings(family, run, steps), *more]
@@ -129,7 +129,7 @@ def _names(file: Path) -> list[str]:
 
 
 def resume(family: str, folder: Path) -> Facts:
-    """Two trainers on the loop's recording: one straight, one from the straight one's checkpoint of step 2."""
+    """Runs two trainers on the loop's recording: one straight, one from the straight one's checkpoint of step 2."""
     straight, resumed = folder / "straight", folder / "resumed"
     for run in (straight, resumed):
         shutil.rmtree(run, ignore_errors=True)
@@ -152,7 +152,7 @@ COLUMNS: dict[str, Callable[[str, Path], Facts]] = {column.__name__: column for 
 
 
 def why(said: str) -> str:
-    """The line of a log that says why it ended, in at most 200 characters."""
+    """Returns the line of a log that says why it ended, in at most 200 characters."""
     lines = [line.strip() for line in said.replace("\r", "\n").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"tandem: (sampler[.\d]*|trainer): ", line)]
     errors += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)] or lines[-1:]
@@ -160,11 +160,11 @@ def why(said: str) -> str:
 
 
 def measure(family: str, columns: Sequence[str], folder: Path) -> None:
-    """Facts of these columns, into the family's folder in the place of earlier ones."""
+    """Measures these columns and writes their facts into the family's folder, in the place of earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         build(family, QUICKSTART, folder / "model")
-    except Exception as error:  # one family's must not end the others
+    except Exception as error:  # one family's error must not end the others
         return _keep(folder, "exact", {"layout": f"not built: {type(error).__name__}: {error}"[:200]})
     for column in columns:
         _keep(folder, column, found := COLUMNS[column](family, folder))
@@ -177,19 +177,19 @@ def _keep(folder: Path, column: str, found: Facts) -> None:
 
 
 def _column(folder: Path, name: str) -> Facts:
-    """Of this machine and these versions; {} where there are none."""
+    """Returns a column's facts of this machine and these versions; {} if there are none."""
     file = folder / "facts.json"
     found = json.loads(file.read_text()).get(name, {}) if file.exists() else {}
     return found if found.get("where") == where() else {}
 
 
 def facts_of(folder: Path) -> Facts:
-    """Of all columns."""
+    """Returns the facts of all columns."""
     return {key: value for name in COLUMNS for key, value in _column(folder, name).items()}
 
 
 def where() -> str:
-    """The machine and the versions that a row holds for."""
+    """Returns the machine and the versions that a row holds for."""
     packages = [f"{name} {version(package)}" for name, package in _PACKAGES.items()]
     return f"{machine()}; {', '.join(packages)}"
 
@@ -202,7 +202,7 @@ HEAD = (
 
 
 def table(facts: dict[str, Facts]) -> str:
-    """Markdown: a line for each family, and below it in full what a family fails at."""
+    """Returns Markdown: a line for each family, and below the table the failures of each family in full."""
     rows, notes = [HEAD], list[str]()
 
     def cell(family: str, value: Any) -> str:
@@ -230,7 +230,7 @@ def table(facts: dict[str, Facts]) -> str:
 
 
 def _proof_cells(found: Any) -> list[Any]:
-    """Returns (tensors proven where vLLM packs nothing, damages that were found with all instructions and fewer)."""
+    """Returns (tensors proven when vLLM packs nothing, damages that were found with all instructions and fewer)."""
     if not isinstance(found, dict):
         return [found, None]
     plain, missed = found["default"], sum(len(side["missed"]) for side in found.values())

@@ -50,12 +50,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": dict(layer_types=["linear_attention", "mlp", "full_attention", "mlp"],
                        mamba_num_heads=8, mamba_head_dim=32, n_groups=1, ssm_state_size=16),
 }  # fmt: skip
-BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text")  # vLLM's kernel of their layers for a CPU takes nothing else
+BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text")  # vLLM's CPU kernel of their layers takes nothing else
 _TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
 
 def family_config(name: str, vocab: int, **more: Any) -> Any:
-    """transformers' configuration of the tiny model. Token 0 is padding, token 2 ends a turn: examples/tokenizer.py."""
+    """Returns transformers' configuration of the tiny model. Token 0 pads and 2 ends a turn: examples/tokenizer.py."""
     from transformers import AutoConfig
 
     tokens = dict(vocab_size=vocab, pad_token_id=0, bos_token_id=None, eos_token_id=2)
@@ -65,7 +65,7 @@ def family_config(name: str, vocab: int, **more: Any) -> Any:
 
 
 def random_model(name: str, vocab: int, **more: Any) -> Any:
-    """float32, with weights that make every token's log-prob differ; always the same ones."""
+    """Makes a float32 model with weights that make every token's log-prob differ; always the same ones."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -74,13 +74,13 @@ def random_model(name: str, vocab: int, **more: Any) -> Any:
         model = AutoModelForCausalLM.from_config(family_config(name, vocab, **more)).float()
         for path, parameter in model.named_parameters():
             parameter.normal_(0, 0.06) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-            if name == "gemma4_text" and "q_norm" in path:  # no other scale stands before its softmax
+            if name == "gemma4_text" and "q_norm" in path:  # no other scale precedes its softmax
                 parameter.mul_(parameter.numel() ** -0.5)
     return model
 
 
 def build(name: str, tokenizer: Path, folder: Path) -> None:
-    """The model's folder, with the tokenizer of another one."""
+    """Writes the model's folder, with the tokenizer of another model."""
     words = json.loads((tokenizer / "tokenizer.json").read_text())
     vocab = 1 + max(*words["model"]["vocab"].values(), *(token["id"] for token in words["added_tokens"]))
     model = random_model(name, vocab)

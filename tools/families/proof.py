@@ -1,4 +1,4 @@
-"""What a sampler's engine can prove of a family's weights, and which damages it finds.
+"""Measures which of a family's weights a sampler's engine can prove, and which damages it finds.
 
 `python -m tools.families.proof FOLDER DTYPE` prints a line of JSON. Every kind of published tensor is damaged on its
 way into the engine, in four ways, at a first load and at a later one, and the proof must say so.
@@ -30,7 +30,7 @@ from trainer.engine.exported import parameters, under_checkpoint_names
 def prove_family(folder: Path, dtype: str) -> dict[str, Any]:
     """Returns {proven, unproven, wrong, damages, missed}.
 
-    unproven: how many for which reason. missed: "how, tensor, which load" of each damage that the proof did not find.
+    unproven: a count for each reason. missed: "how, tensor, which load" of each damage that the proof did not find.
     """
     model = load_causal_lm(str(folder), dtype, None, False)  # before vLLM changes classes of transformers
     old, new = _version(model, 0), _version(model, 1)
@@ -63,7 +63,7 @@ def prove_family(folder: Path, dtype: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _version(model: Any, seed: int) -> dict[str, Tensor]:
-    """Returns what is published after every parameter has moved."""
+    """Returns the published tensors after every parameter has moved."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.add_((0.02 * torch.randn(p.shape, generator=generator)).to(p.dtype))
@@ -78,7 +78,7 @@ def damaged(name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> 
     if row.ndim:
         row[-1] += 0.1
         yield "one row", {**new, name: row}
-    if not torch.equal(old[name].bfloat16(), new[name].bfloat16()):  # which an engine that narrows it would not see
+    if not torch.equal(old[name].bfloat16(), new[name].bfloat16()):  # else an engine in bfloat16 would see no change
         yield "old", {**new, name: old[name]}
     numbers = NUMBER.findall(name)
     other = f"{name[: name.rindex(numbers[-1])]}0{name.rpartition(numbers[-1])[2]}" if numbers else name

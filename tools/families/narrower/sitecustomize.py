@@ -1,4 +1,4 @@
-"""On PYTHONPATH it has vLLM use no more instructions than ATEN_CPU_CAPABILITY leaves torch, in every process.
+"""Limits vLLM, in every process with this folder on PYTHONPATH, to the instructions that ATEN_CPU_CAPABILITY allows.
 
 vLLM asks torch.cpu which of its libraries to load, which matrices to pack and which kernels to run: with avx512 none
 for bfloat16, with avx2 the library for processors without AVX-512, and with default no matrix is packed, as on a GPU.
