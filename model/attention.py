@@ -74,7 +74,7 @@ def _refuse(names: Sequence[str], wishes: dict[str, Any]) -> None:
 
 
 def options(base: Any, row: PackedRow) -> dict[str, Any]:
-    """Returns a row's arguments of a forward without cache, besides its tokens. base: transformers' text model."""
+    """Returns a row's arguments for a forward without cache, besides token ids. base: transformers' text model."""
     if base.config._attn_implementation != NAME:
         assert sum(len(span.completions + span.forks) for span in row.spans) <= 1, (
             "these layers would mix the sequences of a row"
@@ -98,7 +98,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers' interface asks for. Returns ([rows, T, num_heads, head_dim], None).
+    """Computes attention as a transformers AttentionInterface function. Returns ([rows, T, num_heads, head_dim], None).
 
     sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
     Raises NotImplementedError if the model needs an option that is not supported.

@@ -73,11 +73,11 @@ def release_cache() -> None:
 def add_in_order() -> None:
     """Makes gradients of indexed rows (biases of experts) add up in a fixed order, not as a CPU's threads arrive."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filling costs time
 
 
 def switch_off_planned_attention() -> None:
-    """Disables cuDNN's attention, which plans every new shape for some 0.3 s, and nearly every group is a new shape."""
+    """Disables cuDNN's attention, which plans each new shape for a few hundred ms, and nearly every group is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -33,8 +33,8 @@ class ModelDims:
     tied: bool
     bias: bool = False  # of the query, key and value projections
     qk_norm: bool = False
-    vision: VisionDims | None = None  # of the tower of a model that sees images
-    experts: tuple[int, int] | None = None  # of each layer of a mixture, and per token
+    vision: VisionDims | None = None  # dimensions of the tower of a model that sees images
+    experts: tuple[int, int] | None = None  # experts of each layer of a mixture, and those per token
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:

@@ -171,7 +171,7 @@ def _settings(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
-    """Raises UserError for a model whose images would be read otherwise than vLLM reads them, or that sees none."""
+    """Raises UserError for images that would be read otherwise than by vLLM, or a frozen tower that does not exist."""
     kind, path = settings.get("model_type"), config.model.path
     if "vision_config" in settings and kind not in VISION_FAMILIES:
         raise UserError(

@@ -45,7 +45,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
     temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
+    shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed conversion
     _save(file, temporary, dtype)
     durable.commit_dir(temporary, folder)
 

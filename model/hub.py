@@ -1,4 +1,4 @@
-"""Access to single files of models in a folder or on the hub, without importing transformers and torch (seconds)."""
+"""Single files of models in a folder or on the hub, without transformers, whose import takes seconds and torch."""
 
 from __future__ import annotations
 

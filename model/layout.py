@@ -27,7 +27,7 @@ _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NA
 # bounds of the relative RMS difference. Measured: float32 at most 3e-6; bfloat16 0.01, and up to 0.14 with experts,
 # because a router may choose another; completions that see each other 0.4 to 1
 _FULL, _HALF = 1e-4, 0.25
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # as transformers' configs and layers call them
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # attributes of transformers' configs and layers
 _NOISE = ("jitter_noise", "moe_jitter_eps")  # noise before routers: Mixtral and MiniMax, DBRX
 _SHORT = 8  # tokens of a window during the check
 

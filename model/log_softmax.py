@@ -140,7 +140,7 @@ def _split(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function for any number of tokens, because the last chunks of rows differ in theirs."""
+    """Compiles a function for any number of tokens, because the last chunk of every row has another."""
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 

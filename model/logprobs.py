@@ -171,7 +171,7 @@ def load_causal_lm(
     """
     model, _ = load_settled(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
     model.own_logits = own_logits(model)
-    if model.own_logits is whole_forward:  # which may not pass the spans of a shared row to its layers
+    if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.sees(model.config):
             raise UserError(f"the logits of a {type(model).__name__} need its whole forward; choose another model")
         settle(model, "separate" if packing == "auto" else packing, None)
@@ -187,7 +187,7 @@ def load_settled(
     packing: Literal["auto"] | Packing,
     **options: Any,
 ) -> tuple[Any, list[str]]:
-    """Loads (model, names of weights that the files lack) in the class for its configuration, with `options`.
+    """Loads a model in the class for its configuration, and returns it with the names of weights that its files lack.
 
     Raises UserError if the model cannot be found, or if no layout of rows, or not the one asked for, is right for it.
     """

@@ -74,7 +74,7 @@ def add_adapters(model: Any, config: Config) -> Any:
 
 
 def targets(model: Any, wanted: str | list[str]) -> str | list[str]:
-    """Returns the wanted layers; in a mixture those beside the experts, because peft matches these by MLP names."""
+    """Returns the wanted layers; in a mixture only those beside experts: peft applies MLP names to experts, too."""
     import torch
 
     if experts_of(model.config.get_text_config().to_dict()) is None:

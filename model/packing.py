@@ -42,7 +42,7 @@ class Span:
     start: int
     prompt: int
     completions: tuple[int, ...]
-    forks: tuple[Forks, ...] = ()  # of each completion; empty = none has any
+    forks: tuple[Forks, ...] = ()  # forks of each completion; empty = no completion forks
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Shard:
 @dataclass(frozen=True)
 class PackedRow:
     input_ids: Tensor  # [1, T] int64; [sequences, T] with "separate"
-    position_ids: Tensor  # as input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
+    position_ids: Tensor  # like input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
     spans: tuple[Span, ...]  # empty with "separate": every row is one sequence, padded at its end
     source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
-    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or separate sequence; empty = no images
-    vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
+    images: tuple[tuple[EncodedImage, ...], ...] = ()  # images of each span, or separate sequence; empty = no images
+    vision: VisionInput | None = None  # added by vision.py; None: the model has no vision tower
     routing: Tensor | None = None  # [T, layers, k] int16 as router_replay.py replays it, of the flattened row
     shard: Shard | None = None  # None: the row is not split
 

@@ -30,7 +30,7 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class _TopK(TorchFunctionMode):
-    """A function mode that replaces the results of topk, k of E scores, by those of `answer`."""
+    """A torch function mode that replaces the results of topk, k of E scores, by those of `answer`."""
 
     def __init__(self, num_experts: int, per_token: int, answer: Answer):
         super().__init__()

@@ -75,7 +75,7 @@ def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes]
 
 
 def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
-    """Returns the row with its images, or a blank one, as vision input and with positions on three axes.
+    """Returns the row with positions on three axes, and with its images, or a blank one, as vision input.
 
     Without a layout it is unchanged. Raises ValueError if a prompt does not hold its images' tokens.
     """
@@ -189,7 +189,7 @@ def _sequences(row: PackedRow) -> list[tuple[int, int]]:
 
 
 def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLayout) -> list[int]:
-    """Returns each image's first token, from the prompt's tokens of that id; a completion may have sampled more."""
+    """Returns the index of each image's first token, by the first tokens of its id: completions may sample more."""
     sizes = [layout.form.num_tokens(image) for image in images]
     found = (ids == layout.image_token).nonzero()[:, 0][: sum(sizes)].tolist()
     begins = [found[at] if at < len(found) else -1 for at in np.cumsum([0, *sizes])[:-1]]

@@ -44,7 +44,7 @@ def dead_groups(h: History) -> str:
 
 
 def turns_exhausted(h: History) -> str:
-    """Advises if ≥ 50 % of 5 steps' rollouts reach max_turns: the model calls in a loop, or the task needs more."""
+    """Advises if ≥ 50 % of 5 steps' rollouts reach max_turns: the model loops, or the task needs more turns."""
     cut, most = h.last("rollout/max_turns_ratio", 5), h.config.max_turns
     if not cut or fmean(cut) < 0.5:
         return ""
@@ -151,7 +151,7 @@ def waits(who: str, h: History) -> str:
 
 
 def entropy_collapse(h: History) -> str:
-    """Advises if the entropy is below a tenth of its start and a function right in < 90 %: exploration has ended."""
+    """Advises if the entropy is below a tenth of its start and a function is right in < 90 %: exploration has ended."""
     early, late = h.trend("entropy")
     if not early or fmean(early) <= 0 or fmean(late) > 0.1 * fmean(early) or h.is_solved():
         return ""
@@ -162,7 +162,7 @@ def entropy_collapse(h: History) -> str:
 
 
 def _moved(h: History, key: str) -> float:
-    """Returns the change of the mean from the first 10 to the newest 10 steps, 0 unless it is 3 standard errors."""
+    """Returns the change of the mean from the first 10 to the newest 10 steps, 0 unless above 3 standard errors."""
     early, late = h.trend(key)
     if not early:
         return 0.0
@@ -171,7 +171,7 @@ def _moved(h: History, key: str) -> float:
 
 
 def reward_hacking(h: History) -> str:
-    """Advises if the sum rises and a function falls by a quarter of its spread, both beyond 3 standard errors."""
+    """Advises if the sum rises while one function falls by a quarter of its spread, both beyond 3 standard errors."""
     names, rise = h.functions(), _moved(h, "reward")
     if len(names) < 2 or rise <= 0:
         return ""

@@ -67,7 +67,7 @@ class StepDisplay:
             if self._open:
                 self._stream.write(strip_escapes(text).encode(encoding, "replace").decode(encoding) + "\n")
                 self._stream.flush()
-        except (OSError, ValueError):  # nobody reads any more; the run goes on, and metrics.jsonl has everything
+        except (OSError, ValueError):  # the reader is gone; the run continues, and metrics.jsonl has everything
             self._open = False
 
     def _eta_s(self, step_time: float | None) -> float | None:

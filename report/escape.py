@@ -40,7 +40,7 @@ def _seen(char: str) -> str:
 
 
 def strip_escapes(text: object) -> str:
-    """Returns one printable line: escape sequences are removed, other control and direction characters are spaces.
+    """Returns one printable line: escape sequences are removed, other control and direction characters become spaces.
 
     "\\x1b[31mred\\x1b[0m\\nline" → "red line"
     """

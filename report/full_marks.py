@@ -65,7 +65,7 @@ def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, f
 
         (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n
 
-    p ± z·σ can be both. n = 0 gives (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
+    p ± z·σ can be empty or exceed 0–1. n = 0 gives (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} trials; expected 0 ≤ successes ≤ n")

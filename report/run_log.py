@@ -71,7 +71,7 @@ class MetricsLog:
         {"step": 40, "eval_id": "v40", "n": 512, "problems": 512, "full_marks": {"answer": 300, "format": 500},
          "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0}
 
-        A function that returned None for some has "scored": {"answer": [448, 448]}, completions and problems, as well.
+        A function that returned None for some also has "scored": {"answer": [448, 448]}, its completions and problems.
         """
         self._append(self._eval, record)
         shares = {f"eval/{name}/accuracy": share(record, name) for name in record["full_marks"]}

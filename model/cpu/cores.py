@@ -64,7 +64,7 @@ class Cores:
         if not with_lent:
             before, now = now, before
         for thread in map(int, os.listdir("/proc/self/task")):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 if os.sched_getaffinity(thread) == before:
                     os.sched_setaffinity(thread, now)
         torch.set_num_threads(self.threads + self.more_threads if with_lent else self.threads)

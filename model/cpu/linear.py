@@ -78,7 +78,7 @@ def _values_and_gradients(product: Any, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer by oneDNN. Results are tensors and not views: models may change them in place, as F.linear's.
+    """A linear layer through oneDNN. Its results are not views, so models may change them in place, as F.linear's.
 
     y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y        x [..., in], W [out, in], y [..., out]
     """

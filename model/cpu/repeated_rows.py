@@ -38,7 +38,7 @@ class Rows:
 def distinct_rows(
     ids: NDArray[Any], positions: NDArray[Any], starts: NDArray[Any], blocks: NDArray[Any], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Returns (kept [U], whole [T]) of the T tokens of R sequences in a row; None if no two are equal.
+    """Returns (kept [U], whole [T]) of the T tokens of R concatenated sequences; None if no two are equal.
 
     ids, positions: [T]. starts: [R + 1], where each sequence's rows begin. blocks: [R, B] numbers of the blocks that
     hold its keys and values, in order; equal numbers mean equal tokens, except for 0, which is no block.
@@ -46,7 +46,7 @@ def distinct_rows(
     known: dict[tuple[bytes, bytes], int] = {}  # (blocks before a row, tokens from it to the end) -> that row
     source = np.arange(len(ids))
     for own, begin, end in zip(blocks, starts, starts[1:], strict=False):
-        first = int(positions[begin]) if end - begin > 1 else -1  # one row is of a sequence that decodes
+        first = int(positions[begin]) if end - begin > 1 else -1  # a single row belongs to a sequence that decodes
         if first < 0 or first % block_size or not own[: first // block_size].all():
             continue
         here = (own[: first // block_size].tobytes(), ids[begin:end].tobytes())
@@ -67,7 +67,7 @@ def takes_rows(decoder: Any) -> bool:
 
 
 class RepeatedRows:
-    """A decoder of vLLM that computes equal rows once. `spared` counts the rows that were not computed."""
+    """A wrapper that makes a vLLM decoder compute equal rows once. `spared` counts the rows that were not computed."""
 
     def __init__(self, decoder: Any, attentions: Iterable[Any], metadata: Callable[[], Any], block_size: int):
         """Wraps a decoder and its layers' vllm Attention. metadata: of this step, by layer; None outside of a step."""
