@@ -189,6 +189,7 @@ def load_settled(
 ) -> tuple[Any, list[str]]:
     """Loads a model in the class for its configuration, and returns it with the names of weights that its files lack.
 
+    options: further arguments of that class's from_pretrained.
     Raises UserError if the model cannot be found, or if no layout of rows, or not the one asked for, is right for it.
     """
     from transformers import AutoConfig
