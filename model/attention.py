@@ -1,20 +1,20 @@
 """Attention over packed rows, registered with transformers under the name "shared_prompt".
 
-Causal inside the prompt; every completion sees the prompt and its own past, never another completion. The prompt's
-keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares them
-in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of G
-rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
-Where completions fork, each sequence is attended for itself, behind the keys and values that it shares.
+Attention is causal in the prompt; every completion sees the prompt and its own past, never another completion. The
+prompt's keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares
+them in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of
+G rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+If completions fork, attention runs for each sequence on its own, after the keys and values that it shares.
 On a GPU there is no mask at all: see `_past`.
 
-What a layer wishes besides is done here as transformers does it: a window, a soft cap of the scores, sinks.
+A layer's other options are computed as transformers does: a window, a soft cap of the scores, sinks.
 
     s_ij = scale · q_i k_j,  with a cap c: c tanh(s_ij / c)        seen: i − window < j ≤ i
     o_i  = Σ_j exp(s_ij) v_j / (Σ_j exp(s_ij) + exp(sink))
 
-Works with stock transformers models that go through AttentionInterface. `use_cache=False` is mandatory: a cache would
-make transformers append to it and sequences attend to each other. Left out: attention dropout; any other wish, which is
-refused, and which layout.py finds out when a model is loaded.
+It works with stock transformers models that use AttentionInterface. `use_cache=False` is mandatory: transformers would
+append to a cache, and sequences would attend to each other. Left out: attention dropout; any other option, which is
+refused, and which layout.py detects when a model is loaded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
 _OTHER_WISHES = ("position_bias", "indices", "block_indices")
-_PASSED_OVER = ("softcap", "s_aux")  # by transformers' own sdpa, without a word
+_PASSED_OVER = ("softcap", "s_aux")  # transformers' own sdpa ignores these silently
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What one layer's attention is besides causal."""
+    """The options of one layer's attention besides causality."""
 
     scale: float | None
     window: int | None  # tokens that a query sees, itself among them
@@ -49,14 +49,14 @@ class _Kind:
 
 
 def register() -> None:
-    """Makes `attn_implementation="shared_prompt"` known to transformers. Call before from_pretrained.
+    """Makes `attn_implementation="shared_prompt"` known to transformers. Call it before from_pretrained.
 
-    Takes cuDNN's attention out of torch's choice in this process; "sdpa" refuses what it would pass over.
+    It also disables cuDNN's attention in this process, and makes "sdpa" refuse the options that it would ignore.
     """
     from transformers import AttentionInterface
 
     devices.switch_off_planned_attention()
-    # without a mask of this name transformers makes none, and asks the device for nothing to make one of
+    # without a mask function of this name transformers makes no mask, and reads nothing from the device for one
     AttentionInterface.register(NAME, _attention)
     AttentionInterface.register("sdpa", _strict_sdpa)
 
@@ -74,7 +74,7 @@ def _refuse(names: Sequence[str], wishes: dict[str, Any]) -> None:
 
 
 def options(base: Any, row: PackedRow) -> dict[str, Any]:
-    """What a forward without cache is told of a row besides its tokens. base: transformers' model of a text."""
+    """Returns a row's arguments for a forward without cache, besides token ids. base: transformers' text model."""
     if base.config._attn_implementation != NAME:
         assert sum(len(span.completions + span.forks) for span in row.spans) <= 1, (
             "these layers would mix the sequences of a row"
@@ -98,10 +98,10 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. Returns ([rows, T, num_heads, head_dim], None).
+    """Computes attention as a transformers AttentionInterface function. Returns ([rows, T, num_heads, head_dim], None).
 
     sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
-    Raises NotImplementedError if the model asks for attention that this is not.
+    Raises NotImplementedError if the model needs an option that is not supported.
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
@@ -119,7 +119,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
 
 
 def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
-    """One group: [1, H, prompt + Σ completions, d]."""
+    """Returns the attention of one group: [1, H, prompt + Σ completions, d]."""
     if span.forks:
         return _tree_attention(query, key, value, span, kind)
     begin = span.start + span.prompt
@@ -143,8 +143,8 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
 
 
 class _Padded(torch.autograd.Function):
-    """[H, Σ C, d] -> [H, G, C, d] by the indexes of `_indexes`. Padding is read by nobody and has no gradient, so the
-    gradient is read back in one pass, where that of an index is sorted and summed: on a GPU most of the attention.
+    """The padding of [H, Σ C, d] to [H, G, C, d] by `_indexes`. Padded values are not read and have no gradient, so the
+    gradient is gathered in one pass, while that of an index is sorted and summed: on a GPU most of the attention.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ class _Padded(torch.autograd.Function):
 
 
 def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
-    """As `_span_attention`, where completions fork: what each sequence adds sees that behind what it shares."""
+    """Returns `_span_attention` for forked completions: a sequence's new tokens see the shared ones and themselves."""
     edges = [[0, *(start for start, _ in forks), n] for n, forks in zip(span.completions, span.forks, strict=True)]
     sizes = [span.prompt, *(end - start for of in edges for start, end in itertools.pairwise(of))]
     tokens = slice(span.start, span.start + sum(sizes))
@@ -178,7 +178,7 @@ def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
 
 
 def _first(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[tuple[Tensor, Tensor]]:
-    """The first tokens of a sequence in parts."""
+    """Returns the keys and values of the first `count` tokens of a sequence in parts."""
     taken = []
     for k, v in parts:
         if count > 0:
@@ -188,7 +188,7 @@ def _first(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[tuple[Ten
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, kind: _Kind) -> Tensor:
-    """[rows, H, Q, d]: the queries are the last Q of the K tokens that have keys, and see what is before them."""
+    """Returns [rows, H, Q, d]: queries are the last Q of the K tokens that have keys, and see all up to themselves."""
     queries, keys = query.shape[2], key.shape[2]
     window = kind.window if kind.window is not None and kind.window < keys else None
     if kind.cap is not None or kind.sinks is not None:
@@ -199,7 +199,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, kind: _Kind) -> Tensor:
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, kind: _Kind, seen: Tensor) -> Tensor:
-    """What torch has no kernel for, score by score. seen: [Q, K]."""
+    """Computes attention with explicit scores, for options without a torch kernel. seen: [Q, K]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
@@ -214,10 +214,10 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, kind: _Kind, seen: T
 
 
 def _past(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """What query i of the last `queries` among `keys` tokens sees: itself and all before it, [queries, keys].
+    """Returns what the last `queries` of `keys` tokens see: themselves and all tokens before, [queries, keys].
 
-    On a GPU a description that torch hands to flash attention, which reads grouped heads as they are; given a mask,
-    flash attention refuses, and the kernel that is left writes out every score. On a CPU, or for a window, a mask.
+    On a GPU it is a description that torch passes to flash attention, which reads grouped heads as they are; flash
+    attention refuses a mask, and the other kernel writes out every score. On a CPU, or with a window, it is a mask.
     """
     if window is None and devices.is_accelerator(device):
         return _described_past(queries, keys)
@@ -232,23 +232,23 @@ def _described_past(queries: int, keys: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] of the last `window` tokens up to each query. Made once for all layers of a forward."""
+    """Returns the mask [queries, keys] of the last `window` tokens up to each query, cached for all layers."""
     past = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return past if window is None else past.triu(keys - queries - window + 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _indexes(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(pad index [G, C], unpad index [Σ C]): made once for all layers of a forward.
+    """Returns (pad index [G, C], unpad index [Σ C]), made once for all layers of a forward.
 
-    On the CPU: how many tokens are real is known there without waiting for a GPU.
+    They are computed on the CPU, where the number of real tokens is known without waiting for a GPU.
     """
     rows, real = pad_index(lengths), unpad_index(lengths)
     return rows.to(device, non_blocking=True), real.to(device, non_blocking=True)
 
 
 def pad_index(lengths: tuple[int, ...]) -> Tensor:
-    """[G, max] positions of the flat tokens as rows; padding repeats a row's last token.
+    """Returns [G, max] positions of the flat tokens as rows; padding repeats a row's last token.
 
     lengths (2, 1) -> [[0, 1], [2, 2]]
     """
@@ -259,6 +259,6 @@ def pad_index(lengths: tuple[int, ...]) -> Tensor:
 
 
 def unpad_index(lengths: tuple[int, ...]) -> Tensor:
-    """[Σ lengths] positions of the real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
+    """Returns [Σ lengths] positions of real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
     real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
     return real.flatten().nonzero()[:, 0]

@@ -1,16 +1,16 @@
-"""One checksum per tensor, computed where the tensor is: what proves that an engine holds the weights of a version.
+"""Checksums of tensors, computed on a tensor's own device, that prove that an engine holds the weights of a version.
 
     c(x) = ( Σ_k g_k Σ_i a_i · w_ki ,  Σ_k g_k Σ_i a_i · (w_ki >> 32) )      both modulo 2^64, 32 hexadecimal digits
 
 w are the raw bits of x as 64-bit words, chunk k of 2^15 words after chunk k − 1, zeros at the end; a_i and g_k are odd
-numbers of 64 bits that splitmix64 makes of the position. Only integer sums, which have no order: CPU and GPU, one
-thread or many, give the same number. Every word has a weight of its own, so swapped rows or halves change the sum.
+numbers of 64 bits that splitmix64 makes of the position. All sums are of integers, and independent of order: CPU and
+GPU, one thread or many, agree. Every word has a weight of its own, so swapped rows or halves change the sum.
 
-How sure it is. Two tensors differ in the upper half of some word, or nowhere but in lower halves. In the first case the
+Reliability: two tensors differ in the upper half of some word, or nowhere but in lower halves. In the first case the
 second sum, in the other the first one, adds numbers a_i · d_i with 0 < |d_i| < 2^32: one of them alone is never zero
 modulo 2^64, because a_i is odd, and several cancel for one in 2^32 choices of the weights. The first sum alone would
-not do: sign bits that flip at the top of two words add 2^63 twice. The sums notice mistakes. Intent is what the mode of
-the folder (0700) and the SHA-256 of the manifest are for.
+not do: sign bits that flip at the top of two words add 2^63 twice. The sums detect mistakes; the mode of the folder
+(0700) and the SHA-256 of the manifest protect against intent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from common.weights import TensorInfo
 
 _CHUNK = 1 << 15  # words, 256 KiB
-_DEVICE_CHUNKS = 1 << 8  # that are summed at once on a GPU, with 64 MiB of temporary memory
-_HOST_CHUNKS = 1 << 3  # and on a CPU, where 2 MiB stay in its caches: five times as fast
+_DEVICE_CHUNKS = 1 << 8  # summed at once on a GPU, with 64 MiB of temporary memory
+_HOST_CHUNKS = 1 << 3  # summed at once on a CPU, where 2 MiB stay in its caches: five times as fast
 
 
 def describe(tensor: Tensor) -> TensorInfo:
@@ -34,7 +34,7 @@ def describe(tensor: Tensor) -> TensorInfo:
 
 
 def checksum(tensor: Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype are no part of it: views of the same bits have the same checksum."""
+    """Returns 32 hexadecimal digits. Views of the same bits in any shape and dtype have the same checksum."""
     low, high = device_sums(words_of(tensor.detach())).tolist()
     return f"{low % 2**64:016x}{high % 2**64:016x}"
 
@@ -55,15 +55,15 @@ def unordered_sum(tensor: Tensor) -> int:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """A bool on the tensor's device: neither NaN nor infinite anywhere.
+    """Returns a bool on the tensor's device: whether no element is NaN or infinite.
 
-    Both extremes are NaN if anything is. One pass; isfinite() on each element takes seven times as long on a CPU.
+    Both extremes are NaN if any element is. isfinite() on each element takes seven times as long on a CPU.
     """
     return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """The tensor's bits as int64 [n], with zeros at the end if they do not fill the last word."""
+    """Returns the tensor's bits as int64 [n], with zeros at the end if they do not fill the last word."""
     octets = tensor.contiguous().view(-1).view(torch.uint8)
     if octets.numel() % 8:
         octets = torch.nn.functional.pad(octets, (0, 8 - octets.numel() % 8))
@@ -73,7 +73,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def device_sums(words: Tensor) -> Tensor:
-    """Both sums, int64 [2], on the words' device: nothing waits for a GPU."""
+    """Returns both sums, int64 [2], on the words' device, without waiting for a GPU."""
     full = words.numel() // _CHUNK
     size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
     blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
@@ -85,7 +85,7 @@ def device_sums(words: Tensor) -> Tensor:
 
 
 def _dot(w: Tensor, a: Tensor) -> Tensor:
-    """Σ_i a_i · w_ki for each row k. NumPy's product of integers has no temporary; torch has none for a GPU."""
+    """Returns Σ_i a_i · w_ki for each row k. NumPy's integer product has no temporary; torch has no such product."""
     a = a[: w.shape[1]]
     return torch.from_numpy(w.numpy() @ a.numpy()) if w.is_cpu else (w * a).sum(1)
 
@@ -96,7 +96,7 @@ def _odd_on(device: torch.device, count: int, stream: int) -> Tensor:
 
 
 def _odd(position: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea, Flood 2014) of the position, made odd."""
+    """Returns splitmix64 (Steele, Lea, Flood 2014) of the position, made odd."""
     z = (position + np.uint64(1 + (stream << 40))) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

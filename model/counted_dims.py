@@ -1,8 +1,8 @@
 """The size of any decoder: by the formulas of dims.py, else counted in its modules on torch's meta device.
 
 Parameters are exact either way, and no weights are read. Counting costs the import of torch and transformers, and a
-second. Left out: code that comes with a model, which is not run for an estimate; what recurrent layers keep for their
-backward pass, taken for that of attention.
+second. Left out: code that comes with a model, which is not run for an estimate; the memory that recurrent layers keep
+for their backward pass, which is estimated as attention's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from model.lora import targets
 
 @dataclass(frozen=True, kw_only=True)
 class CountedDims(ModelDims):
-    """ModelDims whose sums were counted. Sizes that differ between layers are the largest, or the mean."""
+    """A ModelDims whose sums were counted. Sizes that differ between layers are the largest, or the mean."""
 
     counted: int  # parameters, of all experts
-    in_layers: int  # of them; the rest are embeddings and the head
-    passed: int  # of those in the layers, by a token: of E experts k
+    in_layers: int  # parameters in layers; the rest are embeddings and the head
+    passed: int  # parameters in layers that a token passes: k of E experts
     linears: tuple[tuple[str, int], ...]  # name → Σ (in + out) over all layers of that name that may get adapters
     cached: int  # values of a token in vLLM's cache
     state: int  # values of a sequence, however long it is
@@ -55,9 +55,9 @@ class CountedDims(ModelDims):
 
 
 def read_dims(path: str, revision: str | None) -> ModelDims | None:
-    """The dimensions of a model in a folder, or of a hub id, of which config.json alone is downloaded.
+    """Reads the dimensions of a model in a folder, or of a hub id, of which config.json alone is downloaded.
 
-    None for a model that transformers does not know. Raises UserError when there is no such model.
+    Returns None for a model that transformers does not know. Raises UserError if there is no such model.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -77,12 +77,12 @@ def _counted(folder: Path) -> CountedDims | None:
 
     try:
         return counted_dims(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError):  # no model that it knows
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError):  # unknown to transformers
         return None
 
 
 def counted_dims(config: Any) -> CountedDims | None:
-    """From transformers' configuration; None where transformers has no such decoder without code of the model's own."""
+    """Counts the decoder of transformers' configuration; None if transformers needs the model's own code for it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -104,7 +104,7 @@ def counted_dims(config: Any) -> CountedDims | None:
     in_layers = {name: p for name, p in model.named_parameters() if id(p) not in embedded}
     per_token = _largest(text, "num_experts_per_tok", 1)
     experts = experts_of(text.to_dict() | {"num_experts_per_tok": per_token})
-    passed = {  # values of a parameter that a token meets; experts' are stacked
+    passed = {  # values of a parameter that a token passes; experts' are stacked
         name: p.numel() * per_token // p.shape[0] if experts and ".experts." in name else p.numel()
         for name, p in in_layers.items()
     }
@@ -113,7 +113,7 @@ def counted_dims(config: Any) -> CountedDims | None:
     head_dim = head_dim or text.hidden_size // heads
     kv_heads, state = _largest(text, "num_key_value_heads", heads), sum(map(_state, decoder))
     cached = sum(map(_cached, decoder))
-    if not (cached or state):  # projections of other names
+    if not (cached or state):  # the projections have other names
         cached = 2 * text.num_hidden_layers * kv_heads * head_dim
     return CountedDims(
         hidden=text.hidden_size,
@@ -135,20 +135,20 @@ def counted_dims(config: Any) -> CountedDims | None:
 
 
 def _largest(text: Any, name: str, default: int) -> int:
-    """A size; of one that every layer has its own the largest."""
+    """Returns a size; the largest if every layer has its own."""
     found = getattr(text, name, None)
     return max(found) if isinstance(found, list) else found or default
 
 
 def _intermediate(text: Any, per_token: int) -> int:
-    """I of what a token passes, of its widest layer."""
+    """Returns the MLP's intermediate size I that a token passes in the widest layer."""
     dense = _largest(text, "intermediate_size", 4 * text.hidden_size)
     own = _largest(text, "moe_intermediate_size", 0) or dense
     return max(dense, per_token * own + _largest(text, "shared_expert_intermediate_size", 0))
 
 
 def _cached(module: Any) -> int:
-    """Values of a token in vLLM's cache, of one attention layer: keys and values, or what latent attention keeps."""
+    """Counts a token's values in vLLM's cache for an attention layer: keys and values, or latent attention's state."""
     if latent := getattr(module, "kv_a_proj_with_mqa", None):
         return latent.out_features
     if fused := getattr(module, "qkv_proj", None):
@@ -159,7 +159,7 @@ def _cached(module: Any) -> int:
 
 
 def _state(module: Any) -> int:
-    """Values that a recurrent or convolutional layer keeps of a sequence, however long it is."""
+    """Counts the values that a recurrent or convolutional layer keeps for a sequence of any length."""
     short: Any = getattr(module, "conv1d", None) or getattr(module, "conv", None)
     if not hasattr(short, "kernel_size"):
         return 0

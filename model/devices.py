@@ -1,7 +1,7 @@
-"""The one file that knows devices: torch's accelerator, whatever its vendor, or the CPU where there is none.
+"""The only file with device-specific code: torch's accelerator, whatever its vendor, or the CPU if there is none.
 
-torch.accelerator has what every vendor's back end has; what is left, a name and a collective library, comes from the
-module of the device's type. pyproject.toml keeps torch.cuda out of all other rooms.
+torch.accelerator has the functions that all vendors' back ends share; the rest, a name and a collective library, comes
+from the module of the device's type. pyproject.toml keeps torch.cuda out of all other packages.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl"}
 
 
 def count() -> int:
-    """Accelerators that this process sees."""
+    """Returns the number of accelerators that this process sees."""
     return torch.accelerator.device_count()
 
 
 def first() -> torch.device:
-    """The first accelerator, or the CPU."""
+    """Returns the first accelerator, or the CPU."""
     return _accelerator() or torch.device("cpu")
 
 
@@ -28,56 +28,56 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def use(index: int) -> None:
-    """For everything that this process puts on an accelerator from now on; nothing without one."""
+    """Selects the accelerator that this process uses from now on; does nothing without one."""
     if count():
         torch.accelerator.set_device_index(index)
 
 
 def collectives() -> str:
-    """torch.distributed's back end for what lies on these devices: "nccl" on CUDA and ROCm, "gloo" on CPUs."""
+    """Returns torch.distributed's back end for tensors on these devices: "nccl" on CUDA and ROCm, "gloo" on CPUs."""
     device = _accelerator()
     return "gloo" if device is None else _COLLECTIVES.get(device.type, "gloo")
 
 
 def name(device: torch.device) -> str:
-    """As its vendor calls it, "NVIDIA H100 80GB HBM3"; "" for the CPU."""
+    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3"; "" for the CPU."""
     return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else ""
 
 
 def synchronize() -> None:
-    """Waits for everything that was started."""
+    """Waits for all work that was queued on the accelerator."""
     if count():
         torch.accelerator.synchronize()
 
 
 def buffer_on_host(size: int, device: torch.device) -> torch.Tensor:
-    """[size] bytes, pinned where the device is an accelerator: copies from it then need not be waited for one by one.
+    """Returns [size] bytes, pinned if the device is an accelerator, so that each copy from them can be asynchronous.
 
-    torch's own pinned blocks are powers of two (CachingHostAllocator), 16 GiB for 9; CUDA and ROCm pin any as it is.
+    torch's own pinned blocks have powers of two (CachingHostAllocator), 16 GiB for 9; CUDA and ROCm can pin any size.
     """
     if device.type != "cuda":
         return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
     buffer = torch.empty(size, dtype=torch.uint8)
     cuda, at = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(cuda.cudaHostRegister(at, size, 0))
-    weakref.finalize(buffer, cuda.cudaHostUnregister, at).atexit = False  # before its pages are anybody else's
+    weakref.finalize(buffer, cuda.cudaHostUnregister, at).atexit = False  # unpins its pages before they are reused
     return buffer
 
 
 def release_cache() -> None:
-    """Gives free blocks of torch's allocator back to the device."""
+    """Releases free blocks of torch's allocator to the device."""
     if count():
         torch.accelerator.empty_cache()
 
 
 def add_in_order() -> None:
-    """Gradients of picked rows (biases of experts): a CPU else adds them as its threads come."""
+    """Makes gradients of indexed rows (biases of experts) add up in a fixed order, not as a CPU's threads arrive."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filling costs time
 
 
 def switch_off_planned_attention() -> None:
-    """cuDNN's attention plans every new shape for a few hundred milliseconds, and nearly every group is one."""
+    """Disables cuDNN's attention, which plans each new shape for a few hundred ms, and nearly every group is one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

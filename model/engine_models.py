@@ -1,7 +1,7 @@
-"""Whether the installed vLLM runs an architecture, read from its source: importing it would cost seconds.
+"""A check whether the installed vLLM runs an architecture, by its source, because importing it would cost seconds.
 
-As vLLM decides it: its own table of models, else its Transformers back end, for which a model's attention must go
-through transformers' interface. Left out, and so let pass: models with code of their own, plugins of vLLM.
+It decides as vLLM does: by vLLM's table of models, else by its Transformers back end, for which a model's attention
+must use transformers' interface. Left out, and so accepted: models with code of their own, plugins of vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS\.get_interface\(|_supports_att
 
 
 def is_unknown(architectures: Iterable[str]) -> bool:
-    """Whether vLLM would refuse a model of these. False where it, or transformers, is not installed."""
+    """Returns whether vLLM would refuse these architectures; False if it, or transformers, is not installed."""
     registry = _source("vllm", "model_executor/models/registry.py")
     models = _source("transformers", "models")
     has_plugins = any(not point.value.startswith("vllm.") for point in entry_points(group="vllm.general_plugins"))
@@ -31,7 +31,7 @@ def is_unknown(architectures: Iterable[str]) -> bool:
 
 @cache
 def _known(registry: Path) -> frozenset[str]:
-    """Keys of the tables."""
+    """Returns the keys of vLLM's tables of models."""
     found = [
         key.value
         for node in ast.parse(registry.read_text()).body
@@ -45,7 +45,7 @@ def _known(registry: Path) -> frozenset[str]:
 
 
 def _is_adaptable(name: str, models: Path) -> bool:
-    """Whether vLLM's Transformers back end takes transformers' class of this name."""
+    """Returns whether vLLM's Transformers back end takes transformers' class of this name."""
     for file in models.glob("*/modeling_*.py"):
         source = file.read_text()
         if f"class {name}(" in source:
@@ -54,7 +54,7 @@ def _is_adaptable(name: str, models: Path) -> bool:
 
 
 def _source(package: str, path: str) -> Path | None:
-    """Of an installed package, which is not imported."""
+    """Returns the path of an installed package's file or folder, without importing the package; None without it."""
     spec = find_spec(package)
     found = Path(spec.origin).parent / path if spec is not None and spec.origin else None
     return found if found is not None and found.exists() else None

@@ -1,6 +1,6 @@
-"""What can be said of a model before transformers or vLLM read its weights.
+"""Checks of a model before transformers or vLLM read its weights.
 
-Whether it is there, whether it has a chat template, and whether its index names only files of the folder: transformers
+They are that it exists, that it has a chat template, and that its index names only files of the folder: transformers
 joins the shard names of `*.index.json` to the folder unchecked, so that "../../x" would be opened. Left out: files of
 models by hub id, which the hub's own client places.
 """
@@ -23,7 +23,7 @@ from model.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
-# model_type of those whose images are understood here
+# model_type of the families whose images are supported
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
@@ -34,9 +34,9 @@ NO_CHAT_TEMPLATE = (
 
 
 def require_models(config: Config) -> None:
-    """Raises UserError if a model is plainly not there, or prompts cannot be made for want of a template.
+    """Raises UserError if a model plainly does not exist, or prompts cannot be made without a chat template.
 
-    Silent where only the network or the tokenizer itself can tell: `require_downloaded` asks again when it has.
+    It accepts what only the network or the tokenizer itself can tell; `require_downloaded` asks again later.
     """
     require_model(config.model.path, config.model.revision)
     for other in _others(config).values():
@@ -50,7 +50,7 @@ def require_models(config: Config) -> None:
 
 
 def _others(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
-    """Sections whose models the run loads beside the policy's, where they name one."""
+    """Returns the sections whose models the run loads beside the policy's, if they name one."""
     used: dict[str, CriticSettings | ReferenceSettings] = {}
     if config.algorithm.beta > 0:
         used["reference"] = config.reference
@@ -60,13 +60,13 @@ def _others(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
 
 
 def require_downloaded(config: Config) -> None:
-    """As require_models, of the policy's config.json alone, which is downloaded if need be."""
+    """Downloads the policy's config.json if need be, and checks it as `require_settings` does."""
     model_json(config.model.path, "config.json", config.model.revision)
     require_settings(config)
 
 
 def require_settings(config: Config) -> None:
-    """The part of require_models that reads config.json, where that is in a folder or the hub's cache."""
+    """Checks config.json for `require_models`, if it is in a folder or the hub's cache. Raises UserError."""
     settings = _settings(config.model.path, config.model.revision)
     _require_known_vision(config, settings)
     _require_engine_model(config.model.path, settings)
@@ -82,7 +82,7 @@ def require_settings(config: Config) -> None:
 
 
 def about_experts(config: Config) -> list[str]:
-    """What to say of a mixture of experts before it trains; [] of any other model."""
+    """Returns warnings about a mixture of experts before it trains; [] for any other model."""
     settings, said = _settings(config.model.path, config.model.revision), []
     if experts_of(settings) is None:
         return []
@@ -117,7 +117,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
 
 
 def uneven_heads(heads: int, size: int) -> str:
-    """Why a model with so many attention heads cannot be on `size` sequence-parallel ranks."""
+    """Returns the message why a model with so many attention heads cannot be on `size` sequence-parallel ranks."""
     fitting = [str(n) for n in range(1, size) if heads % n == 0]
     return (
         f"trainer.sequence_parallel_size {size} does not divide the model's {heads} attention heads, of which every "
@@ -126,7 +126,7 @@ def uneven_heads(heads: int, size: int) -> str:
 
 
 def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
-    """Image tokens and their places mean something within one family alone."""
+    """Raises UserError if another model is of another vision family, with other image tokens and positions."""
     for section, other in _others(config).items():
         path, revision = config.start_of(other)
         found = _settings(path, revision)
@@ -139,7 +139,7 @@ def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
 
 
 def _require_sight(config: Config, settings: dict[str, Any]) -> None:
-    """Images are for a vision model, and a vision model for images unless the config says that it gets none."""
+    """Raises UserError for images to a text model, or none to a vision model unless data.limit_images is 0."""
     if not settings:
         return
     sees = "vision_config" in settings
@@ -156,13 +156,13 @@ def _require_sight(config: Config, settings: dict[str, Any]) -> None:
 
 
 def _settings(path: str, revision: str | None) -> dict[str, Any]:
-    """config.json of a model in a folder or the hub's cache, with those of its language model on top; {} without one.
+    """Returns config.json of a model in a folder or the hub's cache, its language model's settings on top, or {}.
 
-    Nothing is downloaded for it.
+    Nothing is downloaded.
     """
     try:
         file = present_file(path, "config.json", revision)
-    except ValueError:  # a name that can be none
+    except ValueError:  # no valid hub id
         return {}
     if file is None or (settings := read_json(file)) is None:
         return {}
@@ -171,7 +171,7 @@ def _settings(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
-    """Raises UserError for a model whose images would be read otherwise than vLLM reads them, or that sees none."""
+    """Raises UserError for images that would be read otherwise than by vLLM, or a frozen tower that does not exist."""
     kind, path = settings.get("model_type"), config.model.path
     if "vision_config" in settings and kind not in VISION_FAMILIES:
         raise UserError(
@@ -196,7 +196,7 @@ def _require_engine_model(path: str, settings: dict[str, Any]) -> None:
 
 
 def _require_positions(config: Config, settings: dict[str, Any]) -> None:
-    """vLLM refuses a length beyond the model's positions, unless scaled; its own words come after its imports."""
+    """Raises UserError for a length beyond the model's unscaled positions, before vLLM does after its imports."""
     try:
         limit, rope = settings["max_position_embeddings"], settings.get("rope_parameters") or {}
         is_scaled = rope.get("rope_type", "default") != "default"
@@ -219,12 +219,12 @@ def _require_positions(config: Config, settings: dict[str, Any]) -> None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether it can be no hub id."""
+    """Returns whether the path cannot be a hub id."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def require_model(path: str, revision: str | None = None) -> None:
-    """Raises UserError if there is no such folder, or no network and nothing in the cache."""
+    """Raises UserError if there is no such folder, or the hub is offline and nothing is in the cache."""
     if Path(path).expanduser().is_dir():
         check_model_folder(path)
         return
@@ -244,18 +244,18 @@ def require_model(path: str, revision: str | None = None) -> None:
     try:
         if constants.HF_HUB_OFFLINE and present_file(path, "config.json", revision) is None:
             raise not_to_be_had(path, "no config.json in the cache")
-    except ValueError as error:  # a name that can be none
+    except ValueError as error:  # no valid hub id
         raise not_to_be_had(path, error) from None
 
 
 def experts_in(model: Model) -> tuple[int, int] | None:
-    """(experts of a layer, those of a token) of the policy; None without a mixture."""
+    """Returns (experts of a layer, experts per token) of the policy; None without a mixture."""
     return experts_of(load_config(model).get_text_config().to_dict())
 
 
 def load_config(model: Model) -> Any:
-    """transformers' configuration of the policy. Raises UserError if there is none that it knows."""
-    from transformers import AutoConfig  # costs seconds
+    """Loads transformers' configuration of the policy. Raises UserError if there is none that it knows."""
+    from transformers import AutoConfig  # the import takes seconds
 
     try:
         return AutoConfig.from_pretrained(
@@ -270,19 +270,19 @@ def load_config(model: Model) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def vocabulary(model: Model) -> int:
-    """Rows of its embedding: a tokenizer may know fewer tokens, or more, which no prompt may hold."""
+    """Returns the rows of the embedding; a tokenizer may know fewer tokens, or more, which no prompt may hold."""
     return int(load_config(model).get_text_config().vocab_size)
 
 
 def causal_lm_class(config: Any) -> Any:
-    """transformers' Auto class for a model of this configuration with its output head, and its vision tower if any."""
+    """Returns transformers' Auto class for a model of this configuration with output head and vision tower, if any."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """In one of the places where transformers looks. True for a folder without a tokenizer, which fails by itself."""
+    """Returns whether transformers would find a chat template; True without a tokenizer, which fails by itself."""
     if any(
         (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
@@ -292,7 +292,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def check_model_folder(path: str) -> None:
-    """Raises UserError for a folder of adapters, an unreadable file, an index that names other than its files."""
+    """Raises UserError for a folder of adapters, an unreadable file, or an index that names other than its files."""
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds LoRA adapters, not a model; merge them first, see docs/lora.md")

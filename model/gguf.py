@@ -1,6 +1,6 @@
 """A model folder from a GGUF file:  bash launch.sh convert FILE.gguf FOLDER [--dtype float32]
 
-transformers reads the file and undoes its quantization; those values are what is trained. Left out: files in several
+transformers reads the file and undoes its quantization; the resulting values are trained. Left out: files in several
 parts, and writing GGUF.
 """
 
@@ -24,7 +24,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises UserError."""
+    """Converts the file that the command line names. Raises UserError as `convert` does."""
     parser = argparse.ArgumentParser(prog="launch.sh convert", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="a .gguf file")
     parser.add_argument("folder", type=Path, help="which is made, for model.path")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def convert(file: Path, folder: Path, dtype: str) -> None:
     """Writes the file's model and tokenizer as from_pretrained reads them; the folder appears whole or not at all.
 
-    dtype: float32 or bfloat16. Raises UserError for a file that is none or cannot be read, and a folder that exists.
+    dtype: float32 or bfloat16. Raises UserError if the file is missing or cannot be read, or if the folder exists.
     """
     _require_whole(file)
     if folder.exists():
@@ -45,7 +45,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
     temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
+    shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed conversion
     _save(file, temporary, dtype)
     durable.commit_dir(temporary, folder)
 
@@ -64,7 +64,7 @@ def _require_whole(file: Path) -> None:
 
 def _save(file: Path, folder: Path, dtype: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn of its guess
-    # Here, because these imports cost seconds.
+    # imported inside the function, because these imports take seconds
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

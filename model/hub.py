@@ -1,4 +1,4 @@
-"""Single files of models in a folder or on the hub, without transformers, which costs seconds and brings torch."""
+"""Single files of models in a folder or on the hub, without transformers, whose import takes seconds and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import UserError
 
 
 def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
-    """The file, from the cache or the hub. Raises UserError with the command that downloads it."""
+    """Returns the file's path, after a download if need be. Raises UserError with the command that downloads it."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -21,7 +21,7 @@ def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
 
 
 def not_to_be_had(name: str, reason: object, kind: str = "model") -> UserError:
-    """Of a model or a data set that is neither here nor on the hub: why, under which settings, and the remedy."""
+    """Returns the error for a model or data set that cannot be found: the reason, the settings and the remedy."""
     first_line = next(iter(str(reason).splitlines()), "")
     settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]
     settings += [f"{key}={os.environ[key]}" for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if key in os.environ]
@@ -34,13 +34,13 @@ def not_to_be_had(name: str, reason: object, kind: str = "model") -> UserError:
 
 
 def model_file(path: str, name: str, revision: str | None) -> Path:
-    """Where a file of the model at `path`, a folder or a hub id, is or would be. Raises UserError as file_from_hub."""
+    """Returns a file's path, existing or not, in the folder, or from the hub. Raises UserError as file_from_hub."""
     folder = Path(path).expanduser()
     return folder / name if folder.is_dir() else file_from_hub(path, name, revision)
 
 
 def present_file(path: str, name: str, revision: str | None) -> Path | None:
-    """The same where it is here, in a folder or the hub's cache; else None. Raises ValueError for what can be no id."""
+    """Returns a file's path in a folder or the hub's cache; None if it is missing. Raises ValueError for a bad id."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -51,7 +51,7 @@ def present_file(path: str, name: str, revision: str | None) -> Path | None:
 
 
 def model_json(path: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """A JSON file of the model at `path`, a folder or a hub id. None where read_json gives it, or without the file."""
+    """Reads a JSON file of the model at `path`, a folder or a hub id. None as from read_json, or without the file."""
     try:
         return read_json(model_file(path, name, revision))
     except UserError:
@@ -59,7 +59,7 @@ def model_json(path: str, name: str, revision: str | None = None) -> dict[str, A
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """None where there is no such file, and where it cannot be read or holds no JSON object."""
+    """Returns the file's JSON object; None if there is no such file, or it cannot be read or holds no JSON object."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Images as Qwen's vision models see them: resized once, carried as PNG, cut into patches where they are used.
+"""Images for Qwen's vision models: resized once, sent as PNG, cut into patches by the process that uses them.
 
     any picture ─ resized_size ─► RGB, sides multiples of patch × merge ─ encode_image ─► PNG + grid     (the sampler)
     PNG ─ decode_patches ─► [patches, 3 · temporal · patch²] float32, the same bits as transformers' processor (trainer)
 
-Resizing by PIL and by torchvision gives other pixels, so nobody resizes twice. pillow is imported when an image is
-handled, and torch and torchvision never: text-only runs pay nothing.
+PIL and torchvision resize to different pixels, so no image is resized twice. pillow is imported when an image is
+handled, torch and torchvision never: text-only runs pay nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 
-MAX_ASPECT = 200  # of smart_resize
-_WHITE = {"I": (255, 65535), "F": (1, 255, 65535)}  # of TIFF's numbers of 32 bits: the first that bounds them
+MAX_ASPECT = 200  # as in smart_resize
+_WHITE = {"I": (255, 65535), "F": (1, 255, 65535)}  # white of TIFF's 32-bit values: the first that bounds them
 FORMAT_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model cuts and scales its images, as its preprocessor_config.json says. Defaults: Qwen2.5-VL."""
+    """The settings by which a model cuts and scales images, from preprocessor_config.json. Defaults: Qwen2.5-VL."""
 
     patch_size: int = 14  # pixels a side
     merge_size: int = 2  # merge_size² patches become one token
@@ -50,29 +50,29 @@ class ImageFormat:
 
     @property
     def factor(self) -> int:
-        """Pixels a side of what becomes one token; height and width are multiples of it."""
+        """Returns the pixels a side of a square that becomes one token; height and width are multiples of it."""
         return self.patch_size * self.merge_size
 
     def num_tokens(self, image: EncodedImage) -> int:
-        """Image tokens in the prompt: grid area / merge_size²."""
+        """Returns the number of image tokens in the prompt: grid area / merge_size²."""
         return math.prod(image.grid_thw) // self.merge_size**2
 
     def num_tokens_of(self, height: int, width: int, data: Data) -> int:
-        """The same, of a picture of this size before it is resized. Raises ValueError as resized_size does."""
+        """Returns `num_tokens` of a picture of this size before resizing. Raises ValueError as resized_size does."""
         return math.prod(resized_size(height, width, data.min_pixels, data.max_pixels, self.factor)) // self.factor**2
 
 
 @dataclass(frozen=True)
 class Vision:
-    """What a model's prompts with images are made of."""
+    """The image format and the token ids of a model's prompts with images."""
 
     form: ImageFormat
     start: int  # id of the token before an image: <|vision_start|>
-    image: int  # of the one that stands for each of its tokens: <|image_pad|>
+    image: int  # id of the placeholder for each of an image's tokens: <|image_pad|>
     end: int
 
     def expanded(self, token_ids: TokenIds, images: Sequence[EncodedImage]) -> NDArray[np.int32]:
-        """The prompt with one image token for each merged patch, where it has one for each image.
+        """Returns the prompt with one image token for each merged patch instead of one for each image.
 
         Raises ValueError if the prompt has not as many image tokens as there are images.
         """
@@ -85,7 +85,7 @@ class Vision:
         return np.repeat(ids, counts)
 
     def shortened(self, token_ids: TokenIds, images: Sequence[EncodedImage]) -> list[int]:
-        """The inverse of `expanded`, for vLLM, which expands itself."""
+        """Inverts `expanded`, for vLLM, which expands prompts itself."""
         short, place, left = [], 0, list(images)
         ids = [int(t) for t in token_ids]
         while place < len(ids):
@@ -95,13 +95,13 @@ class Vision:
 
 
 def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, factor: int) -> tuple[int, int]:
-    """(height, width) near the given ones: multiples of factor, of an area from min_pixels to max_pixels.
+    """Returns (height, width) near the given ones: multiples of factor, with an area from min_pixels to max_pixels.
 
         β = √(H·W / max_pixels)    H' = ⌊H / (β·f)⌋ · f    where H·W, rounded to multiples of f, is too large;
         β = √(min_pixels / (H·W))  H' = ⌈H · β / f⌉ · f    where it is too small
 
-    `smart_resize` of Qwen2-VL. Raises ValueError for a picture more than MAX_ASPECT times as long as wide, or that no
-    such size fits.
+    This is Qwen2-VL's `smart_resize`. Raises ValueError if one side is more than MAX_ASPECT times the other, or if no
+    such size exists.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"{width} × {height} pixels: one side is more than {MAX_ASPECT} times the other")
@@ -122,7 +122,7 @@ def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, fact
 
 
 def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: int) -> EncodedImage:
-    """The image resized (bicubic, as the processor does it), without its metadata. Transparent is white.
+    """Resizes an image (bicubic, as the processor does) and drops its metadata. Transparent pixels become white.
 
     Raises ValueError as resized_size and as_seen do.
     """
@@ -135,9 +135,9 @@ def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: i
 
 
 def as_seen(image: Image) -> Image:
-    """In RGB, upright, in the colours that a viewer shows: transparent is white, and of a film it is the first picture.
+    """Converts an image to upright RGB as a viewer shows it: transparent pixels are white, a film is its first frame.
 
-    PIL cuts what is deeper than 8 bits at 255. Raises ValueError for numbers that are no grey of a known range.
+    Values of more than 8 bits are scaled, as PIL would cut them at 255. Raises ValueError if their range is unknown.
     """
     from PIL import Image as images
     from PIL import ImageOps
@@ -168,7 +168,7 @@ def _png_of(picture: Image) -> bytes:
 
 
 def canary_image(form: ImageFormat) -> EncodedImage:
-    """Four tokens of a picture that is nowhere plain: what the canary of a vision model shows."""
+    """Returns an image of four tokens without uniform areas, for the canary prompt of a vision model."""
     from PIL import Image as images
 
     side = 2 * form.factor
@@ -178,23 +178,23 @@ def canary_image(form: ImageFormat) -> EncodedImage:
 
 
 def sample_record(image: EncodedImage) -> dict[str, Any]:
-    """For samples.jsonl: {"width": 504, "height": 252, "digest": "5f0c2a91"}."""
+    """Returns an image's entry in samples.jsonl: {"width": 504, "height": 252, "digest": "5f0c2a91"}."""
     picture = as_picture(image)
     return {"width": picture.width, "height": picture.height, "digest": digest(image)}
 
 
 def digest(image: EncodedImage) -> str:
-    """Eight hexadecimal digits, for people."""
+    """Returns eight hexadecimal digits that identify the image to people."""
     return hashlib.blake2b(image.png, digest_size=4).hexdigest()
 
 
 def one_mark_an_image(text: str) -> str:
-    """For people: <|image_pad|> stands in a prompt once for each of the image's tokens, hundreds of times."""
+    """Shortens runs of <|image_pad|> to one for people: a prompt has one for each of an image's hundreds of tokens."""
     return re.sub(r"(<\|image_pad\|>){2,}", "<|image_pad|>", text)
 
 
 def as_picture(image: EncodedImage) -> Image:
-    """PIL's RGB image. The PNG must have passed picture_size, as those of the link have."""
+    """Decodes the PNG to PIL's RGB image. It must have passed picture_size, as all PNGs of received groups have."""
     from PIL import Image as images
 
     with images.open(io.BytesIO(image.png), formats=["PNG"]) as picture:
@@ -202,11 +202,11 @@ def as_picture(image: EncodedImage) -> Image:
 
 
 def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32]:
-    """[patches, 3 · temporal_patch_size · patch_size²], patch for patch what transformers' image processor makes.
+    """Returns [patches, 3 · temporal_patch_size · patch_size²], equal to those of transformers' image processor.
 
         x = (u · rescale_factor − mean) / std, of each byte u
 
-    There are 256 bytes, so x is looked up. Patches of one token follow each other.
+    A byte has 256 values, so x is looked up in a table. Patches of one token follow each other.
     """
     pixels, patch, merge = np.asarray(as_picture(image)), form.patch_size, form.merge_size
     _, rows, columns = image.grid_thw
@@ -222,7 +222,7 @@ def decode_patches(image: EncodedImage, form: ImageFormat) -> NDArray[np.float32
 
 
 def image_format(path: str, revision: str | None = None) -> ImageFormat:
-    """Of a model in a folder or on the hub. Raises UserError if it says nothing about images."""
+    """Reads the image format of a model in a folder or on the hub. Raises UserError if the model has none."""
     settings = next(filter(None, (model_json(path, name, revision) for name in FORMAT_FILES)), None)
     settings = (settings or {}).get("image_processor") or settings
     if settings is None:
@@ -242,12 +242,12 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
 
 
 def sees_images(path: str, revision: str | None = None) -> bool:
-    """Whether the model has a vision tower; False where its config.json cannot be had."""
+    """Returns whether the model has a vision tower; False if its config.json cannot be read."""
     return "vision_config" in (model_json(path, "config.json", revision) or {})
 
 
 def read_vision(path: str, revision: str | None = None) -> Vision:
-    """Of a model in a folder or on the hub. Raises UserError if it is none that sees images."""
+    """Reads the `Vision` of a model in a folder or on the hub. Raises UserError if the model takes no images."""
     form, settings = image_format(path, revision), model_json(path, "config.json", revision) or {}
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     if missing := [name for name in names if not isinstance(settings.get(name), int)]:
@@ -259,7 +259,7 @@ def read_vision(path: str, revision: str | None = None) -> Vision:
 
 
 def vision_of(config: Config) -> Vision | None:
-    """Of the policy; None where the data have no images. Raises UserError for a text model."""
+    """Reads the `Vision` of the policy; None if the data have no images. Raises UserError for a text model."""
     return read_vision(config.model.path, config.model.revision) if config.data.image_key is not None else None
 
 

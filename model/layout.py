@@ -1,12 +1,12 @@
-"""How a row goes through a model, chosen by a check when the model is loaded.
+"""The layout in which rows pass through a model, chosen by a check when the model is loaded.
 
     shared     a prompt once, its completions behind it: attention.py
     separate   each completion in a row of its own, through the model's own attention and layers
 
 Layers that carry a state from token to token, convolutions, or attention of their own kind would let the completions of
-a shared row see each other. No list of families says which do: two completions of a few tokens are computed by the
-model's own forward, one at a time, and in each layout; a layout that differs by more than rounding is not used. The
-layouts are tried in train mode: a model that drops something at random there is another network than the sampler's.
+a shared row see each other. No list of families is needed: two completions of a few tokens are computed by the model's
+own forward, one at a time, and in each layout; a layout that differs by more than rounding is not used. The layouts are
+tried in train mode, because a model that drops something at random in it is another network than the sampler's.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from model.packing import PackedRow, Packing, pack
 from model.transformers_internals import decoder_of, mixes_packed_sequences
 
 _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NAME,), "separate": ("sdpa", "eager")}
-# RMS of the difference, relative. Measured: float32 at most 3e-6; bfloat16 0.01, with experts, of which a router may
-# choose another, up to 0.14; completions that see each other 0.4 to 1
+# bounds of the relative RMS difference. Measured: float32 at most 3e-6; bfloat16 0.01, and up to 0.14 with experts,
+# because a router may choose another; completions that see each other 0.4 to 1
 _FULL, _HALF = 1e-4, 0.25
-_WINDOWS = ("sliding_window", "attention_chunk_size")  # as transformers' configs and layers call them
-_NOISE = ("jitter_noise", "moe_jitter_eps")  # before routers, of Mixtral and MiniMax, of DBRX
-_SHORT = 8  # tokens of a window while it is looked at
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # attributes of transformers' configs and layers
+_NOISE = ("jitter_noise", "moe_jitter_eps")  # noise before routers: Mixtral and MiniMax, DBRX
+_SHORT = 8  # tokens of a window during the check
 
 
 def packing_of(model: Any) -> Packing:
-    """Which rows it takes."""
+    """Returns the packing of rows that the model takes."""
     return "shared" if model.config.get_text_config()._attn_implementation == attention.NAME else "separate"
 
 
 def backbone(model: Any) -> Any:
-    """The part of a model that makes hidden states: without its head, with its vision tower."""
+    """Returns the part of a model that computes hidden states: without its head, with its vision tower."""
     return model.base_model if vision.sees(model.config) else decoder_of(model)
 
 
 def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_state") -> Tensor:
-    """Returns [N, D] of the positions that predict the row's targets. base: a model's backbone.
+    """Returns hidden states [N, D] at the positions that predict the row's targets. base: a model's backbone.
 
     output: "logits" of a whole model gives [N, V].
 
-    index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in the
-    order of their arrival, so that no two runs are alike.
+    It uses index_select, not indexing: completions share a source, and two threads of indexing's backward add to it in
+    the order of their arrival, so that no two runs are alike.
     """
     if row.vision is not None:
         hidden = vision.hidden_states(base, row)
@@ -60,9 +60,9 @@ def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_stat
 
 @torch.no_grad()
 def settle(model: Any, wanted: Literal["auto"] | Packing, of_images: vision.VisionLayout | None) -> None:
-    """Gives the model the first attention that computes what its own forward computes; `packing_of` tells which rows.
+    """Sets the first attention that agrees with the model's own forward; `packing_of` then tells which rows it takes.
 
-    Raises UserError if no layout, or not the one that is wanted, does.
+    Raises UserError if no layout, or not the wanted one, agrees.
     """
     base, was_training, differs = backbone(model), model.training, dict[str, str]()
     with _short_windows(model):
@@ -97,7 +97,7 @@ _PROMPT, _COMPLETIONS = list(range(5, 17)), [list(range(20, 27)), list(range(30,
 
 
 def _alone(base: Any, ids: list[int], count: int) -> Tensor:
-    """[count, D]: what predicts the last tokens of one sequence, as the model itself has it."""
+    """Returns [count, D], the model's own hidden states that predict the last tokens of one sequence."""
     text = getattr(base, "language_model", base)
     return text(input_ids=torch.tensor([ids], device=base.device), use_cache=False).last_hidden_state[
         0, -count - 1 : -1
@@ -106,7 +106,7 @@ def _alone(base: Any, ids: list[int], count: int) -> Tensor:
 
 @contextlib.contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Within it the model attends as transformers wrote it out, one sequence after the other, in eval mode."""
+    """Switches the model to transformers' eager attention, for single sequences, and to eval mode in the context."""
     name, was_training = model.config.get_text_config()._attn_implementation, model.training
     _set_attention(model.eval(), "eager")
     try:
@@ -118,8 +118,8 @@ def own_attention(model: Any) -> Iterator[None]:
 def _drop_nothing(model: Any) -> None:
     """Switches off dropout, skipped layers and noise before routers, all of which transformers keeps as rates.
 
-    They stand in modules (`residual_dropout`, `layerdrop`, the p of torch.nn.Dropout) and in configurations. Other
-    names with "jitter" are left alone: Phi-3.5-MoE's is a threshold of its routers as well.
+    The rates are attributes of modules (`residual_dropout`, `layerdrop`, torch.nn.Dropout's p) and of configurations.
+    Other names with "jitter" are left alone: Phi-3.5-MoE's is a threshold of its routers as well.
     """
     holders = {id(x): x for module in model.modules() for x in (module, getattr(module, "config", module))}
     for holder in holders.values():
@@ -136,7 +136,7 @@ def _set_attention(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _short_windows(model: Any) -> Iterator[None]:
-    """Within it windows are shorter than the few tokens of the check: what ignores them is found out."""
+    """Makes windows shorter than the check's few tokens in the context, so that layouts that ignore them fail it."""
     holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}.values()
     found = [(x, name, vars(x)[name]) for x in holders for name in _WINDOWS if isinstance(vars(x).get(name), int)]
     for holder, name, _ in found:

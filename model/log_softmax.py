@@ -1,11 +1,11 @@
 """Log-probs of single tokens, and the entropy, from logits that are read once in each direction.
 
-Written as autograd would do it, a head keeps its logits in float32, the softmax, its product and the gradient: up to 18
-bytes for each of tokens × vocabulary at once, all written and read again. Here the logits and their gradient are all
-there is. On an accelerator each direction is compiled to one kernel: 0.58 GiB for 1,024 tokens of Qwen2.5 (151,936) in
-bfloat16 instead of 2.6; where no compiler is found the same functions run one operation after the other, and say so
-once. On a CPU a few rows at a time go through all of it while they are in the processor's cache, which changes no bit:
-what is computed of a row does not depend on the rows around it.
+With plain autograd a head keeps its logits in float32, the softmax, its product and the gradient: up to 18 bytes for
+each of tokens × vocabulary at once, all written and read again. This module keeps only the logits and their gradient.
+On an accelerator each direction is compiled to one kernel: 0.58 GiB for 1,024 tokens of Qwen2.5 (151,936) in bfloat16
+instead of 2.6; without a compiler the same functions run one operation after the other, and one line says so. On a CPU
+all operations run on a few rows at a time while these are in the processor's cache, which changes no bit, because the
+result of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _uncompiled: set[str] = set()  # names of functions that could not be compiled
 
 
 class LogSoftmaxAt(torch.autograd.Function):
-    """The log-prob of a token among all, or among a set S of them that holds it; z = logits / temperature.
+    """The log-prob of a token in the vocabulary, or in a set S of tokens that holds it; z = logits / temperature.
 
         log p    = z_t − log Z                    ∂z = g · (1[t] − p)
         log p    = z_t − log Σ_{v ∈ S} exp z_v    ∂z = g · (1[t] − p_S)       log_mass = log Σ_{v ∈ S} exp z_v − log Z
         entropy  = −Σ_v p_v (z_v − log Z)         ∂z = −g · p (z − log Z + entropy)
 
-    (logits [N, V] of any dtype, targets t [N], sets [N, K] filled up with −1 or None, temperature, with_entropy,
+    (logits [N, V] of any dtype, targets t [N], sets [N, K] padded with −1 or None, temperature, with_entropy,
     entropy_gradient) -> (log p [N], entropy [N] of the whole softmax or zeros, log_mass [N]), float32. The gradient of
-    the logits has their dtype; log_mass has none, and the entropy only where it is asked for.
+    the logits has their dtype; log_mass has no gradient, and the entropy only with entropy_gradient.
     """
 
     @staticmethod
@@ -74,12 +74,12 @@ class LogSoftmaxAt(torch.autograd.Function):
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """In float32. Division by 1 would change nothing and write all of them a second time."""
+    """Returns logits / temperature in float32. Division by 1 is skipped, as it would write all of them again."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def on_support(z: Tensor, sets: Tensor) -> Tensor:
-    """z [N, V] of each row's set [N, K]: [N, K], −inf where it is filled up."""
+    """Returns z [N, V] at each row's set [N, K]: [N, K], −inf where the set is padded."""
     return z.gather(-1, sets.clamp(min=0)).masked_fill(sets < 0, -torch.inf)
 
 
@@ -115,7 +115,7 @@ def _gradient(  # noqa: PLR0913 as the equations
     if sets is None:
         of_z = of_z - grad[:, None] * (z - log_support[:, None]).exp()
     else:
-        p = (on_support(z, sets) - log_support[:, None]).exp()  # 0 where a set is filled up
+        p = (on_support(z, sets) - log_support[:, None]).exp()  # 0 where a set is padded
         of_z = of_z.scatter_add(-1, sets.clamp(min=0), -grad[:, None] * p)
     if grad_entropy is not None:
         log_p = z - log_normaliser[:, None]
@@ -124,15 +124,15 @@ def _gradient(  # noqa: PLR0913 as the equations
 
 
 def _blocks(logits: Tensor, *given: Any) -> Iterator[tuple[Any, ...]]:
-    """Rows of everything that has rows, beside what is the same for all."""
+    """Yields the arguments of each block of rows: tensors are split, all other values are the same for every block."""
     rows = [_split(x, logits) if isinstance(x, Tensor) else None for x in (logits, *given)]
     for i in range(len(_split(logits, logits))):
         yield tuple(x if split is None else split[i] for x, split in zip((logits, *given), rows, strict=True))
 
 
 def _split(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Rows of x, in as many parts as the logits have; on an accelerator one. None has a single row: torch adds that up
-    otherwise."""
+    """Splits the rows of x into as many parts as the logits'; on an accelerator one. No part has a single row, which
+    torch would add up in another order."""
     rows = max(2, _BLOCK * torch.get_num_threads() // max(1, logits.shape[-1]))
     count = 1 if devices.is_accelerator(logits.device) else len(logits) // rows
     return x.tensor_split(count) if count > 1 else (x,)
@@ -140,7 +140,7 @@ def _split(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of tokens: every chunk at the end of a row has another."""
+    """Compiles a function for any number of tokens, because the last chunk of every row has another."""
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
@@ -149,7 +149,7 @@ def _compiles(logits: Tensor) -> bool:
 
 
 def _run(function: Callable[..., Any], logits: Tensor, *given: Any) -> Any:
-    """Compiled on an accelerator."""
+    """Calls the function, compiled on an accelerator."""
     if not _compiles(logits) or function.__name__ in _uncompiled:
         return function(logits, *given)
     try:

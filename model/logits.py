@@ -1,12 +1,12 @@
-"""What a class does to its logits behind its head: a scale, a soft cap, whatever comes next.
+"""Operations of a model class on its logits after its head: a scale, a soft cap or any other.
 
-Granite divides them, Gemma 2 and nanochat cap them, Falcon H1 multiplies them by a number that its decoder keeps. No
-list of such wishes is kept: the class's own forward runs with a decoder that returns the hidden states it is given.
+Granite divides logits, Gemma 2 and nanochat cap them, Falcon H1 multiplies them by a number that its decoder keeps. No
+list of such operations is kept: the class's own forward runs with a decoder that returns given hidden states.
 
     logits = class.forward(model with [decoder -> given hidden states] and [head -> the head])
 
-When a model is loaded, its own forward of a few tokens says which way is right: the head alone (Qwen, Llama and most
-others), the class's forward around given hidden states, or, where neither gives its logits, all of its forward.
+When a model is loaded, its own forward of a few tokens decides which way is right: the head alone (Qwen, Llama and most
+others), the class's forward around given hidden states, or, if neither gives its logits, its whole forward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from model.layout import own_attention
 from model.transformers_internals import decoder_of
 
 Head = Callable[[Tensor], Tensor]
-_IDS = list(range(5, 21))  # that every model has
+_IDS = list(range(5, 21))  # token ids that every model has
 
 
 class _StandIn(torch.nn.Module):
-    """A module in the place of a part of the model: it returns what it is told to, and has the part's attributes."""
+    """A module that replaces a part of the model: it returns `answer`'s result, and has the part's attributes."""
 
     def __init__(self, part: torch.nn.Module, answer: Callable[..., Any]):
         super().__init__()
@@ -42,7 +42,7 @@ class _StandIn(torch.nn.Module):
 
 
 class _Output:
-    """What a decoder returns, of which a head needs its hidden states alone."""
+    """A decoder's output, reduced to the hidden states, the only part that a head needs."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -55,14 +55,14 @@ class _Output:
 
 
 def whole_forward(_: Head, hidden: Tensor) -> Tensor:
-    """Stands for a class whose logits need its whole forward, as own_logits found out; never called."""
+    """Marks a class whose logits need its whole forward, as own_logits found out; never called."""
     raise AssertionError("the logits come from the model's own forward")
 
 
 def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
-    """Returns (head, hidden states [n, D]) -> the class's own logits [n, V].
+    """Returns a function (head, hidden states [n, D]) -> the class's own logits [n, V].
 
-    None where the head alone gives the same bits; `whole_forward` where nothing but the class's forward does.
+    Returns None if the head alone gives the same bits; `whole_forward` if only the class's whole forward does.
     model: a transformers causal language model, on one device.
     """
     head, decoder = model.get_output_embeddings(), decoder_of(model)

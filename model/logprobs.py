@@ -1,4 +1,4 @@
-"""Hidden states -> log-probs of given tokens, without a float32 [tokens, vocabulary] tensor.
+"""Log-probs of given tokens from hidden states, without a float32 [tokens, vocabulary] tensor.
 
 Qwen2.5 has 151,936 tokens: the logits of 64 completions of 256 tokens would take 10 GB in float32. The head runs over
 chunks of tokens instead, and with gradients each of several chunks is recomputed in backward, so one chunk's logits
@@ -27,7 +27,7 @@ from model.sequence_parallel import gather
 
 
 def score_logprobs(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
-    """The log-probs alone: [N] float32. Nothing is computed for entropies."""
+    """Returns the log-probs of the row's targets, [N] float32, without computing entropies."""
     return score_terms(model, row, temperature, chunk_size, with_entropy=False)[0]
 
 
@@ -39,13 +39,13 @@ def score_terms(
     entropy_gradient: bool = False,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
+    """Returns log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
 
     model: a transformers causal language model as load_causal_lm returns it; the row's packing is packing_of(model).
-    Returns logprobs [N] float32 with gradient, entropy [N] float32 with one only if asked for, and log_mass [N]. Where
-    the row has sampling_mask the log-probs are those of the softmax over them alone, and log_mass, without gradient, is
-    what the whole softmax gives them together; else it is 0. The entropy is always the whole softmax's; 0 without it.
-    Of a row that is split over ranks all N targets come back, on every rank.
+    logprobs [N] float32 has a gradient, entropy [N] float32 only with entropy_gradient, log_mass [N] none. If the row
+    has a sampling_mask, the log-probs are those of the softmax over its tokens alone, and log_mass is the log of their
+    total probability in the whole softmax; else it is 0. The entropy is always the whole softmax's; 0 if switched off.
+    For a row that is split over ranks, every rank gets all N values.
     """
     logprobs, entropy, log_mass = _with_head(
         model,
@@ -58,7 +58,7 @@ def score_terms(
 
 
 def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_size: int) -> Tensor:
-    """`score_norms` of the row's targets: [N] float32, without gradient."""
+    """Returns `score_norms` of the row's targets: [N] float32, without gradient."""
     norms = _with_head(
         model,
         _hidden_states(model, row),
@@ -68,9 +68,9 @@ def score_norms_of_row(model: Any, row: PackedRow, temperature: float, chunk_siz
 
 
 def _hidden_states(model: Any, row: PackedRow) -> Tensor:
-    """Returns [N, D] of a causal language model, before its head; its logits [N, V] where they need its whole forward.
+    """Returns hidden states [N, D] before the model's head; its logits [N, V] if they need its whole forward.
 
-    With router replay its row's tokens are sent to the experts that they were sent to.
+    With router replay the row's tokens are sent to the recorded experts.
     """
     if replay := getattr(model, "router_replay", None):
         replay.use(row.routing)
@@ -80,7 +80,7 @@ def _hidden_states(model: Any, row: PackedRow) -> Tensor:
 
 
 def _with_head(model: Any, hidden: Tensor, body: Callable[[Tensor, Head], Any]) -> Any:
-    """body(hidden, what makes logits of it), run as one call of the model's head.
+    """Calls body(hidden, function from hidden states to logits) as one call of the model's head.
 
     ZeRO-3 gathers weights from all ranks in every call, forward and backward. Ranks hold different numbers of tokens
     and so of chunks: with a call for each chunk they would wait for each other for ever.
@@ -107,20 +107,20 @@ def token_terms(  # noqa: PLR0913 as score_terms
     sampling_mask: Tensor | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
+    """Returns log softmax(head(h) / temperature)[target] for each row h of hidden [N, D]; targets [N] int64.
 
-    With sampling_mask [N, K] (-1 fills) on each row's set S of tokens alone, in which the target must be:
+    With sampling_mask [N, K] (padded with -1) the softmax is over each row's set S, which must hold the target:
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
-    Returns float32 (logprobs [N], of μ if there is one; entropy [N] of π, or zeros; log_mass [N], 0 without sets).
+    The result is float32: (logprobs [N], of μ with sets; entropy [N] of π, or zeros; log_mass [N], 0 without sets).
     """
 
     def chunk(h: Tensor, target: Tensor, sets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return LogSoftmaxAt.apply(head(h), target, sets, temperature, with_entropy, entropy_gradient)
 
     parts = []
-    for begin in range(0, max(1, len(targets)), chunk_size):  # without targets one chunk of none
+    for begin in range(0, max(1, len(targets)), chunk_size):  # without targets: one empty chunk
         rows = slice(begin, begin + chunk_size)
         given = hidden[rows], targets[rows], None if sampling_mask is None else sampling_mask[rows]
         if torch.is_grad_enabled() and len(targets) > chunk_size:
@@ -140,12 +140,12 @@ def score_norms(
     chunk_size: int,
     sampling_mask: Tensor | None = None,
 ) -> Tensor:
-    """‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
+    """Returns ‖∇_z log π(target)‖² for each row of hidden [N, D], with π = softmax(z), z = head(h) / temperature.
 
         q = Σ_v (1[v = target] − π_v)² = 1 − 2 π_target + Σ_v π_v²
 
-    [N] float32 in [0, 2], without gradient: 0 where the target is certain. With sampling_mask as for `token_terms` π is
-    the softmax over each target's set.
+    The result is [N] float32 in [0, 2], without gradient: 0 if the target is certain. With sampling_mask, as for
+    `token_terms`, π is the softmax over each target's set.
     """
 
     def chunk(h: Tensor, target: Tensor, support: Tensor) -> Tensor:
@@ -165,13 +165,13 @@ def score_norms(
 def load_causal_lm(
     path: str, dtype: str, revision: str | None, trust_remote_code: bool, packing: Literal["auto"] | Packing = "auto"
 ) -> Any:
-    """A transformers causal language model in the layout that is right for it, with its vision tower if it has one.
+    """Loads a transformers causal language model in the layout that is right for it, with its vision tower if any.
 
-    Raises UserError as load_settled does, and for a vision model whose logits cannot be computed apart.
+    Raises UserError as load_settled does, and for a vision model whose logits need its whole forward.
     """
     model, _ = load_settled(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
     model.own_logits = own_logits(model)
-    if model.own_logits is whole_forward:  # which may not hand on what a shared row is told of its sequences
+    if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.sees(model.config):
             raise UserError(f"the logits of a {type(model).__name__} need its whole forward; choose another model")
         settle(model, "separate" if packing == "auto" else packing, None)
@@ -187,9 +187,10 @@ def load_settled(
     packing: Literal["auto"] | Packing,
     **options: Any,
 ) -> tuple[Any, list[str]]:
-    """(model, names of weights that the files lack), of the class for its configuration, with that class's options.
+    """Loads a model in the class for its configuration, and returns it with the names of weights that its files lack.
 
-    Raises UserError if it cannot be found, or if no layout of rows, or not the one asked for, is right for it.
+    options: further arguments of that class's from_pretrained.
+    Raises UserError if the model cannot be found, or if no layout of rows, or not the one asked for, is right for it.
     """
     from transformers import AutoConfig
 
@@ -198,7 +199,7 @@ def load_settled(
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if getattr(config.get_text_config(), "output_router_logits", False):
-            config.get_text_config().output_router_logits = False  # the loss made of them is not in the objective
+            config.get_text_config().output_router_logits = False  # their loss is not part of the objective
         model, loading = class_of(config).from_pretrained(
             path,
             revision=revision,

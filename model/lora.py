@@ -1,10 +1,10 @@
-"""Low-rank adapters: what both processes must agree on. peft makes them, so a run's folders are peft's own format.
+"""Low-rank adapters, on which both processes must agree. peft makes them, so a run's folders have peft's own format.
 
     W' = W + (alpha / r) · B A        A [r, in], random at the start; B [out, r], zero: version 0 is the base model
 
-(Hu et al., arXiv 2106.09685). `published_tensors` derives every name, shape and dtype of a version from the config
-alone: what a sampler requires of a folder before its engine may see it. Left out: variants of LoRA that vLLM does not
-apply (DoRA, biases, whole modules beside adapters); adapters of experts; those in a vision tower, which stays frozen.
+(Hu et al., arXiv 2106.09685). `expected` derives every name, shape and setting of a version from the config alone; a
+sampler requires them of a folder before its engine loads it. Left out: variants of LoRA that vLLM does not apply (DoRA,
+biases, whole modules beside adapters); adapters of experts; those in a vision tower, which stays frozen.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from model.dims import experts_of
 from model.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
-_LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # of vLLM's max_lora_rank
+_LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values of vLLM's max_lora_rank
 _TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate")
-_OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have it elsewhere
+_OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have the base model elsewhere
 
 
 def max_rank(r: int) -> int:
-    """vLLM's max_lora_rank for adapters of rank r: the next that it allows.  16 -> 16, 20 -> 32"""
+    """Returns vLLM's max_lora_rank for adapters of rank r: the next that it allows.  16 -> 16, 20 -> 32"""
     return next(rank for rank in _LEGAL_RANKS if rank >= r)
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
-    """What vLLM must know to apply adapters; nothing when whole weights are published.
+    """Returns vLLM's arguments for applying adapters; none if whole weights are published.
 
-    No other layers than those that get one: with an adapter vLLM's experts need Triton and its output head cannot score
-    prompts, on a CPU neither.
+    They name only the layers that get an adapter: with adapters, vLLM's experts need Triton and its output head cannot
+    score prompts, and neither works on a CPU.
     """
     if not config.lora.publishes_adapters:
         return {}
@@ -74,7 +74,7 @@ def add_adapters(model: Any, config: Config) -> Any:
 
 
 def targets(model: Any, wanted: str | list[str]) -> str | list[str]:
-    """Of a mixture of experts the layers beside them: peft takes an MLP's names for the experts', too."""
+    """Returns the wanted layers; in a mixture only those beside experts: peft applies MLP names to experts, too."""
     import torch
 
     if experts_of(model.config.get_text_config().to_dict()) is None:
@@ -94,13 +94,13 @@ def targets(model: Any, wanted: str | list[str]) -> str | list[str]:
 
 
 def settings_file(settings: Any) -> bytes:
-    """adapter_config.json, the same bytes for the same settings: peft's own writer depends on the order of sets."""
+    """Returns adapter_config.json, equal for equal settings, while peft's own writer depends on the order of sets."""
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
     return json.dumps(values | {"inference_mode": True}, indent=2, sort_keys=True).encode()
 
 
 def published_name(parameter: str) -> str | None:
-    """peft's name in a file for a parameter of a model with adapters; None if it is a weight of the base.
+    """Returns peft's name in a file for a parameter of a model with adapters; None for a weight of the base.
 
     "model.layers.0.mlp.up_proj.lora_A.default.weight" -> "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     """
@@ -109,13 +109,13 @@ def published_name(parameter: str) -> str | None:
 
 
 def expected(config: Config) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """(shapes, adapter_config.json) of every version of this run, from a model without memory (the meta device)."""
+    """Returns (shapes, adapter_config.json) of every version of this run, from a model on the meta device."""
     return _expected(config.model_dump_json())
 
 
 @functools.lru_cache(maxsize=1)
 def _expected(text: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Once per process: every reload asks, and building large models takes long even on the meta device."""
+    """Computes `expected` once per process: reloads ask, and building large models is slow even on the meta device."""
     import torch
 
     config = Config.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""Groups -> one packed row: the prompt once, its completions after it, and where every target's logits come from.
+"""Packing of groups into one row: each prompt once, its completions after it, and the source of every target's logits.
 
     prompt 5 6 7, completions [8 9] and [8]:
 
@@ -7,14 +7,14 @@
     target_ids             │ 8 9 │ 8
     source_index           │ 2 3 │ 2        the last prompt token predicts the first token of every completion
 
-This is the only place that shifts: whoever holds log-probs of `target_ids` never slices again. There is no mask: every
-entry of `target_ids` is a token that trains, for `select` takes the others out: those that a tool or an environment
-wrote into a completion are inputs at their positions like all others, and targets nowhere. "separate" makes one row of
-each completion with its prompt, padded at its end: the usual dense batch, slower, for models whose layers cannot share
-a prompt (layout.py). A completion that forks is a tree: what follows a fork (start, kept) goes on behind the first
-`kept` tokens of the sequence before, which are computed once; of separate rows each sequence has its own. Both have the
-same targets in the same order, so nothing else knows the difference. A row carries the images of its prompts; what they
-are to a model is added by vision.py. Left out: splitting a group over rows.
+This is the only code that shifts targets: log-probs of `target_ids` need no slicing. There is no loss mask: every entry
+of `target_ids` is a trained token, because `select` removes the others: tokens that a tool or an environment wrote into
+a completion are inputs at their positions like all others, and never targets. "separate" makes one row of each
+completion with its prompt, padded at its end: the usual dense batch, slower, for models whose layers cannot share a
+prompt (layout.py). A completion that forks is a tree: the tokens after a fork (start, kept) continue the first `kept`
+tokens of the previous sequence, which are computed once; separate rows have a row for each sequence. Both packings have
+the same targets in the same order, so no other code depends on the difference. A row carries the images of its prompts;
+vision.py adds the tensors that a model needs for them. Left out: splitting a group over rows.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Experts = NDArray[Any]  # [tokens, layers, k]
 
 @dataclass(frozen=True)
 class Span:
-    """One group inside the row: prompt tokens [start, start + prompt), then the completions one after the other."""
+    """A group inside the row: prompt tokens [start, start + prompt), then the completions one after the other."""
 
     start: int
     prompt: int
     completions: tuple[int, ...]
-    forks: tuple[Forks, ...] = ()  # of each completion; empty = none has any
+    forks: tuple[Forks, ...] = ()  # forks of each completion; empty = no completion forks
 
 
 @dataclass(frozen=True)
 class VisionInput:
-    """What the vision tower gets for a row, and where in the row its features stand. n = image tokens of the row."""
+    """The vision tower's input for a row, and the positions of its features. n = image tokens of the row."""
 
-    patches: Tensor  # [patches, 3 · temporal · patch²] float32, of every different image once
+    patches: Tensor  # [patches, 3 · temporal · patch²] float32, each different image once
     grid_thw: Tensor  # [images, 3] int64
     places: Tensor  # [n] int64 positions in the flattened row, ascending
-    features: Tensor  # [n] int64 which of the tower's features stands there
+    features: Tensor  # [n] int64 index of the tower's feature at each of these positions
 
     def to(self, device: torch.device) -> VisionInput:
         fields = (self.patches, self.grid_thw, self.places, self.features)
@@ -70,29 +70,29 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class Shard:
-    """What sequence_parallel.py leaves of a row on one rank. n = targets whose logits come from here, N = all."""
+    """The part of a row on one sequence-parallel rank. n = targets whose logits come from this part, N = all."""
 
     group: SequenceGroup
-    places: Tensor  # [n] int64: which of the N they are, ascending
+    places: Tensor  # [n] int64 indexes among the N, ascending
     num_targets: int  # N
 
 
 @dataclass(frozen=True)
 class PackedRow:
     input_ids: Tensor  # [1, T] int64; [sequences, T] with "separate"
-    position_ids: Tensor  # as input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
+    position_ids: Tensor  # like input_ids; for a model with a vision tower [3, 1, T], one for each axis of an image
     spans: tuple[Span, ...]  # empty with "separate": every row is one sequence, padded at its end
     source_index: Tensor  # [N] int64 position in the flattened row whose hidden state predicts the target
     target_ids: Tensor  # [N] int64 sampled tokens, completion by completion
     lengths: tuple[int, ...]  # tokens of each completion; they sum to N
     sampling_mask: Tensor | None = None  # [N, K] int64 tokens that could have been sampled, -1 fills; None = all
-    images: tuple[tuple[EncodedImage, ...], ...] = ()  # of each span, or separate sequence; empty = no images
-    vision: VisionInput | None = None  # as vision.py adds it; None: the model has no vision tower
+    images: tuple[tuple[EncodedImage, ...], ...] = ()  # images of each span, or separate sequence; empty = no images
+    vision: VisionInput | None = None  # added by vision.py; None: the model has no vision tower
     routing: Tensor | None = None  # [T, layers, k] int16 as router_replay.py replays it, of the flattened row
-    shard: Shard | None = None  # None: the whole row is here
+    shard: Shard | None = None  # None: the row is not split
 
     def to(self, device: torch.device) -> PackedRow:
-        """On this device, without waiting for it."""
+        """Copies the row to this device, without waiting for the copies."""
 
         def there(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -112,7 +112,7 @@ class PackedRow:
         )
 
     def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:
-        """This row with the sets of its completions, [C, K] each as Rollout has them; unchanged if there are none."""
+        """Returns this row with its completions' sampling sets, [C, K] each as in Rollout; unchanged without any."""
         given = [ids for ids in sampling_mask if ids is not None]
         if not given:
             return self
@@ -129,11 +129,11 @@ def pack(
     routing: Sequence[tuple[Experts, Sequence[Experts]]] = (),
     forks: Sequence[Sequence[Forks]] = (),
 ) -> PackedRow:
-    """[(prompt ids, [completion ids, …]), …] -> one row. Prompts and completions must not be empty.
+    """Packs [(prompt ids, [completion ids, …]), …] into one row. Prompts and completions must not be empty.
 
-    images: of each group's prompt, in the order of their places in it; empty if no group has any.
-    routing: of each group's prompt and completions, as Group and Rollout have it; empty if no group has any.
-    forks: of each group's completions, as Rollout has them; empty if none has any.
+    images: each group's images, in the order of their positions in its prompt; empty if no group has any.
+    routing: the experts of each group's prompt and completions, as in Group and Rollout; empty if no group has any.
+    forks: the forks of each group's completions, as in Rollout; empty if none has any.
     """
     forks = forks or [[()] * len(completions) for _, completions in groups]
     if packing == "shared":
@@ -151,7 +151,7 @@ def pack(
 def _routing(
     routing: Sequence[tuple[Experts, Sequence[Experts]]], forks: Sequence[Sequence[Forks]], longest: int
 ) -> Tensor:
-    """-1 where the sampler ran no token: at the last of each sequence, and in padding up to `longest`."""
+    """Returns the row's experts; -1 where the sampler ran no token: each sequence's last, and padding to `longest`."""
     free = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
     parts = []
     for (prompt, completions), of_group in zip(routing, forks, strict=True):
@@ -168,21 +168,21 @@ def _routing(
 
 
 def _sequences(prompt: int, completion: int, forks: Forks) -> list[tuple[int, NDArray[np.int64]]]:
-    """(tokens that it shares with the one before, places of all its tokens) of each sequence of a completion."""
+    """Returns (tokens shared with the sequence before, positions of all tokens) of each sequence of a completion."""
     shared = (prompt, *(kept for _, kept in forks))
     return list(zip(shared, sequences(prompt, completion, forks), strict=True))
 
 
 def common_packing(*packings: Packing) -> Packing:
-    """What all can read: where prompts are shared separate rows can be read, too."""
+    """Returns the packing that all models can read: models that read shared prompts can read separate rows, too."""
     return "separate" if "separate" in packings else "shared"
 
 
 def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
-    """The same input with fewer targets: positions[i] are those that stay of completion i, counted from its start.
+    """Returns the row with fewer targets: positions[i] are the kept ones of completion i, counted from its start.
 
-    Every layer still sees all tokens; the head, and whatever else follows source_index, only these. Of completions
-    [8 9] and [8], ([1], [0]) leaves target_ids 9 8, lengths (1, 1).
+    Every layer still sees all tokens; the head, and all else that uses source_index, only the kept ones. From
+    completions [8 9] and [8], ([1], [0]) keeps target_ids 9 8, lengths (1, 1).
     """
     if len(positions) != len(row.lengths):
         raise ValueError(f"{len(positions)} lists of positions for {len(row.lengths)} completions")
@@ -228,12 +228,12 @@ def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
 
 
 def _before(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    """What predicts each token behind those that are shared. Nothing predicts the first of all, which is observed."""
+    """Returns the position that predicts each token after the shared ones; none predicts token 0, which is observed."""
     return np.maximum(np.arange(shared, len(sequence)) - 1, 0)
 
 
 def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[Sequence[Forks]]) -> PackedRow:
-    """A row each. Padding stands at the end, where no layer that goes from left to right shows it to a real token."""
+    """Makes a row of each sequence, padded at its end, where no left-to-right layer shows padding to a real token."""
     flat = [
         (prompt, completion, forked)
         for (prompt, completions), of_group in zip(groups, forks, strict=True)

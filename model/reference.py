@@ -1,10 +1,10 @@
 """The frozen reference model of the KL term: log-probs of sampled completions, prompt computed once per group.
 
-It stands in the process that reference.on names: the sampler scores groups before it sends them, a trainer rank scores
-its own micro-batches before their backward. A plain transformers forward over packed rows, the same code the policy
-runs, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but skips its prefix
-cache for it and builds [T, vocabulary]. A trainer rank that trains adapters has the model already: it scores with the
-policy's frozen weights and the adapters switched off. Left out: sharding; every trainer rank holds the whole model.
+The process that reference.on names loads it: the sampler scores groups before it sends them, a trainer rank scores its
+own micro-batches before their backward. Scoring is a plain transformers forward over packed rows, the same code as the
+policy's, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but would skip its
+prefix cache and build a [T, vocabulary] tensor. A trainer rank that trains adapters has the model already: it scores
+with the policy's frozen weights and the adapters switched off. Left out: sharding; every rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from model.vision import layout_of, with_vision
 
 
 class Reference:
-    """Scores under the temperature of the training samples. Loaded only when beta > 0."""
+    """The reference model, which scores tokens at the sampling temperature. Loaded only when beta > 0."""
 
     def __init__(
         self, config: Config, device: torch.device, policy: Any = None, sequence_group: SequenceGroup | None = None
     ):
-        """policy: a whole model with adapters whose frozen weights are the reference (config.reference_is_base).
+        """Loads the reference model, or takes `policy`'s frozen weights as the reference (config.reference_is_base).
 
-        sequence_group: the trainer's ranks that score every row together.
+        policy: a whole model with adapters. sequence_group: the trainer's ranks that score every row together.
         """
         self._adapted, self._sequence_group, self._config = policy is not None, sequence_group, config
         self._model = policy if policy is not None else self._load(config, device, *config.start_of(config.reference))
@@ -57,7 +57,7 @@ class Reference:
         return model
 
     def replace(self, folder: str) -> Any:
-        """The model of this folder takes its place. Returns it."""
+        """Replaces the reference by the model in this folder, and returns it."""
         self._model = None  # first: there is no room for two
         self._model = self._load(self._config, self._device, folder, None)
         return self._model
@@ -77,7 +77,7 @@ class Reference:
         images: tuple[EncodedImage, ...] = (),
         forks: Sequence[Forks] = (),
     ) -> list[NDArray[np.float32]]:
-        """log π_ref(token) of each completion of one prompt: [C] each; within its sampling_mask [C, K], if any."""
+        """Returns log π_ref of each completion's tokens, [C] each, within its sampling_mask [C, K] if it has one."""
         groups = [(prompt_ids.tolist(), [c.tolist() for c in completion_ids])]
         row = pack(groups, self.packing, [images], forks=[forks] if forks else ())
         logprobs = self.score(row.with_sampling_mask(sampling_mask)).cpu()
@@ -85,8 +85,8 @@ class Reference:
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
-        """log π_ref of the row's targets: [N] float32, on the model's device."""
+        """Returns log π_ref of the row's targets: [N] float32, on the model's device."""
         with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
-            row = replace(row, routing=None)  # its router is another: it sends tokens where it would
+            row = replace(row, routing=None)  # the reference's own router chooses its experts
             here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
             return score_logprobs(self._model, here, self._temperature, self._chunk_size)

@@ -1,16 +1,16 @@
-"""The sampler's experts in the trainer's forward: Rollout Routing Replay (R3; Ma et al., arXiv 2510.11370, section 4).
+"""Rollout Routing Replay: the sampler's experts in the trainer's forward (R3; Ma et al., arXiv 2510.11370, section 4).
 
     s = router(x; θ)              scores of all E experts under the trainer's own weights, with gradient
     I = recorded                  the k experts that the sampler sent the token to; without replay the top k of s
     y = Σ_{i ∈ I} g(s, I)_i · expert_i(x)      g: what the model makes of chosen scores, such as a division by their sum
 
-Two programs in bfloat16 choose other experts where scores are close, and their log-probs then differ by whole experts.
-Here the choice is the sampler's, and everything else the trainer's.
+Two programs in bfloat16 choose different experts where scores are close, and their log-probs then differ by whole
+experts. With replay the choice is the sampler's, and everything else the trainer's.
 
-No list of families: every router asks torch.topk for k of E scores. Which modules do is found by one forward at load,
-and while one of them runs, the answer is replaced; in a recomputation under gradient checkpointing too, which runs the
-same modules. Group-limited routers ask for groups first, which have other sizes, and score chosen experts themselves.
-Left out: a choice that is not made by top k, which is refused.
+No list of model families is needed: every router calls torch.topk for k of E scores. One forward at load finds these
+modules. While one of them runs, topk's result is replaced, also when gradient checkpointing runs it again. Routers with
+groups choose these first, by other sizes, and score the chosen experts themselves. Left out: choices without topk,
+which are refused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from model.dims import experts_of
 
-Answer = Callable[[Tensor, Any], Any]  # (scores, what topk says) -> what the caller gets
+Answer = Callable[[Tensor, Any], Any]  # (scores, topk's result) -> the caller's result
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class _TopK(TorchFunctionMode):
-    """Gives topk's answers over E scores to `answer`."""
+    """A torch function mode that replaces the results of topk, k of E scores, by those of `answer`."""
 
     def __init__(self, num_experts: int, per_token: int, answer: Answer):
         super().__init__()
@@ -44,10 +44,10 @@ class _TopK(TorchFunctionMode):
 
 
 class RouterReplay:
-    """Of one model. From `use` on its forwards, recomputed ones too, send tokens where the sampler sent them."""
+    """The routing replay of a model: after `use`, its forwards, recomputed ones too, use the sampler's experts."""
 
     def __init__(self, model: Any, run: Callable[[], Any]):
-        """run: any forward of the model. Raises UserError for one without experts, or that chooses them otherwise."""
+        """Wraps the routers that `run`, any forward, calls. Raises UserError if none exist or they do not use topk."""
         sizes = experts_of(model.config.get_text_config().to_dict())
         kind, off = type(model).__name__, "set algorithm.router_replay=false"
         if sizes is None:
@@ -67,9 +67,9 @@ class RouterReplay:
             )
 
     def use(self, recorded: Tensor | None) -> None:
-        """recorded: [T, layers, k] of the tokens of the flattened row, −1 = the router's own choice; None: of all.
+        """Sets the next forward's experts, [T, layers, k] of the flattened row; −1 or None = the router's own choice.
 
-        Raises UserError if it is of another number of layers.
+        Raises UserError if `recorded` has another number of layers than the model.
         """
         if recorded is not None and recorded.shape[1] != self.num_layers:
             raise UserError(
@@ -80,7 +80,7 @@ class RouterReplay:
         self._differing = {}
 
     def sums(self) -> dict[str, Tensor]:
-        """Over layers and recorded tokens of the last forward: how many, and where the own top k was another set."""
+        """Counts recorded tokens × layers of the last forward, and those where the own top k was another set."""
         if self._recorded is None:
             return {}
         tokens = (self._recorded[:, 0, 0] >= 0).sum()
@@ -105,7 +105,7 @@ class RouterReplay:
 
     @torch.no_grad()
     def _obeys(self, layer: int, router: Any, given: Any) -> bool:
-        """Whether the first and the last k experts give it other outputs for the same input."""
+        """Returns whether the router's output for one input differs between the first and the last k experts."""
         num_experts, per_token = self._sizes
         said = []
         for first in (0, num_experts - per_token):
@@ -117,7 +117,7 @@ class RouterReplay:
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that hold E experts, as tensors [E, …] or as a list of modules; [] without a mixture."""
+    """Returns the modules that hold E experts, as tensors [E, …] or as a list of modules; [] without a mixture."""
     sizes = experts_of(model.config.get_text_config().to_dict())  # type: ignore[union-attr, operator]
     found = [m for m in model.modules() if sizes and _holds_experts(m, sizes[0])]
     # a model of as many layers as experts has a list of E layers, each with its own experts inside
@@ -135,7 +135,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _routers(model: torch.nn.Module, run: Callable[[], Any], num_experts: int, per_token: int) -> dict[Any, Any]:
-    """{innermost module that asks for the top k of E: (args, kwargs) of its call}, in the order of the layers."""
+    """Returns {innermost module that calls topk, k of E: (args, kwargs) of its call}, in the order of the layers."""
     entered, found = list[tuple[Any, Any]](), dict[Any, Any]()
 
     def note(scores: Tensor, own: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One packed row over several ranks: sequence parallelism as in DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509).
+"""Sequence parallelism: one packed row split over ranks, as in DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509).
 
     everywhere else     a rank has T/P tokens of the row           [1, H, T/P, d]
                         │ all-to-all: heads for tokens                   │  ▲
@@ -30,10 +30,10 @@ from model.packing import PackedRow, SequenceGroup, Shard, Span
 
 
 def shard(row: PackedRow, group: SequenceGroup | None) -> PackedRow:
-    """This rank's part of the row; the row itself without a group.
+    """Returns this rank's part of the row; the row itself without a group.
 
-    Tokens are added up to a multiple of P, as a span of their own: nothing reads them. `spans` and `lengths` stay those
-    of the whole row, the targets are those whose logits come from this part.
+    Unused tokens are appended up to a multiple of P, as a span of their own. `spans` and `lengths` stay those of the
+    whole row; the targets are those whose logits are computed from this part.
     """
     if group is None:
         return row
@@ -59,9 +59,9 @@ def shard(row: PackedRow, group: SequenceGroup | None) -> PackedRow:
 
 
 def gather(part: Tensor, shard: Shard | None) -> Tensor:
-    """[n] of this rank's targets -> [N] of all, the same on every rank of the group; unchanged without a shard.
+    """Gathers values [n] of this rank's targets into [N], the same on every rank; unchanged without a shard.
 
-    With gradient: every rank computes the whole loss, so each keeps what that says of its own part.
+    It is differentiable: every rank computes the whole loss, so each keeps the gradient of its own targets.
     """
     return part if shard is None else _Gather.apply(part, shard)
 
@@ -71,7 +71,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, shard: Shard) -> Tensor:
         ctx.places = shard.places
         whole = part.new_zeros(shard.num_targets).index_copy(0, shard.places, part)
-        dist.all_reduce(whole, group=shard.group.handle)  # exact: all others add 0
+        dist.all_reduce(whole, group=shard.group.handle)  # exact, because all other ranks add 0
         return whole
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """[P, …] -> [P, …]: part p goes to rank p, and what comes from rank p is part p. Its own transpose."""
+    """An all-to-all, [P, …] -> [P, …]: sends part p to rank p, and receives part p from there. Its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: SequenceGroup) -> Tensor:
@@ -96,7 +96,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def tokens_for_heads(query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup) -> tuple[Tensor, ...]:
-    """Queries, keys and values of this rank's tokens, all heads -> of all tokens, this rank's heads.
+    """Exchanges queries, keys and values of all heads of this rank's tokens for those of all tokens of its heads.
 
     [1, H, T/P, d] and twice [1, K, T/P, d] -> [1, H/P, T, d] and twice [1, lcm(K, P)/P, T, d]: where K does not divide
     by P, key and value heads are repeated until they do. Raises UserError if H does not divide by P.
@@ -113,6 +113,6 @@ def tokens_for_heads(query: Tensor, key: Tensor, value: Tensor, group: SequenceG
 
 
 def heads_for_tokens(output: Tensor, group: SequenceGroup) -> Tensor:
-    """What attention makes of them, back: [1, T, H/P, d] -> [1, T/P, H, d]."""
+    """Exchanges attention outputs back, all tokens for all heads: [1, T, H/P, d] -> [1, T/P, H, d]."""
     received = _AllToAll.apply(output[0].unflatten(0, (group.size, -1)), group)  # [P, T/P, heads of rank p, d]
     return received.transpose(0, 1).flatten(1, 2)[None]

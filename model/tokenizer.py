@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or folder. Raises UserError when it is not there."""
-    require_model(path, revision)  # here, because both processes come by before they load the model
+    """Loads the tokenizer of a hub id or folder. Raises UserError if it cannot be found or loaded."""
+    require_model(path, revision)  # both processes load the tokenizer before the model
 
-    from transformers import AutoTokenizer  # costs seconds
+    from transformers import AutoTokenizer  # the import takes seconds
 
     folder = Path(path).expanduser()
     try:
@@ -35,16 +35,16 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
 
 
 def save_tokenizer(tokenizer: Any, layout: VisionLayout | None, folder: Path) -> None:
-    """With what a model that sees images is told about them, so that the folder loads like the one it came from."""
+    """Saves the tokenizer, and a vision model's processor files, so that the folder loads like its source."""
     tokenizer.save_pretrained(folder)
     for name, contents in layout.files if layout else ():
         durable.write_file(folder / name, contents)
 
 
 def check_vocabulary(model: Any, tokenizer_size: int, section: str) -> None:
-    """Raises UserError if a model has fewer embeddings than the policy's tokenizer has tokens: not the same tokenizer.
+    """Raises UserError if a model has fewer embeddings than the policy's tokenizer has tokens, so they do not match.
 
-    section: of the settings that named it, reference or critic.
+    section: the section of the settings that names the model, reference or critic.
     """
     rows = model.get_input_embeddings().num_embeddings  # ZeRO-3 leaves the weight itself empty
     if rows < tokenizer_size:

@@ -1,6 +1,6 @@
-"""What is read or set inside of transformers (5.19) and peft (0.21) beyond their documented interfaces.
+"""Uses of transformers (5.19) and peft (0.21) beyond their documented interfaces.
 
-Each function says why, and tests/unit/test_transformers_internals.py names it when an upgrade took something away.
+Each function gives its reason, and tests/unit/test_transformers_internals.py names it when an upgrade breaks it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from model.folder import causal_lm_class
 
 
 def mixes_packed_sequences(model: Any) -> bool:
-    """Whether its layers carry a state from token to token past the attention, or do attention of their own.
+    """Returns whether layers carry a state from token to token outside of attention, or do attention of their own.
 
-    `_is_stateful`, `_supports_attention_backend` (since 4.48), and kinds of layers that nobody has seen here yet.
+    It reads `_is_stateful` and `_supports_attention_backend` (since 4.48); unknown kinds of layers count, too.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     own = kinds - {"full_attention", "sliding_attention"}
@@ -25,9 +25,9 @@ def mixes_packed_sequences(model: Any) -> bool:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal language model without its head.
+    """Returns the part of a causal language model without its head.
 
-    `get_decoder` (since 4.0) of Llama 4's text model is the whole of it; then the model inside.
+    `get_decoder` (since 4.0) of Llama 4's text model returns that model itself; then its inner model is returned.
     """
     from transformers import PreTrainedModel
 
@@ -36,19 +36,18 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that gradient checkpointing recomputes one by one, GradientCheckpointingLayer (since 4.52): all of them,
-    whatever a family calls them."""
+    """Returns the layers, of any family, that checkpointing recomputes: GradientCheckpointingLayer (since 4.52)."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def value_class(config: Any) -> Any:
-    """transformers' Auto class for sequence classification; where it has none for a family, or for its vision tower,
-    a class made of the family's language model.
+    """Returns transformers' Auto class for sequence classification, or a class made of the family's language model.
 
-    `_model_mapping` of the Auto class (since 4.0) has the class that is extended, and its `_tied_weights_keys` (a dict
-    since 5.0) tie nothing to a head that is not loaded.
+    The latter if transformers has none for the family, or for its vision tower. The extended class is found by
+    `_model_mapping` of the Auto class (since 4.0), and its `_tied_weights_keys` (a dict since 5.0) are emptied, as its
+    head is not loaded.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -61,15 +60,15 @@ def value_class(config: Any) -> Any:
         self.lm_head = torch.nn.Identity()
         self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
 
-    # under the same name, by which transformers finds how older files call their weights
+    # the same name, by which transformers finds the names of weights in older files
     same = {"__module__": language_model.__module__}
     return type(language_model.__name__, (language_model,), same | {"__init__": __init__, "_tied_weights_keys": {}})
 
 
 def without_tied(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a state_dict what `save_pretrained` saves: without tensors that the class leaves out, and each tied one once.
+    """Returns the tensors that `save_pretrained` saves: without those that the class leaves out, each tied one once.
 
-    `_keys_to_ignore_on_save` (since 3.0) and `remove_tied_weights_from_state_dict` (since 5.0): the same lines of it.
+    It uses `_keys_to_ignore_on_save` (since 3.0) and `remove_tied_weights_from_state_dict` (since 5.0), as that does.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -79,9 +78,9 @@ def without_tied(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def checkpoint_tensors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state_dict under the names and in the shapes of the model's checkpoints, as `save_pretrained` writes them.
+    """Converts a state_dict to the names and shapes of the model's checkpoints, as `save_pretrained` writes them.
 
-    `revert_weight_conversion` (since 5.0): nothing public does it without writing files.
+    It uses `revert_weight_conversion` (since 5.0), because no public function does this without writing files.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -90,10 +89,10 @@ def checkpoint_tensors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Within it the model is its base, to the bit, in eval mode. Weights, gradients and their hooks are not touched.
+    """Switches adapters off in the context: the model is its base, to the bit, in eval mode.
 
-    `_disable_adapters` of peft's layers (since 0.6): its own enable_adapters would also switch requires_grad off and
-    on, under the hooks that DeepSpeed has set.
+    Weights, gradients and their hooks are not touched. It sets `_disable_adapters` of peft's layers (since 0.6): peft's
+    enable_adapters would also switch requires_grad off and on, under the hooks that DeepSpeed has set.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -1,4 +1,4 @@
-"""Images in packed rows: where the vision tower's features stand, and each token's place on three axes (M-RoPE).
+"""Images in packed rows: positions of the vision tower's features, and of each token on three axes (M-RoPE).
 
     prompt 5 ▣ ▣ ▣ ▣ ▣ ▣ 6 with an image of 2 × 3 tokens, completions [8 9] and [7]
 
@@ -36,23 +36,23 @@ _PROCESSOR_FILES = (*FORMAT_FILES, "video_preprocessor_config.json")
 
 @dataclass(frozen=True)
 class VisionLayout:
-    """What a model must say of itself before images can be put into its rows."""
+    """The properties of a model that are needed to put images into its rows."""
 
     image_token: int  # stands in prompts, once for each feature
     form: ImageFormat
     start: int = -1  # stand before and after an image
     end: int = -1
     video: int = -1
-    files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, which go with its weights
+    files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, saved with its weights
 
 
 def sees(config: Any) -> bool:
-    """Whether a model of this configuration of transformers has a vision tower that is understood here."""
+    """Returns whether a model of this transformers configuration has a supported vision tower."""
     return config.model_type in VISION_FAMILIES
 
 
 def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | None:
-    """config: transformers' of the model at `path`. None of a model without a vision tower.
+    """Returns the layout of the model at `path` with this transformers config; None without a vision tower.
 
     Raises UserError if the model's files do not say how it cuts images.
     """
@@ -69,22 +69,22 @@ def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | No
 
 
 def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes], ...]:
-    """Those that the model has, in its folder or in the hub's cache."""
+    """Reads the processor files that the model has, in its folder or in the hub's cache."""
     found = {name: present_file(path, name, revision) for name in _PROCESSOR_FILES}
     return tuple((name, file.read_bytes()) for name, file in found.items() if file)
 
 
 def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
-    """The row with its vision input and positions on three axes, or with a blank image; unchanged without a layout.
+    """Returns the row with positions on three axes, and with its images, or a blank one, as vision input.
 
-    Raises ValueError if a prompt does not hold its images' tokens.
+    Without a layout it is unchanged. Raises ValueError if a prompt does not hold its images' tokens.
     """
     if layout is None:
         assert not row.images, "images for a model without a vision tower"
         return row
     if not any(row.images):
         return _with_blank(row, layout)
-    different = {id(image): image for images in row.images for image in images}  # sequences of a group share theirs
+    different = {id(image): image for images in row.images for image in images}  # sequences of a group share images
     sizes = [layout.form.num_tokens(image) for image in different.values()]
     feature_of = dict(zip(different, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
     ids, text = row.input_ids.flatten(), row.position_ids.flatten()
@@ -109,10 +109,10 @@ def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
 
 
 def axes(length: int, begins: Sequence[int], grids: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """[3, length] places on the axes of time, height and width of a sequence's tokens 0, 1, …
+    """Returns [3, length] positions on the axes of time, height and width of a sequence's tokens 0, 1, …
 
-    begins: where each image's tokens begin. grids: (rows, columns) of its tokens. An image of h × w tokens takes
-    max(h, w) places of the text's line, not h·w.
+    begins: the index of each image's first token. grids: (rows, columns) of its tokens. An image of h × w tokens takes
+    max(h, w) positions of the text, not h·w.
     """
     table = np.tile(np.arange(length), (3, 1))
     for begin, (rows, columns) in zip(begins, grids, strict=True):
@@ -124,9 +124,9 @@ def axes(length: int, begins: Sequence[int], grids: Sequence[tuple[int, int]]) -
 
 
 def freeze_tower(model: Any) -> None:
-    """No gradient and no update for the tower, the layers that join it to the language model included.
+    """Excludes the tower, with the layers that join it to the language model, from gradients and updates.
 
-    Raises UserError if there is none.
+    Raises UserError if the model has no tower.
     """
     if model.config.model_type not in VISION_FAMILIES:
         raise UserError(f"model.freeze_vision_tower: a {model.config.model_type} has no vision tower; remove it")
@@ -134,9 +134,9 @@ def freeze_tower(model: Any) -> None:
 
 
 def hidden_states(base: Any, row: PackedRow) -> Tensor:
-    """[T, D] of all tokens of the row, flattened. base: transformers' model with the tower, without a head.
+    """Returns [T, D] of all tokens of the row, flattened. base: transformers' model with the tower, without a head.
 
-    Not the model's own forward: that looks for image tokens by their id, which a completion may have sampled.
+    It avoids the model's own forward, which finds image tokens by their id, as a completion may have sampled it.
     """
     vision = row.vision
     assert vision is not None, "the row was not prepared by with_vision"
@@ -158,7 +158,7 @@ def hidden_states(base: Any, row: PackedRow) -> Tensor:
 
 
 def _with_blank(row: PackedRow, layout: VisionLayout) -> PackedRow:
-    """One token of a blank image, in a span or sequence of its own behind all others."""
+    """Appends one token of a blank image, in a span or sequence of its own after all others."""
     form, (_, width) = layout.form, row.input_ids.shape
     grid = (1, form.merge_size, form.merge_size)
     ids = torch.zeros((1, 1 if row.spans else width), dtype=torch.int64)
@@ -181,7 +181,7 @@ def _with_blank(row: PackedRow, layout: VisionLayout) -> PackedRow:
 
 
 def _sequences(row: PackedRow) -> list[tuple[int, int]]:
-    """Where each span, or each separate sequence, begins and ends in the flattened row."""
+    """Returns (begin, end) of each span, or each separate sequence, in the flattened row."""
     if not row.spans:
         count, length = row.input_ids.shape
         return [(i * length, (i + 1) * length) for i in range(count)]
@@ -189,7 +189,7 @@ def _sequences(row: PackedRow) -> list[tuple[int, int]]:
 
 
 def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLayout) -> list[int]:
-    """Where each image's tokens begin: the first tokens of that id, for a completion may have sampled more of them."""
+    """Returns the index of each image's first token, by the first tokens of its id: completions may sample more."""
     sizes = [layout.form.num_tokens(image) for image in images]
     found = (ids == layout.image_token).nonzero()[:, 0][: sum(sizes)].tolist()
     begins = [found[at] if at < len(found) else -1 for at in np.cumsum([0, *sizes])[:-1]]
@@ -199,6 +199,6 @@ def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLay
 
 
 def _grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
-    """(rows, columns) of the image's tokens."""
+    """Returns (rows, columns) of the image's tokens."""
     _, rows, columns = image.grid_thw
     return rows // layout.form.merge_size, columns // layout.form.merge_size

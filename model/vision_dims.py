@@ -1,4 +1,4 @@
-"""What a vision tower's part of config.json says about its size: parameters, operations, tokens. No weights.
+"""The size of a vision tower, read from its part of config.json alone: parameters, operations, tokens.
 
     patches ─► embedding ─► depth blocks (norm, attention, norm, MLP) ─► merger: merge² patches ─► one token
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VisionDims:
-    """Qwen2.5-VL-3B has VisionDims("qwen2_5_vl", 32, 1280, 3420, 2048, 14, 2, 2, window=112, whole=4): 668,684,288
-    parameters."""
+    """The dimensions of a vision tower, such as Qwen2.5-VL-3B's with 668,684,288 parameters:
+    VisionDims("qwen2_5_vl", 32, 1280, 3420, 2048, 14, 2, 2, window=112, whole=4)."""
 
     family: str
     depth: int
@@ -31,18 +31,18 @@ class VisionDims:
 
     @property
     def block(self) -> int:
-        """query, key, value and output 4·h² + 4·h; the MLP 2·h·i + i + h, gated in Qwen2.5-VL 3·h·i + 2·i + h."""
+        """Counts a block: attention 4·h² + 4·h, norms, and the MLP 2·h·i + i + h, in Qwen2.5-VL 3·h·i + 2·i + h."""
         h, i, matrices = self.hidden, self.intermediate, 3 if self._is_gated else 2
         return 2 * self._norm(h) + 4 * (h * h + h) + matrices * h * i + (matrices - 1) * i + h
 
     @property
     def embedding(self) -> int:
-        """Of a patch: 3 · temporal · patch² · h, and a bias in Qwen3-VL."""
+        """Counts a patch's embedding: 3 · temporal · patch² · h, and a bias in Qwen3-VL."""
         return 3 * self.temporal * self.patch**2 * self.hidden + (self.hidden if self.family == "qwen3_vl" else 0)
 
     @property
     def mergers(self) -> int:
-        """Each with w = merge² · h: w² + w + w·out + out, and a norm."""
+        """Counts the mergers, each with w = merge² · h: w² + w + w·out + out, and a norm."""
         wide = self.merge**2 * self.hidden
         merger = wide * wide + wide + wide * self.out + self.out
         return merger + self._norm(self.hidden) + self.deepstack * (merger + self._norm(wide))
@@ -52,7 +52,7 @@ class VisionDims:
         return self.embedding + self.positions * self.hidden + self.depth * self.block + self.mergers
 
     def flops(self, patches: int) -> float:
-        """Of one image's forward: 2 · parameters per patch, the mergers' per token; 4·h for each pair of patches."""
+        """Returns an image's forward FLOPs: 2 · parameters per patch, mergers' per token; 4·h per pair of patches."""
         within = min(patches, (self.window // self.patch) ** 2) if self.window else patches
         whole = self.whole if self.window else self.depth
         pairs = patches * (whole * patches + (self.depth - whole) * within)
@@ -60,7 +60,7 @@ class VisionDims:
         return 2.0 * linear + 4.0 * self.hidden * pairs
 
     def kept_by_block(self, b: int) -> int:
-        """Bytes per patch that a block keeps for its backward pass, at b bytes a value.
+        """Returns the bytes per patch that a block keeps for its backward pass, at b bytes a value.
 
         Norms and residuals 5b·h, or without a bias 2·(4 + 2b)·h; queries, keys, values, rotations and output 6b·h; and
         the MLP 4b·i with a gate, 3b·i with Qwen2-VL's quick GELU, 2b·i with Qwen3-VL's.
@@ -70,11 +70,11 @@ class VisionDims:
         return b * (11 * self.hidden + (3 if self.family == "qwen2_vl" else 2) * self.intermediate)
 
     def tokens(self, patches: int) -> int:
-        """That the language model sees."""
+        """Returns the number of image tokens of so many patches in the language model."""
         return patches // self.merge**2
 
     def patches(self, pixels: int) -> int:
-        """Of the largest image of so many pixels."""
+        """Returns the number of patches of the largest image with so many pixels."""
         return pixels // (self.patch * self.merge) ** 2 * self.merge**2
 
     @property
@@ -86,7 +86,7 @@ class VisionDims:
 
 
 def vision_dims(family: str, settings: dict[str, Any]) -> VisionDims:
-    """From vision_config; what it leaves out has transformers' default."""
+    """Returns the dimensions that a vision_config gives, with transformers' defaults for missing settings."""
     hidden = int(settings.get("embed_dim", 1280) if family == "qwen2_vl" else settings["hidden_size"])
     out = int(settings["hidden_size"] if family == "qwen2_vl" else settings["out_hidden_size"])
     ratio = int(settings.get("mlp_ratio", 4))

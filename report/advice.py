@@ -1,6 +1,6 @@
-"""What is wrong with a run, in words: what its history shows -> sentences with the value and a setting to paste.
+"""Advice on a run's problems: sentences made of its history, with the measured value and a setting to paste.
 
-Pure. Every rule looks at a window of steps, never at one, and is silent while all is well or not known yet;
+Rules are pure functions. They look at a window of steps, and return "" while all is well or not known yet;
 docs/metrics.md has a line for each. Left out: anything that would act by itself.
 """
 
@@ -17,11 +17,11 @@ from common.config import Config
 from report.escape import one_line
 from report.history import EARLY, LATE, History
 
-WARM_UP = 2  # steps without meaning for speed: caches fill, processes meet
+WARM_UP = 2  # steps whose speed means nothing: caches fill, processes connect
 
 
 def advise(h: History) -> dict[str, str]:
-    """What holds now: {"truncated": "92 % of completions …"}."""
+    """Returns the advice that applies now: {"truncated": "92 % of completions …"}."""
     silent = () if h.config.learns_from_rewards else OF_REWARDS
     return {cause: sentence for cause, rule in RULES.items() if cause not in silent and (sentence := rule(h))}
 
@@ -31,7 +31,7 @@ def _samples(config: Config, which: str) -> str:
 
 
 def dead_groups(h: History) -> str:
-    """≥ 90 % of the groups of 5 steps scored the same: less than a tenth of the samples has a gradient at all."""
+    """Advises if ≥ 90 % of 5 steps' groups scored the same: less than a tenth of the samples then has a gradient."""
     dead = h.last("frac_reward_zero_std", 5)
     if not dead or fmean(dead) < 0.9:
         return ""
@@ -44,7 +44,7 @@ def dead_groups(h: History) -> str:
 
 
 def turns_exhausted(h: History) -> str:
-    """≥ 50 % of the rollouts of 5 steps: the model calls in a loop, or the task needs more turns."""
+    """Advises if ≥ 50 % of 5 steps' rollouts reach max_turns: the model loops, or the task needs more turns."""
     cut, most = h.last("rollout/max_turns_ratio", 5), h.config.max_turns
     if not cut or fmean(cut) < 0.5:
         return ""
@@ -56,7 +56,7 @@ def turns_exhausted(h: History) -> str:
 
 
 def kl_high(h: History) -> str:
-    """≥ 1 nat per token in each of 5 steps: a sampled token is on average e times as likely as it was."""
+    """Advises if the KL is ≥ 1 nat per token in each of 5 steps: a token is on average e times as likely as it was."""
     kl = h.last("kl", 5)
     if not kl or min(kl) < 1.0:
         return ""
@@ -68,7 +68,7 @@ def kl_high(h: History) -> str:
 
 
 def constant_reward(h: History) -> str:
-    """One reward function gives the same number to every completion for 10 steps, and it is not full marks."""
+    """Advises if a reward function gives one number, not full marks, to every completion for 10 steps."""
     for name in h.functions():
         stds, means = h.last(f"rewards/{name}/std", 10), h.last(f"rewards/{name}/mean", 10)
         solved = h.last(f"rewards/{name}/accuracy", 10) == [1.0] * 10
@@ -81,7 +81,7 @@ def constant_reward(h: History) -> str:
 
 
 def unscored(h: History) -> str:
-    """A reward function was None for part of the completions of a step: there the others train alone."""
+    """Advises if a reward function was None for some completions of a step, which only the others then train."""
     for key, share in h.late[-1].items() if h.late else ():
         if key.startswith("rewards/") and key.endswith("/none") and share:
             name = key.removeprefix("rewards/").removesuffix("/none")
@@ -93,7 +93,7 @@ def unscored(h: History) -> str:
 
 
 def truncated(h: History) -> str:
-    """≥ 50 % of completions cut off over 5 steps: most rewards judge an unfinished answer."""
+    """Advises if ≥ 50 % of completions are cut off over 5 steps: most rewards then judge an unfinished answer."""
     cut, turned = h.last("completions/clipped_ratio", 5), h.last("rollout/max_turns_ratio", 5)
     cut = [a - b for a, b in zip(cut, turned, strict=True)] if turned else cut  # max_turns has a rule of its own
     if not cut or fmean(cut) < 0.5:
@@ -106,9 +106,9 @@ def truncated(h: History) -> str:
 
 
 def tools_unused(h: History) -> str:
-    """No call in 10 steps although there are tools, or a tenth of the calls of the first 10 steps: it learned to guess.
+    """Advises if no tool is called in 10 steps, or a tenth as often as in the first 10: the model learned to guess.
 
-    Silent while the problems are solved: then the tools were not needed.
+    It is silent while the problems are solved, because the tools were then not needed.
     """
     calls, (early, late) = h.last("rollout/tool_calls", LATE), h.trend("rollout/tool_calls")
     has_stopped = bool(early) and fmean(early) >= 0.1 and fmean(late) <= 0.1 * fmean(early)
@@ -124,7 +124,7 @@ def tools_unused(h: History) -> str:
 
 
 def tools_fail(h: History) -> str:
-    """≥ 90 % of the calls of 5 steps fail: the model cannot learn from answers that it never gets."""
+    """Advises if ≥ 90 % of the tool calls of 5 steps fail: the model cannot learn from answers that it never gets."""
     calls, errors = h.last("rollout/tool_calls", 5), h.last("rollout/tool_errors", 5)
     if not calls or not errors or not sum(calls) or sum(errors) < 0.9 * sum(calls):
         return ""
@@ -136,7 +136,7 @@ def tools_fail(h: History) -> str:
 
 
 def waits(who: str, h: History) -> str:
-    """≥ 70 % of 10 steps: on policy the two take turns, so a half is normal; above it the other is the bottleneck."""
+    """Advises if `who` waits ≥ 70 % of 10 steps: on policy a half is normal, above it the other is the bottleneck."""
     waited, all_s = h.last(f"wait/{who}_s", LATE), h.last("timing/all_s", LATE)
     if not waited or not all_s or list(h.late)[-LATE]["step"] <= WARM_UP or sum(waited) < 0.7 * sum(all_s):
         return ""
@@ -151,7 +151,7 @@ def waits(who: str, h: History) -> str:
 
 
 def entropy_collapse(h: History) -> str:
-    """Below a tenth of the start while a function is right in less than 90 %: nothing new is tried any more."""
+    """Advises if the entropy is below a tenth of its start and a function is right in < 90 %: exploration has ended."""
     early, late = h.trend("entropy")
     if not early or fmean(early) <= 0 or fmean(late) > 0.1 * fmean(early) or h.is_solved():
         return ""
@@ -162,7 +162,7 @@ def entropy_collapse(h: History) -> str:
 
 
 def _moved(h: History, key: str) -> float:
-    """Change of the mean from the first 10 to the newest 10 steps, 0 unless it is 3 standard errors of the two."""
+    """Returns the change of the mean from the first 10 to the newest 10 steps, 0 unless above 3 standard errors."""
     early, late = h.trend(key)
     if not early:
         return 0.0
@@ -171,7 +171,7 @@ def _moved(h: History, key: str) -> float:
 
 
 def reward_hacking(h: History) -> str:
-    """The sum rises and one of several functions falls by a quarter of its spread, both beyond 3 standard errors."""
+    """Advises if the sum rises while one function falls by a quarter of its spread, both beyond 3 standard errors."""
     names, rise = h.functions(), _moved(h, "reward")
     if len(names) < 2 or rise <= 0:
         return ""
@@ -186,9 +186,9 @@ def reward_hacking(h: History) -> str:
 
 
 def mismatch_growing(h: History) -> str:
-    """Engine and trainer, under the same weights, differ by 0.02 in probability and 3 times as much as at the start.
+    """Advises if engine and trainer, with equal weights, differ by 0.02 in probability and 3 times as much as at first.
 
-    bfloat16 kernels differ by some 0.005. Off policy the metric also holds the policy's own change: silent there.
+    bfloat16 kernels differ by some 0.005. The rule is silent off policy, where the policy's own change counts, too.
     """
     early, late = h.trend("mismatch/mean_abs_prob_diff")
     is_on_policy = h.config.algorithm.steps_per_batch == 1 and h.config.trainer.max_staleness == 0
@@ -216,5 +216,5 @@ RULES: dict[str, Callable[[History], str]] = {
     "reward_hacking": reward_hacking,
     "mismatch_growing": mismatch_growing,
 }
-# of a policy that learns from its rewards: one that learns from a teacher begins far from it, and may get as sure as it
+# rules for a policy that learns from rewards: one that learns from a teacher starts far off, and may get as sure as it
 OF_REWARDS = ("dead_groups", "constant_reward", "unscored", "kl_high", "entropy_collapse")

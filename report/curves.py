@@ -34,9 +34,9 @@ from report.run_log import read_jsonl
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
 INK = "#333333"
-DOTS = 300  # of a curve at most: more cannot be told apart
+DOTS = 300  # at most for a curve: more cannot be told apart
 HELD_OUT: dict[str, Any] = {"color": INK, "marker": "D", "markersize": 4.5, "linewidth": 1.6, "zorder": 4}
-PLOTS = (  # key, title, unit; each drawn where it was measured
+PLOTS = (  # key, title, unit; each drawn if it was measured
     ("reward", "reward", "weighted sum, mean"),
     ("kl", "KL to the reference", "nats per token"),
     ("completions/mean_length", "response length", "tokens"),
@@ -54,7 +54,7 @@ PLOTS = (  # key, title, unit; each drawn where it was measured
 
 
 def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
-    """The mean of each value and its neighbours, `window` (odd) of them, fewer at the two ends. Adds no lag.
+    """Returns the mean of each value and its neighbours, `window` (odd) in all, fewer at both ends, without lag.
 
     centered_mean([1, 2, 3, 4, 9], 3) → [1.5, 2, 3, 5.33, 6.5]
     """
@@ -63,16 +63,16 @@ def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
 
 
 def rewards_of(folder: Path) -> dict[str, Any]:
-    """The run's section; {} where config.json is missing or broken."""
+    """Returns the rewards section of the run's config.json; {} if that is missing or broken."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads((folder / "config.json").read_text()).get("rewards", {}))
     return {}
 
 
 def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(steps, evaluations) as people are shown them: without accuracies that nobody knows the full marks of.
+    """Returns (steps, evaluations) to show to people: without accuracies of functions whose full marks are unknown.
 
-    Evaluations with at least one completion, by policy version; the later record of a repeated one.
+    Evaluations have at least one completion and are ordered by policy version; the last record of a version counts.
     """
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
@@ -82,9 +82,9 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def write_curves(folder: Path) -> Path:
-    """Draws curves.png: one plot per reward function, then what was measured of PLOTS.
+    """Draws curves.png: one plot per reward function, then those of PLOTS that were measured, and returns its path.
 
-    Raises UserError without a run.
+    Raises UserError if the folder holds no run.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -117,7 +117,7 @@ def write_curves(folder: Path) -> Path:
 
 
 def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color: str, window: int) -> None:
-    """A reward function's accuracy if its values have full marks to count, else its mean; held-out points on both."""
+    """Draws a reward function's accuracy if it has full marks to count, else its mean, with held-out points."""
     logged = {key for row in rows for key in row}
     is_share = f"rewards/{name}/accuracy" in logged or f"rewards/{name}/mean" not in logged
     draw(ax, rows, f"rewards/{name}/{'accuracy' if is_share else 'mean'}", color, window)
@@ -132,9 +132,9 @@ def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color
 
 
 def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
-    """Single steps and their centred mean."""
+    """Draws single steps and their centred mean."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    if not points:  # of a function that only evaluations have
+    if not points:  # only evaluations have this function
         return
     thin = max(1, len(points) // DOTS)
     steps, values = zip(*points, strict=True)
@@ -159,7 +159,7 @@ def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
 
 
 def _head(figure: Any, title: str, window: int) -> None:
-    """Title on the left; on the right what dots, lines and diamonds mean in every plot."""
+    """Draws the title on the left, and on the right the legend of dots, lines and diamonds in every plot."""
     from matplotlib.lines import Line2D
 
     dot = Line2D([], [], color="#777777", alpha=0.5, marker=".", markersize=9, linewidth=0, label="one step")
@@ -176,5 +176,5 @@ def _head(figure: Any, title: str, window: int) -> None:
 
 
 def _literal(text: str) -> str:
-    """Text from data as matplotlib shows it: no escapes, and no formula between dollar signs."""
+    """Escapes text from data for matplotlib: no terminal escapes, and no formula between dollar signs."""
     return strip_escapes(text).replace("$", r"\$")

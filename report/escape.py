@@ -1,4 +1,4 @@
-"""Text from models, data and reward functions, made harmless for a terminal or a page, with nothing hidden.
+"""Escaping of text from models, data and reward functions for a terminal or a page, with nothing hidden.
 
 A reader must see what a model wrote, so control, direction and other invisible characters become visible marks instead
 of vanishing. Left out: look-alike letters, which are visible and may be meant.
@@ -14,7 +14,7 @@ _ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[
 
 
 def visible(text: object) -> str:
-    """The same text with a mark for every character that cannot be seen; newlines and tabs stay.
+    """Returns the text with a mark for every invisible character; newlines and tabs stay.
 
     "\\x1b[31mred\\u202e" → "␛[31mred⟨U+202E⟩"
     """
@@ -25,12 +25,12 @@ def visible(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """`visible`, with newlines and tabs as marks too."""
+    """Returns `visible` text, with newlines and tabs as marks too."""
     return visible(text).replace("\n", "␊").replace("\t", "␉")
 
 
 def _seen(char: str) -> str:
-    """A mark for controls, formats (direction, zero width), surrogates, private and unassigned ones, paragraph ends."""
+    """Marks controls, formats (direction, zero width), surrogates, private and unassigned ones, paragraph ends."""
     if char in "\n\t" or char.isprintable() or unicodedata.category(char) == "Zs":
         return char
     code = ord(char)
@@ -40,7 +40,7 @@ def _seen(char: str) -> str:
 
 
 def strip_escapes(text: object) -> str:
-    """One printable line: escape sequences removed, other control and direction characters turned into spaces.
+    """Returns one printable line: escape sequences are removed, other control and direction characters become spaces.
 
     "\\x1b[31mred\\x1b[0m\\nline" → "red line"
     """

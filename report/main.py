@@ -1,6 +1,6 @@
-"""What a run leaves to look at: curves.png, and a few lines that say what it learned.
+"""Draws a run's curves.png, and prints a few lines that say what the run learned.
 
-Reads only the run folder, so it works during a run, after a crash and on another machine.
+It reads only the run folder, so it works during a run, after a crash and on another machine.
 `bash launch.sh report runs/quickstart` draws and prints.
 """
 
@@ -24,7 +24,7 @@ from report.step_text import clock, comparison, wall_s
 
 
 def final_summary(folder: Path) -> str:
-    """First and last held-out evaluation for every reward function, and where the curves are. For the terminal."""
+    """Returns every reward function's first and last held-out evaluation and the curves' path, for the terminal."""
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     rows = read_jsonl(folder / "metrics.jsonl")
@@ -35,7 +35,7 @@ def final_summary(folder: Path) -> str:
 
 
 def by_source(rows: Records) -> list[str]:
-    """ "source math: reward 0.31 → 0.62, length 24 → 20; of 96 groups 71 % had an advantage", from its first step on"""
+    """Compares each source's first and last step: "source math: reward 0.31 → 0.62, length 24 → 20; of 96 groups …"."""
     lines = []
     rows = [row for row in rows if not row.get("iteration")]  # later passes train the same groups again
     for name in sorted({key.split("/")[1] for row in rows for key in row if key.startswith("sources/")}):
@@ -51,7 +51,7 @@ def by_source(rows: Records) -> list[str]:
 
 
 def costs(folder: Path) -> list[str]:
-    """ "judge: 1,000 calls, 120,000 tokens in, 9,000 out, 0.42 USD (all in .cache/judges/judge.sqlite)" """
+    """Returns "judge: 1,000 calls, 120,000 tokens in, 9,000 out, 0.42 USD (all in .cache/judges/judge.sqlite)"."""
     lines = []
     for name, given in rewards_of(folder).get("reward_kwargs", {}).items():
         with contextlib.suppress(OSError, sqlite3.Error, TypeError):
@@ -65,7 +65,7 @@ def costs(folder: Path) -> list[str]:
 
 
 def _pace(rows: Records) -> list[str]:
-    """ "60 steps in 1:02, the first 41 s after the start; 4,762 tok/s; the trainer waited 53 %, the sampler 42 %" """
+    """Returns "60 steps in 1:02, the first 41 s after the start; 4,762 tok/s; the trainer waited 53 %, …"."""
     total = sum(map(wall_s, rows))
     if not total:
         return []
@@ -81,7 +81,7 @@ def _pace(rows: Records) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises UserError."""
+    """Draws and prints the report of the folder on the command line. Raises UserError."""
     parser = argparse.ArgumentParser(prog="launch.sh report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
     folder = parser.parse_args(arguments).output_dir

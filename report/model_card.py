@@ -1,8 +1,8 @@
-"""README.md of a trained model: the hub's model card, made of what the run left. It has no number that the run has not.
+"""The README.md of a trained model: the hub's model card, made of the run's files, from which all its numbers come.
 
     write_model_card(Path("runs/quickstart"), Path("runs/quickstart/final"), version=60)
 
-Reads config.json, metrics.jsonl and eval.jsonl of the run folder; the text is model_card.md.jinja.
+It reads config.json, metrics.jsonl and eval.jsonl of the run folder; the text is model_card.md.jinja.
 Left out: the licence, intended use and risks, which only a person can say.
 """
 
@@ -28,8 +28,8 @@ from report.step_text import clock, comparison, wall_s
 FILE = "README.md"
 ADAPTERS = "adapter_config.json"  # peft's
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "peft")
-_TAGS = {"gae": "ppo"}  # where the hub's word is another one
-_OF_THE_MACHINE: Any = {  # as pydantic's `exclude` takes it
+_TAGS = {"gae": "ppo"}  # the hub's words, if they differ
+_OF_THE_MACHINE: Any = {  # settings of one machine, for pydantic's `exclude`
     "channel": True,
     "weights": {"dir"},
     "run": {"output_dir", "report_to", "resume", "record", "replay"},
@@ -38,7 +38,7 @@ _FILES = (".jsonl", ".json", ".parquet", ".gguf")
 
 
 def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
-    """Writes folder/README.md. The model is worth more than its card: what is wrong with the card is only said.
+    """Writes folder/README.md. Errors of the card are only printed, because the model is worth more than its card.
 
     Raises OSError if the disk is in trouble.
     """
@@ -51,7 +51,7 @@ def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
 
 
 def model_card(run_folder: Path, folder: Path, version: int) -> str:
-    """Of the version in `folder`. Raises ValueError for a config.json that is not of this Tandem."""
+    """Returns the card of the version in `folder`. Raises ValueError if this Tandem cannot read the config.json."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config = Config.model_validate(json.loads((run_folder / "config.json").read_text()))
@@ -95,14 +95,14 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
 
 
 def _versions() -> str:
-    """ "torch 2.13.0, vllm 0.32.0": of what is installed here."""
+    """Returns the versions of the installed PACKAGES, such as "torch 2.13.0, vllm 0.32.0"."""
     installed = {one.name.lower(): one.version for one in metadata.distributions()}
     found = {name: installed.get(name) or installed.get(f"{name}-cpu") for name in PACKAGES}
     return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def _trained(rows: Records) -> str:
-    """ "60 optimizer steps, 245,760 completion tokens, 1:00" """
+    """Returns "60 optimizer steps, 245,760 completion tokens, 1:00"."""
     if not rows:
         return "0 optimizer steps"
     tokens, time = rows[-1].get("num_tokens") or 0, clock(sum(map(wall_s, rows)))
@@ -110,19 +110,19 @@ def _trained(rows: Records) -> str:
 
 
 def hub_id(source: str) -> str | None:
-    """openai/gsm8k:main@train[:512] → openai/gsm8k; None for what is a file or folder of this machine."""
+    """Returns a source's hub id, openai/gsm8k:main@train[:512] → openai/gsm8k; None for a local file or folder."""
     name = re.split(r"[:@\[]", source, maxsplit=1)[0]
     is_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_FILES)
     return None if is_local or "://" in source or Path(name).exists() else name
 
 
 def shown_path(value: str) -> str:
-    """Folders of this machine are nobody's business: "/home/me/models/qwen" → "…/qwen". Others as they are."""
+    """Hides the folders of this machine: "/home/me/models/qwen" → "…/qwen". Other values are unchanged."""
     return f"…/{value.rstrip('/').rpartition('/')[2]}" if value.startswith(("/", "~")) else value
 
 
 def public_settings(config: Config) -> str:
-    """YAML of all that differs from the defaults, for `launch.sh run`: no secrets, nothing of one machine alone."""
+    """Returns YAML of all settings that are not defaults, for `launch.sh run`, without secrets and machine settings."""
     given = redacted(config.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_MACHINE))
     kept = {section: value for section, value in given.items() if value != {}}
     return str(yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True, width=100)).rstrip()

@@ -1,4 +1,4 @@
-"""The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and copies in the sinks that were asked for.
+"""The run's history: metrics.jsonl, eval.jsonl and samples.jsonl, and copies in the sinks of run.report_to.
 
 Only trainer rank 0 writes. Reports are drawn from the jsonl files alone; sinks.py sends copies elsewhere. A line is one
 write, so a killed process leaves at most one torn last line, which readers ignore and a resume removes. A full disk
@@ -26,12 +26,12 @@ from report.sinks import Sinks
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole record, oldest first; [] for a missing file. Raises UserError for a bad line before the last."""
+    """Returns every whole record, oldest first; [] without a file. Raises UserError for a bad line before the last."""
     return [record for _, record in _whole_lines(Path(path))]
 
 
 class MetricsLog:
-    """Appends to the run folder's three files. Values that are not finite are written as null and counted.
+    """The writer of the run folder's three files. Values that are not finite are written as null and counted.
 
     resume_step None starts a run, and raises UserError in a folder that already has steps. resume_step n continues
     after n optimizer steps: records with step > n are cut off, so the history equals an uninterrupted run's.
@@ -60,45 +60,45 @@ class MetricsLog:
         self._sinks = Sinks(folder, report_to, last_step, is_resumed=resume_step is not None)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line per optimizer step, counted from 1: {"step": n, "time": unix seconds, **values}."""
+        """Writes the line of an optimizer step, counted from 1: {"step": n, "time": unix seconds, **values}."""
         assert not {"step", "time"} & set(values), "step and time are set here; values must not contain them"
         self._append(self._metrics, {"step": int(step), "time": time.time(), **values})
         self._sinks.write(step, values)
 
     def log_eval(self, record: Mapping[str, Any]) -> None:
-        """One finished held-out evaluation. `step` is the policy version, `n` counts completions:
+        """Writes one finished held-out evaluation. `step` is the policy version, `n` counts completions:
 
         {"step": 40, "eval_id": "v40", "n": 512, "problems": 512, "full_marks": {"answer": 300, "format": 500},
          "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0}
 
-        and "scored": {"answer": [448, 448]}, completions and problems, of a function that returned None for the others.
+        A function that returned None for some also has "scored": {"answer": [448, 448]}, its completions and problems.
         """
         self._append(self._eval, record)
         shares = {f"eval/{name}/accuracy": share(record, name) for name in record["full_marks"]}
         self._sinks.write(record["step"], shares | {f"eval/{name}/mean": mean for name, mean in record["mean"].items()})
 
     def log_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """One line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
+        """Writes one line per completion, as given. Each record needs `step`, or a resume could not cut it off."""
         for record in (kept := list(records)):
             self._append(self._samples, record)
         self._sinks.write_samples(kept)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every recorded evaluation, oldest first."""
+        """Returns every recorded evaluation, oldest first."""
         return read_jsonl(self._eval)
 
     def has_eval(self, version: int) -> bool:
-        """Whether the evaluation of this policy version is recorded."""
+        """Returns whether the evaluation of this policy version is recorded."""
         return any(record["step"] == version for record in self.evaluations())
 
     def sync(self) -> None:
-        """Every line so far survives a crash of the machine. Raises OSError if the disk still refuses lines."""
+        """Makes every line so far survive a crash of the machine. Raises OSError if the disk still refuses lines."""
         self._flush()
         for path in self._files:
             fsync_path(path)
 
     def close(self) -> None:
-        """Raises OSError if the disk still refuses lines."""
+        """Closes files and sinks. Raises OSError if the disk still refuses lines."""
         self._flush()
         for file in self._files.values():
             os.close(file)
@@ -129,7 +129,7 @@ class MetricsLog:
 
 
 def _finite(value: Any, bad: list[float]) -> Any:
-    """The value as plain JSON data. Non-finite numbers become None and are added to `bad`."""
+    """Returns the value as plain JSON data. Non-finite numbers become None and are added to `bad`."""
     value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch, scalars and arrays
     if isinstance(value, Mapping):
         return {str(key): _finite(item, bad) for key, item in value.items()}
@@ -142,7 +142,7 @@ def _finite(value: Any, bad: list[float]) -> Any:
 
 
 def _to_line(record: Mapping[str, Any]) -> bytes:
-    """One line of valid JSON and UTF-8, readable in any language, without a byte that could steer a terminal."""
+    """Returns one line of valid JSON and UTF-8, readable in any language, without bytes that control a terminal."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     return re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
 

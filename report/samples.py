@@ -1,8 +1,8 @@
 """Prints what the model wrote:  bash launch.sh samples runs/quickstart [--step 12] [--worst | --best] [-n 5] [--full]
 
-Shows the newest step, or with --worst or --best the extremes of the whole run. Text from a model is escaped: what
-cannot be seen becomes a visible mark, so that no completion can steer or fake a terminal's output. Left out: searching;
-samples.jsonl is one JSON record per line.
+It shows the newest step, or with --worst or --best the extremes of the whole run. Text from a model is escaped:
+invisible characters become visible marks, so that no completion can control or fake a terminal's output. Left out:
+searching; samples.jsonl is one JSON record per line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 2000  # characters of a text without --full
 
 
 def chosen(records: Sequence[Record], step: int | None, which: str | None, count: int) -> list[Record]:
-    """At most `count`, worst or best first. Without a step: of the newest one, or with `which` of all.
+    """Returns at most `count` records of a step, worst or best first; by default of the newest, with `which` of all.
 
     Raises UserError if there are none.
     """
@@ -38,12 +38,12 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
     if which is not None:
         kept = [record for record in kept if record["reward"] is not None]
         sign = -1 if which == "best" else 1
-        kept.sort(key=lambda record: (sign * record["reward"], -record["step"]))  # of equals the newest first
+        kept.sort(key=lambda record: (sign * record["reward"], -record["step"]))  # the newest first among equals
     return kept[:count]
 
 
 def text_of(record: Record, full: bool = False) -> str:
-    """One sample in lines; every line of the model's own text, and of what its tools wrote, begins with a bar."""
+    """Returns a sample as lines; every line that the model or its tools wrote follows its writer's name and a bar."""
     parts = [f"{one_line(name)} {_number(value)}" for name, value in record["rewards"].items()]
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
@@ -57,7 +57,7 @@ def text_of(record: Record, full: bool = False) -> str:
 
 
 def _completion(record: Record, full: bool) -> list[str]:
-    """One part after the other, those that the environment wrote under its name."""
+    """Returns the lines of a completion's parts in order, each under the name of its writer."""
     if "turns" not in record:
         return _lines("model ", record["completion"], full)
     names = {"model": "model ", "environment": "tool  ", "history": "again "}
@@ -80,7 +80,7 @@ def _lines(name: str, text: str, full: bool) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises UserError."""
+    """Prints the samples that the command line asks for. Raises UserError."""
     parser = argparse.ArgumentParser(prog="launch.sh samples", description="Print what the model wrote.")
     parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
     parser.add_argument("--step", type=int, help="an optimizer step; default: the newest")

@@ -1,9 +1,9 @@
 """Copies of the run's numbers for other programs: TensorBoard, Weights & Biases, or a function of the user's.
 
-metrics.jsonl stays the truth. A sink's package is imported only when run.report_to names it; one that is missing, or
-does not start, is the user's to fix, before any model is loaded. One that fails later or hangs is dropped with a
-line: a lost copy must not end a run. A resumed run goes on in the same place: sinks.json in the run folder keeps its
-name there. Samples are sent to somebody else's server only where run.log_completions says so. Left out: files.
+metrics.jsonl stays authoritative. A sink's package is imported only when run.report_to names it; one that is missing,
+or does not start, is an error before any model is loaded. A sink that fails later or hangs is dropped with a printed
+line, because a lost copy must not end a run. A resumed run continues under its name at the sink, kept in the run
+folder's sinks.json. Samples are sent to somebody else's server only if run.log_completions is true. Left out: files.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def require_packages(report_to: Iterable[str]) -> None:
 
 
 class Sinks:
-    """All sinks of one process. `is_resumed`: continue what an earlier process of this run began.
+    """The sinks of one process. `is_resumed`: continue what an earlier process of this run began.
 
-    last_step: of the history that is kept; what a crashed process wrote beyond it is hidden where a sink can do that.
+    last_step: the last step of the kept history; later steps of a crashed process are hidden if a sink can do that.
     """
 
     def __init__(self, folder: Path, report_to: Iterable[str], last_step: int, is_resumed: bool) -> None:
@@ -77,7 +77,7 @@ class Sinks:
             self._guard(name, lambda write=write: write(step, numbers))  # type: ignore[misc]
 
     def write_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """A table of a step's completions, as MetricsLog.log_samples takes them, where they may leave this machine."""
+        """Sends a table of a step's completions, as MetricsLog.log_samples takes them, if they may leave this host."""
         if self._sends_samples and records and "wandb" in self._open:
             wandb = importlib.import_module("wandb")
             columns = [*_COLUMNS, *records[0]["rewards"]]
@@ -102,7 +102,7 @@ class Sinks:
             )
 
     def _soon(self, act: Callable[[], T]) -> T:
-        """What `act` returns. Raises TimeoutError where that takes too long: no run waits for a copy."""
+        """Returns the result of `act`. Raises TimeoutError if that takes too long, because no run waits for a copy."""
         late = TimeoutError(f"no answer for {self._patience_s:g} s")
         done = within(self._patience_s, act, late, WALL_TIME)
         if isinstance(done, TimeoutError):
@@ -117,13 +117,13 @@ def _opened(name: str, folder: Path, last_step: int, is_resumed: bool) -> tuple[
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The run's settings, which were written without secrets."""
+    """Returns the run's settings, which were written without secrets."""
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _own(name: str, folder: Path) -> tuple[Write, Close]:
-    """A user's `def sink(folder, config)`, which returns write(step, values) and close()."""
+    """Opens a user's `def sink(folder, config)`, which returns write(step, values) and close()."""
     sink = OWN.load(name)
     opened = sink(folder=folder, config=_config(folder))
     if not (isinstance(opened, tuple) and len(opened) == 2 and all(map(callable, opened))):
@@ -151,14 +151,14 @@ def _wandb(folder: Path, is_resumed: bool) -> tuple[Write, Close]:
     name = f"{folder.resolve().name}-{identity[:6]}"
     where: dict[str, Any] = {"project": PROJECT, "id": identity, "name": name, "dir": str(folder)}
     run = wandb.init(**where, resume="allow", config=_config(folder), save_code=False)
-    # Its own counter only grows and drops what comes late: evaluations, and steps that a resumed run makes again.
+    # wandb's own counter only grows and drops late values: evaluations, and steps that a resumed run makes again
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return lambda step, values: run.log({**values, "step": step}), run.finish
 
 
 def _identity(folder: Path, is_resumed: bool) -> str:
-    """The run's name at wandb: new for a run that begins, kept in sinks.json for those that continue it."""
+    """Returns the run's id at wandb: new for a new run, kept in sinks.json for processes that continue the run."""
     path = folder / "sinks.json"
     if is_resumed and path.exists():
         return str(json.loads(path.read_text())["id"])

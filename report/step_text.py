@@ -1,4 +1,4 @@
-"""The facts of a step, and of held-out evaluations, as plain lines of text. Pure.
+"""Plain lines of text for the metrics of a step and for held-out evaluations, made by pure functions.
 
 Names of reward functions are stripped of terminal escapes. Left out: anything that metrics.jsonl does not have.
 """
@@ -13,19 +13,19 @@ from report.full_marks import Record, Records, reward_functions, scored, share, 
 
 
 def clock(seconds: float) -> str:
-    """54 → "0:54", 3754 → "1:02:34"."""
+    """Formats seconds: 54 → "0:54", 3754 → "1:02:34"."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def wall_s(row: Mapping[str, Any]) -> float:
-    """A step's share of the run's wall time; 0 where it was not measured."""
+    """Returns a step's share of the run's wall time in seconds; 0 if it was not measured."""
     return row.get("timing/all_s") or row.get("step_time") or 0.0
 
 
 def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
-    """The facts of one optimizer step in one line, without what was not measured. test_display.py has an example."""
+    """Returns the measured metrics of one optimizer step in one line. test_display.py has an example."""
     parts = [
         f"step {step}/{max_steps}",
         _part(values, "reward", "reward {:.2f}") + _part(values, "reward_std", " ±{:.2f}"),
@@ -45,7 +45,7 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
-    """A record of eval.jsonl in words: "answer 58.6%  length 0.42  (v40, n = 512)"; shares of full marks, or means."""
+    """Formats a record of eval.jsonl: "answer 58.6%  length 0.42  (v40, n = 512)", shares of full marks or means."""
     shares = {fn: f"{share(record, fn):.1%}" for fn in record["full_marks"]}
     means = {fn: f"{mean:.2f}" for fn, mean in record.get("mean", {}).items() if fn not in shares}
     scores = (f"{strip_escapes(fn)} {text}" for fn, text in (shares | means).items())
@@ -58,7 +58,7 @@ def _part(values: Mapping[str, float], key: str, template: str, zero: bool = Tru
 
 
 def _turns(values: Mapping[str, float]) -> list[str]:
-    """Of rollouts of several turns: ["turns 2.1", "calls 1.30 (8% failed)", "2 failed rollouts"]"""
+    """Returns, for rollouts of several turns, ["turns 2.1", "calls 1.30 (8% failed)", "2 failed rollouts"]."""
     calls, errors = (values.get(f"rollout/{key}") or 0.0 for key in ("tool_calls", "tool_errors"))
     failed = f" ({errors / calls:.0%} failed)" if errors and calls else ""
     return [
@@ -69,26 +69,26 @@ def _turns(values: Mapping[str, float]) -> list[str]:
 
 
 def _scores(values: Mapping[str, float]) -> list[str]:
-    """["answer 0.61"]: a function's share of full marks where the trainer logs one, else its mean."""
+    """Returns ["answer 0.61"]: each function's share of full marks if the trainer logs one, else its mean."""
     names = reward_functions([values])
     scores = {name: values.get(f"rewards/{name}/accuracy", values[f"rewards/{name}/mean"]) for name in names}
     return [f"{strip_escapes(name)} {value:.2f}" for name, value in scores.items() if value is not None]
 
 
 def _longest_wait(values: Mapping[str, float]) -> str:
-    """ "trainer waited 21%" of step_time for the other process; of the two the longer."""
+    """Returns "trainer waited 21%" of step_time for the other process, for the process that waited longer."""
     wait, who = max((values.get(f"wait/{who}_s") or 0.0, who) for who in ("sampler", "trainer"))
     return f"{who} waited {wait / values['step_time']:.0%}" if wait and values.get("step_time") else ""
 
 
 def comparison(evaluations: Records) -> list[str]:
-    """A line for every reward function: the first of these evaluations with the last; [] without any.
+    """Compares the first of these evaluations with the last, in a line for every reward function; [] without any.
 
     "held-out answer: 41.0 % → 72.3 %  (n = 512; 95 % intervals [36.8, 45.3] → [68.2, 76.0])"
     "held-out length: mean 0.12 → 0.31  (n = 512; for an accuracy set rewards.full_marks={length: …})"
     """
     ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else list(evaluations)
-    marked = [name for record in ends for name in record["full_marks"]]  # they come first
+    marked = [name for record in ends for name in record["full_marks"]]  # these names come first
     names = dict.fromkeys([*marked, *(name for record in ends for name in record.get("mean", {}))])
     return [_line(name, ends) for name in names]
 
@@ -98,7 +98,7 @@ def _line(name: str, records: Records) -> str:
     having = marked or [record for record in records if name in record["mean"]]
     counts = " → ".join(dict.fromkeys(_count(record, name) for record in having))
     if not marked:
-        setting = f"rewards.full_marks={{{strip_escapes(name.rpartition('/')[2])}: …}}"  # of hard/style, too
+        setting = f"rewards.full_marks={{{strip_escapes(name.rpartition('/')[2])}: …}}"  # hard/style has a source
         means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
         return f"held-out {shown}: mean {means}  (n = {counts}; for an accuracy set {setting})"
     marks = [share_of_full_marks(record, name) for record in marked]

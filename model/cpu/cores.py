@@ -1,14 +1,14 @@
-"""The samplers' cores while they rest: whatever the trainer computes then, it computes with more threads.
+"""Use of the samplers' cores while the samplers are idle: the trainer then computes with more threads.
 
     sampler  ████████████░░░░░░░░      █ at work   ░ rests: every group that it may make is here
     trainer  11111111111122222222      threads of its layers, of the optimizer and of a snapshot
 
-Only with trainer.max_staleness > 0: on policy both processes have all cores anyway, and work in turn. A sum that is
-divided among two threads is rounded otherwise than one thread would, and how far a sampler is, is a matter of time: a
-run that is recorded or replayed keeps to its own threads (trainer/group_receiver.py).
+It needs trainer.max_staleness > 0: on policy both processes have all cores anyway, and work in turn. Two threads round
+a sum otherwise than one thread, and the samplers' progress depends on timing, so a run that is recorded or replayed
+uses only its own threads (trainer/group_receiver.py).
 
 A micro-batch of a large model takes seconds. So a single rank asks before every layer, forward and backward, and gives
-the cores back as soon as they are wanted. Several ranks must hear the same answer, and ask when a micro-batch, an
+the cores back as soon as they are wanted. Several ranks must get the same answer, and ask when a micro-batch, an
 optimizer step or a snapshot begins.
 """
 
@@ -31,12 +31,12 @@ LENT_CORES = "TANDEM_LENT_CORES"  # numbers of the samplers' cores: "0,1"; set b
 
 
 class AllRanks(Protocol):
-    """Of the trainer."""
+    """The exchange between the trainer's ranks."""
 
     world_size: int
 
     def agree(self, mine: bool, /) -> bool:
-        """Rank 0's answer, on every rank."""
+        """Returns rank 0's answer on every rank."""
 
 
 class TrainedModel(Protocol):
@@ -45,12 +45,12 @@ class TrainedModel(Protocol):
 
 @dataclass(frozen=True)
 class Cores:
-    """Of this rank. `lent` are the samplers', shared by all ranks of this machine."""
+    """The CPU cores of this rank. `lent` are the samplers' cores, shared by all ranks of this machine."""
 
     own: frozenset[int]
     threads: int
     lent: frozenset[int] = frozenset()
-    more_threads: int = 0  # this rank's part of them
+    more_threads: int = 0  # this rank's share of the lent cores
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> Cores:
@@ -59,19 +59,19 @@ class Cores:
         return Cores(frozenset(os.sched_getaffinity(0)), torch.get_num_threads(), lent, more_threads)
 
     def use(self, with_lent: bool) -> None:
-        """With all threads of this process: one that started meanwhile, as the publisher's, has inherited them."""
+        """Sets all threads' cores, because those started meanwhile, as the publisher's, have inherited others."""
         before, now = self.own, self.own | self.lent
         if not with_lent:
             before, now = now, before
         for thread in map(int, os.listdir("/proc/self/task")):
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 if os.sched_getaffinity(thread) == before:
                     os.sched_setaffinity(thread, now)
         torch.set_num_threads(self.threads + self.more_threads if with_lent else self.threads)
 
 
 class LentCores:
-    """samplers_rest: asked on every rank; rank 0's answer counts. Nobody asks if it is None."""
+    """The lent cores of a run. samplers_rest: called on every rank, rank 0's answer counts; None = never borrow."""
 
     def __init__(self, cores: Cores, exchange: AllRanks, samplers_rest: Callable[[], bool] | None):
         self._cores, self._exchange, self._samplers_rest = cores, exchange, samplers_rest
@@ -79,7 +79,7 @@ class LentCores:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Around a computation, as far as the samplers rest meanwhile."""
+        """Borrows the lent cores for the computation in this context, while the samplers are idle."""
         self._may_borrow = True
         try:
             self._ask()
@@ -89,7 +89,7 @@ class LentCores:
             self._borrow(False)
 
     def watch(self, *trained: TrainedModel) -> None:
-        """From now on every layer of these transformers models asks again, where there is one rank."""
+        """Makes every layer of these transformers models ask again from now on, if there is only one rank."""
         if self._samplers_rest is None or self._exchange.world_size > 1:
             return
         for one in trained:
@@ -114,9 +114,9 @@ class LentCores:
 def lent_cores(
     config: Config, exchange: AllRanks, samplers_rest: Callable[[], bool], is_writing: Callable[[], bool]
 ) -> LentCores:
-    """Those that this run may borrow: none, if rank 0 was told of none. Every rank calls it.
+    """Returns the cores that this run may borrow: none, if rank 0 has no lent ones. Every rank calls it.
 
-    is_writing: whether a version is on its way, with which resting samplers are about to begin.
+    is_writing: whether a weight version is being written, with which idle samplers are about to start.
     """
     cores = Cores.of(os.environ)
     may_borrow = cpu.is_on() and config.trainer.max_staleness > 0

@@ -78,9 +78,9 @@ def _values_and_gradients(product: Any, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y        x [..., in], W [out, in], y [..., out]
+    """A linear layer through oneDNN. Its results are not views, so models may change them in place, as F.linear's.
 
-    Every result is a tensor of its own and no view, so that a model may change it in place as it may F.linear's.
+    y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y        x [..., in], W [out, in], y [..., out]
     """
 
     @staticmethod
@@ -100,11 +100,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
-    """[..., D] -> [rows, D], with rows of zeros up to a multiple of _BLOCK.
+    """Flattens [..., D] to [rows, D], with rows of zeros up to a multiple of _BLOCK.
 
     oneDNN compiles a kernel for each shape and keeps the last 1,024. With completions of every length the caching
-    never ends, and its small allocations lie between the large ones of the heap, which then finds no room and grows:
-    0.4 GiB in every step of a 135M model.
+    never ends, and its small allocations fragment the heap, which then grows: 0.4 GiB in every step of a 135M model.
     """
     rows = x.reshape(-1, x.shape[-1])
     missing = -len(rows) % _BLOCK
@@ -112,5 +111,5 @@ def _whole_blocks(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, in full float32: oneDNN would round to bfloat16 only if torch.backends.mkldnn.matmul asked for it."""
+    """Returns x Wᵀ + b in full float32: oneDNN rounds to bfloat16 only if torch.backends.mkldnn.matmul is set so."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

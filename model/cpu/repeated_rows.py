@@ -1,15 +1,15 @@
-"""A group's prompt computed once on a CPU, to its last token.
+"""Sharing of a group's whole prompt, up to its last token, by vLLM on a CPU.
 
-vLLM shares whole blocks of 32 tokens of a prompt. What is behind the last whole block, or that block itself where the
-prompt ends with it, every completion of a group computes anew, all in one step: 7 · 32 rows more for a prompt of 128
+vLLM shares whole blocks of 32 tokens of a prompt. Every completion of a group computes the tokens after the last whole
+block anew, or that block itself if the prompt ends with it, all in one step: 7 · 32 rows more for a prompt of 128
 tokens and 8 completions, so that 8 such groups are 2,816 rows instead of 1,024. Such rows are equal, token for token
-and over the same past. Here the layers see one of each; in attention, which also writes the keys and values of every
-completion, and behind the last layer they are all there again.
+and over the same past. With this module the layers compute one row of each kind; attention, which also writes the keys
+and values of every completion, and the output of the last layer have all rows.
 
-The first step that has such rows is computed both ways; where the two differ, all rows are computed from then on.
+The first step that has such rows is computed both ways; if the two differ, all rows are computed from then on.
 
 Left out: images, adapters, pipeline stages, GPUs, layers that keep something else than keys and values, decoders of
-another form (`takes_rows`). There every row is computed, as by vLLM itself.
+another form (`takes_rows`). In these cases every row is computed, as by vLLM itself.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Forward = Callable[..., Any]
 @dataclass(frozen=True)
 class Rows:
     kept: Tensor  # [U] rows that are computed
-    whole: Tensor  # [T] for every row which of those it equals
+    whole: Tensor  # [T] for every row the index in `kept` of the row that it equals
 
 
 def distinct_rows(
     ids: NDArray[Any], positions: NDArray[Any], starts: NDArray[Any], blocks: NDArray[Any], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """(kept [U], whole [T]) of T tokens of R sequences, one behind the other; None if no two are equal.
+    """Returns (kept [U], whole [T]) of the T tokens of R concatenated sequences; None if no two are equal.
 
     ids, positions: [T]. starts: [R + 1], where each sequence's rows begin. blocks: [R, B] numbers of the blocks that
-    hold its keys and values, in order; equal numbers are equal tokens, but 0, which is no block.
+    hold its keys and values, in order; equal numbers mean equal tokens, except for 0, which is no block.
     """
     known: dict[tuple[bytes, bytes], int] = {}  # (blocks before a row, tokens from it to the end) -> that row
     source = np.arange(len(ids))
     for own, begin, end in zip(blocks, starts, starts[1:], strict=False):
-        first = int(positions[begin]) if end - begin > 1 else -1  # one row is of a sequence that decodes
+        first = int(positions[begin]) if end - begin > 1 else -1  # a single row belongs to a sequence that decodes
         if first < 0 or first % block_size or not own[: first // block_size].all():
             continue
         here = (own[: first // block_size].tobytes(), ids[begin:end].tobytes())
@@ -61,16 +61,16 @@ def distinct_rows(
 
 
 def takes_rows(decoder: Any) -> bool:
-    """Whether a decoder is called as those that vLLM wrote itself: transformers' own takes a batch, by other names."""
+    """Returns whether a decoder has the arguments of vLLM's own: transformers' takes a batch, under other names."""
     names = list(inspect.signature(decoder.forward).parameters) if decoder is not None else []
     return names[:4] == ["input_ids", "positions", "intermediate_tensors", "inputs_embeds"]
 
 
 class RepeatedRows:
-    """In a decoder of vLLM. `spared` counts the rows that were not computed."""
+    """A wrapper that makes a vLLM decoder compute equal rows once. `spared` counts the rows that were not computed."""
 
     def __init__(self, decoder: Any, attentions: Iterable[Any], metadata: Callable[[], Any], block_size: int):
-        """attentions: its layers' vllm Attention. metadata: of the present step, by layer; None outside of one."""
+        """Wraps a decoder and its layers' vllm Attention. metadata: of this step, by layer; None outside of a step."""
         self.spared = 0
         self._metadata, self._block_size = metadata, block_size
         self._rows: Rows | None = None
@@ -106,7 +106,7 @@ class RepeatedRows:
         return hidden[rows.whole]
 
     def whole(self, rows: Tensor) -> Tensor:
-        """[T, …] of what a layer says of those that the present step computes."""
+        """Returns a layer's values of all rows, [T, …], from those of the rows that this step computes."""
         return rows if self._rows is None else rows[self._rows.whole]
 
     def _rows_of(self, input_ids: Tensor, positions: Tensor) -> Rows | None:
