@@ -75,6 +75,7 @@ class Layout:
 
     rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # by kind of published tensor
     computed: dict[str, str] = field(default_factory=dict)  # published name -> the engine's tensor computed from it
+    decays: set[str] = field(default_factory=set)  # kinds of published tensors of which the engine has −exp
     proven: set[str] = field(default_factory=set)
     loads: int = 0  # number of compared loads
 
@@ -195,6 +196,11 @@ class EngineModel:
         """Returns whether a tensor of fewer bits is the rounded published one; True if that is not in memory."""
         held, given = part.of(self.value(there)), self.published.get(part.name)
         return given is None or torch.equal(held.cpu(), given.to(held.dtype).view(held.shape))
+
+    def is_decay(self, there: str, name: str) -> bool:
+        """Returns whether a tensor is −exp of a published one up to rounding, as Mamba's A is of A_log."""
+        held, given = self.tensors[there].data, self.published[name].float()
+        return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.exp(), rtol=1e-6, atol=0)
 
     def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
         """Returns whether a tensor contains the first row of a part, or the first number of a vector."""

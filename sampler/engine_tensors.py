@@ -9,7 +9,8 @@ its values as far as possible, and the canary covers the rest:
     rearranged    by a kernel, an interleaving, a merge that no name tells: the numbers are the published ones, in
                   another order, and so they are in every tensor of the kind; in one alone they are wrong
     narrowed      held in fewer bits: it must be the published tensor, rounded
-    computed      such as exp(A_log): each load overwrites it, for it is filled with NaN before
+    computed      each load overwrites it, for it is filled with NaN before; one that was −exp of the published tensor,
+                  or is in other layers, as Mamba's A, must be
     quantised, or a shard of a tensor-parallel engine: the canary alone
 
 A tensor that was comparable once must always be. Engine tensors and published ones without a counterpart are wrong.
@@ -111,6 +112,7 @@ def prove(
             proof.wrong.append(f"nothing was published for the engine's {name}")
         report_progress("comparing the engine's weights")
     _judge_rearranged(proof, engine, rearranged)
+    _judge_computed(proof, engine, layout)
     proof.proven -= proof.unproven.keys()
     proof.wrong += [f"{name} was compared before, and is not now: {proof.unproven[name]}"
                     for name in sorted(layout.proven & proof.unproven.keys())]  # fmt: skip
@@ -217,6 +219,18 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
                 proof.unproven[part.name] = f"{name}: vLLM has rearranged it"
             else:
                 proof.wrong.append(_other(name, part))
+
+
+def _judge_computed(proof: Proof, engine: EngineModel, layout: Layout) -> None:
+    """Refuses tensors that are not −exp of a published one, if others of its kind are or have been."""
+    computed = {name: there for name, there in layout.computed.items() if name in engine.published}
+    others = [name for name, there in computed.items() if not engine.is_decay(there, name)]
+    layout.decays |= {kind_of(name) for name in computed if name not in others}
+    proof.wrong += [
+        f"the engine's {computed[name]} is not −exp of the published {name}, as others of its kind are"
+        for name in others
+        if kind_of(name) in layout.decays
+    ]
 
 
 def _other(name: str, part: Part) -> str:
