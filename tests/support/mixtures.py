@@ -10,7 +10,7 @@ MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss",
 
 
 def mixture(family: str, vocab: int = 320, **changes: Any) -> Any:
-    return random_model(family, vocab, max_position_embeddings=1024, **changes)
+    return random_model(family, vocab, **{"max_position_embeddings": 1024, "norm_topk_prob": True} | changes)
 
 
 def mixture_folder(folder: Path, family: str, **changes: Any) -> Path:
