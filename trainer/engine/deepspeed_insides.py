@@ -65,11 +65,19 @@ def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callab
     """
     import deepspeed
 
+    own = masters_without_zero(optimizer) if stage == 0 else {}
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-        if parameter.dtype == torch.bfloat16:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-                masters = make(index, parameter.detach())
-            set_state(optimizer, stage, parameter, "", masters.flatten())
+        if parameter.dtype != torch.bfloat16:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            masters = make(index, parameter.detach())
+        if stage == 3:
+            size = deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
+            deepspeed.utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), size))
+        elif stage > 0:
+            deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank sets its part
+        elif parameter in own:
+            own[parameter].data.copy_(masters)
 
 
 def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
