@@ -115,6 +115,11 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
     return written
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns the commit record of a checkpoint, as it was written."""
+    return json.loads((folder / COMMIT).read_text())
+
+
 def _commit_record(
     engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
 ) -> bytes:
@@ -199,7 +204,7 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
     Every rank calls it. The ranks and the ZeRO stage may be others than those that saved it. Raises UserError if the
     checkpoint lacks a critic that the run needs.
     """
-    record = json.loads((folder / COMMIT).read_text())
+    record = read_record(folder)
     saved_by = record["zero_stage"], record["world_size"]
     _restore_state(engine, folder, *saved_by)
     if critic:

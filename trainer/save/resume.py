@@ -35,7 +35,7 @@ from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, s
 from common.watchdog import report_progress
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.checkpoint import Progress, digest
+from trainer.save.checkpoint import Progress, digest, read_record
 from trainer.save.disk import together
 
 _FINGERPRINTS = {
@@ -148,7 +148,7 @@ def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
 def _problem(folder: Path) -> str:
     """Returns the first problem found in the folder's record and file sizes; "" if there is none."""
     try:
-        record = json.loads((folder / COMMIT).read_text())
+        record = read_record(folder)
         expected_digest, expected = record.pop("blake3"), record["files"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{COMMIT} cannot be read: {error!r}"
@@ -164,7 +164,7 @@ def _size(path: Path) -> dict[str, Any]:
 
 def _look_for_damage(folder: Path, ranks: Exchange, problems: list[str]) -> None:
     """Reads this rank's part of a committed checkpoint up to the first problem."""
-    files = json.loads((folder / COMMIT).read_text())["files"]
+    files = read_record(folder)["files"]
     differ = (_difference(folder / n, n, files[n], pieces.record) for n in _shares(files, ranks.world_size)[ranks.rank])
     problems.extend(itertools.islice(filter(None, differ), 1))
 
@@ -192,7 +192,7 @@ def _shares(files: dict[str, Any], count: int) -> list[list[str]]:
 
 def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
     """Reads a checkpoint's progress. Raises UserError if it belongs to another stream of groups."""
-    commit = json.loads((folder / COMMIT).read_text())
+    commit = read_record(folder)
     before = commit["stream"]
     changed = [f"{name}={now!r} (was {before.get(name)!r})" for name, now in stream.items() if before.get(name) != now]
     if changed:
