@@ -199,8 +199,8 @@ class EngineModel:
 
     def is_decay(self, there: str, name: str) -> bool:
         """Returns whether a tensor is −exp of a published one up to rounding, as Mamba's A is of A_log."""
-        held, given = self.tensors[there].data, self.published[name].float()
-        return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.exp(), rtol=1e-6, atol=0)
+        held, given = self.tensors[there].data, self.published[name]
+        return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.float().exp(), rtol=1e-6, atol=0)
 
     def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
         """Returns whether a tensor contains the first row of a part, or the first number of a vector."""

@@ -224,12 +224,12 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
 def _judge_computed(proof: Proof, engine: EngineModel, layout: Layout) -> None:
     """Refuses tensors that are not −exp of a published one, if others of its kind are or have been."""
     computed = {name: there for name, there in layout.computed.items() if name in engine.published}
-    others = [name for name, there in computed.items() if not engine.is_decay(there, name)]
-    layout.decays |= {kind_of(name) for name in computed if name not in others}
+    is_decay = {name: engine.is_decay(there, name) for name, there in computed.items()}
+    layout.decays |= {kind_of(name) for name in computed if is_decay[name]}
     proof.wrong += [
         f"the engine's {computed[name]} is not −exp of the published {name}, as others of its kind are"
-        for name in others
-        if kind_of(name) in layout.decays
+        for name in computed
+        if not is_decay[name] and kind_of(name) in layout.decays
     ]
 
 
