@@ -119,9 +119,9 @@ class RouterReplay:
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns the modules that hold E experts, as tensors [E, …] or as a list of modules; [] without a mixture."""
     sizes = experts_of(model.config.get_text_config().to_dict())  # type: ignore[union-attr, operator]
-    found = [m for m in model.modules() if sizes and _holds_experts(m, sizes[0])]
+    found = {m for m in model.modules() if sizes and _holds_experts(m, sizes[0])}
     # a model of as many layers as experts has a list of E layers, each with its own experts inside
-    return [m for m in found if not any(inner in found for inner in m.modules() if inner is not m)]
+    return [m for m in model.modules() if m in found and not any(c in found for c in m.modules() if c is not m)]
 
 
 def _holds_experts(module: torch.nn.Module, num_experts: int) -> bool:
