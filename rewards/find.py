@@ -37,6 +37,11 @@ BUILT_IN = {
     "judge": "rewards.judge.Judge",
 }
 
+# built-in functions that compare with a gold answer, with the column that each reads, and those that score form alone
+JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
+JUDGES["accuracy_reward"] = "solution"
+FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
+
 
 class Wanted(msgspec.Struct, frozen=True):
     """The arguments that functions ask for in their signatures."""

@@ -26,6 +26,7 @@ from common.watchdog import Watchdog, progress_heard_by
 from model.folder import require_downloaded, require_models, vocabulary
 from model.images import vision_of
 from model.tokenizer import load_tokenizer
+from rewards.find import FORMS, JUDGES
 from rewards.gold import unreadable
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
@@ -38,9 +39,6 @@ from sampler.reading import said_reader
 from sampler.task import Task, parts_of
 
 _ROWS_TRIED = 4
-_JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
-_JUDGES["accuracy_reward"] = "solution"  # the column that each of them reads
-_FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
 _ROWS_NAMED = 10
 
 
@@ -160,8 +158,9 @@ def _sample(
 def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
     """Returns the problems without rows of which only the form could be rewarded. Raises UserError if these are all."""
     names = config.rewards.reward_funcs
-    judges = [name for name in names if name in _JUDGES]
-    reasons = ([unreadable(problem.columns.get(_JUDGES[name])) for name in judges] for problem in problems)
+    judges = [name for name in names if name in JUDGES]
+    columns = dict.fromkeys(JUDGES[name] for name in judges)
+    reasons = ([unreadable(problem.columns.get(column)) for column in columns] for problem in problems)
     why = {place: of_row[0] for place, of_row in enumerate(reasons) if of_row and all(of_row)}
     if not why:
         return problems
@@ -173,7 +172,7 @@ def judged(option: str, problems: list[Problem], config: Config) -> list[Problem
             f"{count}. Set data.answer_key to the column of the answers, or name a reward of your own in "
             "rewards.reward_funcs (docs/rewards.md)"
         )
-    if any(name not in _JUDGES and name not in _FORMS for name in names):  # an unknown function may judge anything
+    if any(name not in JUDGES and name not in FORMS for name in names):  # an unknown function may judge anything
         say(f"{count}: it is None for the others, of which the other rewards decide")
         return problems
     say(f"{count}: the others are left out, for only their form could be rewarded")
