@@ -52,7 +52,7 @@ class ToolProblem:
 
     @property
     def needs_call(self) -> bool:
-        return self.kind not in ("add", "sub")  # the model knows these by heart
+        return self.kind == "product"  # the model knows the other kinds by heart
 
     @property
     def expression(self) -> str:

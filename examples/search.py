@@ -40,6 +40,10 @@ class Lookup(ToolProblem):
     town: str
 
     @property
+    def needs_call(self) -> bool:
+        return True
+
+    @property
     def expression(self) -> str:
         return f"{self.thing} of {self.town}"
 
