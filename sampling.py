@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from common import config, exits
+from common import config
+from common.processes import exits
 
 
 def main() -> None:

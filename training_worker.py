@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from common import exits
+from common.processes import exits
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The exceptions that several modules know. Those that decide how a process ends have an exit code in common/exits.py.
+"""The exceptions that several modules know. Those that decide how a process ends have an exit code in exits.py.
 
 Exceptions of one module alone are defined in that module: weights.BadWeights, rewards.RewardError.
 """

@@ -16,10 +16,10 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common import functions
 from common.errors import UserError
-from common.functions import check_parameters, short_name
 from common.outcomes import finite_number, shorten
+from common.user_code import functions
+from common.user_code.functions import check_parameters, short_name
 from common.worker import decode
 from environments import Done
 from environments.chat_completions import Said, answer

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from common import functions
 from common.errors import UserError
-from common.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.outcomes import await_all, finite_number, shorten
+from common.user_code import functions
+from common.user_code.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.worker import encode
 from environments import Done, Message, Turn
 from environments.tools import NO_CALLS, Calls, Function, answer_calls

@@ -1,6 +1,6 @@
 """Tool calls of the model, and the tool messages that answer them.
 
-A call that could not be parsed (sampler/tool_calls.py), names no tool, has wrong arguments or raises gives the model an
+A call that could not be parsed (tool_calls.py), names no tool, has wrong arguments or raises gives the model an
 error message and is counted; it never fails the rollout. A turn without a call ends the rollout.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from common.functions import describe
 from common.outcomes import await_all, shorten
+from common.user_code.functions import describe
 from environments import Message, Turn
 
 Function = Callable[..., Any]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from examples.warm_start import Lessons, Shown
-    from sampler.turns import TurnTemplate
+    from sampler.turns.turns import TurnTemplate
 
 PRODUCTS = 0.6  # share of all problems
 
@@ -153,8 +153,8 @@ class Calculator(Example):
     def lessons(self, problems: Sequence[ToolProblem], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from common.config import PromptTemplate
         from environments.tools import schemas
-        from sampler.chat_template import render
-        from sampler.turns import TurnTemplate
+        from sampler.prompts.chat_template import render
+        from sampler.turns.turns import TurnTemplate
 
         tools = schemas({self.tool.__name__: self.tool})
         rendered: Callable[..., str] = functools.partial(render, tokenizer, prompt=PromptTemplate())

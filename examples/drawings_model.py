@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 
 from examples.settings import WarmStart
 from examples.warm_start import language_settings
-from model.images import ImageFormat, decode_patches, encode_image
+from model.files.images import ImageFormat, decode_patches, encode_image
 
 IMAGE = "<|image_pad|>"  # repeated for every token of the image
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common import durable, exits
+from common import durable
+from common.processes import exits
 from examples.settings import WarmStart
 
 if TYPE_CHECKING:

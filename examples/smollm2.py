@@ -30,10 +30,11 @@ from pathlib import Path
 
 import yaml
 
-from common import durable, exits
+from common import durable
 from common.errors import UserError
+from common.processes import exits
 from examples.example import HELD_OUT_ONE_IN, distinct, is_wanted
-from model.gguf import convert
+from model.files.gguf import convert
 
 FOLDER = Path(".cache/smollm2")  # as configs/smollm2_135m.yaml names it
 NUM_TRAIN, NUM_TEST, SEED = 4096, 512, 0

@@ -15,14 +15,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.machine import ROOT, usable_cores
+from common.paths import ROOT
+from launcher.resources.machine import usable_cores
 
 COMMANDS = {  # name → arguments of Python
     "run": ("-m", "launcher.run"),
     "plan": ("-m", "launcher.plan"),
     "check": ("-m", "launcher.check_rewards"),
     "eval": ("-m", "launcher.evaluation.main"),
-    "convert": ("-m", "model.gguf"),
+    "convert": ("-m", "model.files.gguf"),
     "slurm": ("-m", "launcher.slurm"),
     "report": ("-m", "report.main"),
     "samples": ("-m", "report.samples"),

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from common import config as settings
-from common import exits
 from common.config import Config
 from common.config.data import entries
 from common.errors import UserError
+from common.processes import exits
 from common.types import Problem, Prompt
 from rewards.gold_answers import Findings, check_gold
 from rewards.probes import Probe
 from rewards.tally import GoldRow
-from sampler.dataset import by_source, load_data, whole_row
-from sampler.messages import shown_to_rewards
+from sampler.prompts.dataset import by_source, load_data, whole_row
+from sampler.prompts.messages import shown_to_rewards
 
 FAILED = 1
 
@@ -138,11 +138,11 @@ class _Way:
 
 def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
     """Returns the prompts and tokenizer for these problems, or None if the tokenizer is not on this machine."""
-    from model.hub import present_file
+    from model.files.hub import present_file
     from model.tokenizer import load_tokenizer
-    from sampler.many_prompts import make_prompts
-    from sampler.multi_turn import opened
-    from sampler.reading import ends_of, said_reader
+    from sampler.prompts.many_prompts import make_prompts
+    from sampler.prompts.reading import ends_of, said_reader
+    from sampler.turns.multi_turn import opened
 
     path, revision = config.model.path, config.model.revision
     if not Path(path).expanduser().is_dir() and present_file(path, "tokenizer_config.json", revision) is None:

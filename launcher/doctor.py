@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from launcher.machine import (
+from common.paths import ROOT
+from launcher.resources.machine import (
     GIB,
-    ROOT,
     is_cpu_build,
     listed_gpus,
     memory_limit,

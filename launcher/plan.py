@@ -13,19 +13,19 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from common import exits
 from common.config import Config, load
 from common.errors import UserError
+from common.processes import exits
 from common.types import Problem
-from launcher.batch_plan import batch_line, run_line, settings_of_epochs
-from launcher.fit import fit
-from launcher.machine import GIB, Machine, this_machine, usable_cores
-from launcher.placement import Placement, placement, visible_gpus
+from launcher.resources.batch_plan import batch_line, run_line, settings_of_epochs
+from launcher.resources.fit import fit
+from launcher.resources.machine import GIB, Machine, this_machine, usable_cores
+from launcher.resources.placement import Placement, placement, visible_gpus
+from launcher.resources.workload import workload_of
 from launcher.run import outside_memory, parse, require_built
-from launcher.workload import workload_of
-from model.counted_dims import read_dims
-from model.folder import about_experts, require_models, require_settings
-from model.images import digest, vision_of
+from model.files.counted_dims import read_dims
+from model.files.folder import about_experts, require_models, require_settings
+from model.files.images import digest, vision_of
 from report.escape import strip_escapes
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
-    from sampler.dataset import by_source, load_data
+    from sampler.prompts.dataset import by_source, load_data
 
     require_built(config)
     require_models(config)
@@ -86,9 +86,9 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
 def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
     """Yields lines on a prompt as the model sees it and on a completion's ends. Raises UserError as the run would."""
     from model.tokenizer import load_tokenizer
-    from sampler.many_prompts import make_prompts
-    from sampler.multi_turn import opened
-    from sampler.reading import ends_of, said_reader
+    from sampler.prompts.many_prompts import make_prompts
+    from sampler.prompts.reading import ends_of, said_reader
+    from sampler.turns.multi_turn import opened
 
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
     vision = vision_of(config)

@@ -22,22 +22,33 @@ from common.config import Config, load
 from common.config.data import entries
 from common.durable import lock
 from common.errors import Retryable, UserError
-from common.exits import DONE, ENDS, INTERRUPTED, RETRYABLE, USER_ERROR, die_with_parent, limit_time, out_of_time, say
+from common.files.run_folder import FINAL, checkpoints
+from common.paths import ROOT
+from common.processes.exits import (
+    DONE,
+    ENDS,
+    INTERRUPTED,
+    RETRYABLE,
+    USER_ERROR,
+    die_with_parent,
+    limit_time,
+    out_of_time,
+    say,
+)
 from common.redact import redacted_words
-from common.run_folder import FINAL, checkpoints
-from launcher import shares
-from launcher.batch_plan import batch_line, settings_of_epochs
-from launcher.commands import Commands
-from launcher.fit import fit, on_host
-from launcher.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
-from launcher.machine import MACHINE, ROOT, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
-from launcher.output_dir import LOCK, in_use, make_room
-from launcher.over_hosts import answers
-from launcher.placement import Placement, placement, visible_gpus
-from launcher.supervisor import Rules, Supervisor
-from launcher.workload import workload_of
-from model.counted_dims import read_dims
-from model.folder import looks_local, require_models
+from launcher.hosts.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
+from launcher.hosts.over_hosts import answers
+from launcher.processes.commands import Commands
+from launcher.processes.output_dir import LOCK, in_use, make_room
+from launcher.processes.supervisor import Rules, Supervisor
+from launcher.resources import shares
+from launcher.resources.batch_plan import batch_line, settings_of_epochs
+from launcher.resources.fit import fit, on_host
+from launcher.resources.machine import MACHINE, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
+from launcher.resources.placement import Placement, placement, visible_gpus
+from launcher.resources.workload import workload_of
+from model.files.counted_dims import read_dims
+from model.files.folder import looks_local, require_models
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 

@@ -18,16 +18,17 @@ from common import durable
 from common.config import Config, load
 from common.config.data import entries
 from common.errors import UserError
-from common.exits import DONE, USER_ERROR, say
-from common.run_folder import FINAL
+from common.files.run_folder import FINAL
+from common.paths import ROOT
+from common.processes.exits import DONE, USER_ERROR, say
 from launcher.check_rewards import check
-from launcher.machine import ROOT, usable_cores
-from launcher.placement import placement
+from launcher.resources.machine import usable_cores
+from launcher.resources.placement import placement
 from launcher.run import build, parse
-from model.folder import require_models
+from model.files.folder import require_models
 from report.sinks import require_packages
-from sampler.dataset import by_source, load_data
-from sampler.sources import check_there
+from sampler.prompts.dataset import by_source, load_data
+from sampler.prompts.sources import check_there
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.weights import TensorInfo
+from common.files.weights import TensorInfo
 
 _CHUNK = 1 << 15  # words, 256 KiB
 _DEVICE_CHUNKS = 1 << 8  # summed at once on a GPU, with 64 MiB of temporary memory

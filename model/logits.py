@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.exits import say
+from common.processes.exits import say
 from model.cpu.equal import is_equal
 from model.layout import own_attention
 from model.transformers_internals import decoder_of

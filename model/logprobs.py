@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from model import attention, vision
 from model.cpu.linear import use_faster_linear
-from model.folder import causal_lm_class, check_model_folder
+from model.files.folder import causal_lm_class, check_model_folder
 from model.layout import backbone, hidden_at_sources, settle
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.logits import Head, own_logits, whole_forward

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
+from common.processes.watchdog import report_progress
 from common.types import EncodedImage, Forks
-from common.watchdog import report_progress
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, Packing, SequenceGroup, pack

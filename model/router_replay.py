@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.errors import UserError
-from model.dims import experts_of
+from model.files.dims import experts_of
 
 Answer = Callable[[Tensor, Any], Any]  # (scores, topk's result) -> the caller's result
 _TOPK = (torch.topk, torch.Tensor.topk)

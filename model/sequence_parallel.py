@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
-from model.folder import uneven_heads
+from model.files.folder import uneven_heads
 from model.packing import PackedRow, SequenceGroup, Shard, Span
 
 

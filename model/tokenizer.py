@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from common import durable
 from common.errors import UserError
-from model.folder import require_model
-from model.hub import not_to_be_had
+from model.files.folder import require_model
+from model.files.hub import not_to_be_had
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.folder import causal_lm_class
+from model.files.folder import causal_lm_class
 
 
 def mixes_packed_sequences(model: Any) -> bool:

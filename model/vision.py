@@ -26,9 +26,9 @@ from torch import Tensor
 from common.errors import UserError
 from common.types import EncodedImage
 from model import attention
-from model.folder import VISION_FAMILIES
-from model.hub import present_file
-from model.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
+from model.files.folder import VISION_FAMILIES
+from model.files.hub import present_file
+from model.files.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
 from model.packing import PackedRow, Span, VisionInput
 
 _PROCESSOR_FILES = (*FORMAT_FILES, "video_preprocessor_config.json")

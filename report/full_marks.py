@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from common.functions import short_name
+from common.user_code.functions import short_name
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl or eval.jsonl
 Records = Sequence[Record]

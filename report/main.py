@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from common import exits
-from common.paid_calls import PaidCalls
+from common.processes import exits
+from common.user_code.paid_calls import PaidCalls
 from report.curves import history_of, rewards_of, write_curves
 from report.escape import strip_escapes
 from report.full_marks import Records

@@ -19,8 +19,8 @@ from typing import Any
 
 from common.durable import fsync_path, write_file
 from common.errors import UserError
-from common.exits import say
-from common.run_folder import earlier_run
+from common.files.run_folder import earlier_run
+from common.processes.exits import say
 from report.full_marks import share
 from report.sinks import Sinks
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import exits
 from common.errors import UserError
+from common.processes import exits
 from report.escape import one_line, visible
 from report.full_marks import Record
 from report.run_log import read_jsonl

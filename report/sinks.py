@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from common.durable import write_file
 from common.errors import UserError
-from common.exits import say
-from common.functions import Contract
-from common.time_limits import WALL_TIME, within
-from common.watchdog import report_progress
+from common.processes.exits import say
+from common.processes.time_limits import WALL_TIME, within
+from common.processes.watchdog import report_progress
+from common.user_code.functions import Contract
 
 PROJECT = "tandem"
 _COLUMNS = ("step", "problem_index", "which", "prompt", "completion", "finish_reason", "reward")

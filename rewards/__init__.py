@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.functions import describe, parameters_of, takes_all
 from common.outcomes import await_all, finite_number, shorten
+from common.user_code.functions import describe, parameters_of, takes_all
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (

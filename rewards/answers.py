@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from common.time_limits import within
+from common.processes.time_limits import within
 from rewards import text_of
-from rewards.algebra import mentions
-from rewards.gold import MAX_CHARS, golds, is_expression, kind_of, plainly, same, split_unit
-from rewards.numbers import find_last_number
-from rewards.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
-from rewards.times import TIME
+from rewards.mathematics.algebra import mentions
+from rewards.mathematics.gold import MAX_CHARS, golds, is_expression, kind_of, plainly, same, split_unit
+from rewards.mathematics.numbers import find_last_number
+from rewards.mathematics.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
+from rewards.mathematics.times import TIME
 
 _SECONDS = 1.0  # CPU time for one completion
 _SECONDS_OF_GROUP = 2.0  # for the completions of one call: a hard one may take a quarter of what is left

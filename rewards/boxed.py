@@ -13,7 +13,7 @@ from typing import Any
 from rewards import text_of
 from rewards.answers import box_is_right, boxed_answer, found_by_math_verify, judged, verdicts
 from rewards.format import is_formatted, without_end_of_turn
-from rewards.reading import answer_part, last_boxed
+from rewards.mathematics.reading import answer_part, last_boxed
 
 _RIGHT_OR_NOT = {True: 1.0, False: 0.0}
 

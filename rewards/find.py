@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from common import functions
 from common.errors import UserError
-from common.functions import check_parameters, parameters_of, takes_all
+from common.user_code import functions
+from common.user_code.functions import check_parameters, parameters_of, takes_all
 from rewards import ALWAYS_PASSED, RewardFunction
 
 BUILT_IN = {

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import ROUNDING, Rewards
-from common.functions import short_name
+from common.user_code.functions import short_name
 from rewards import Scores, shorten
-from rewards.gold import gold_kind, golds
-from rewards.notations import DOUBTFUL
+from rewards.mathematics.gold import gold_kind, golds
+from rewards.mathematics.notations import DOUBTFUL
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, probes
 from rewards.tally import NO_KIND, SHOWN, GoldRow, ScoredRow, Tally, named_rows

@@ -24,7 +24,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.outcomes import finite_number, shorten
-from common.paid_calls import PaidCalls
+from common.user_code.paid_calls import PaidCalls
 
 _TRIES, _ANSWERS = 4, 3  # requests until one is answered; answers until one has scores
 _SHARE_OF_TRY, _SHARE_OF_ALL = 0.3, 0.9  # parts of rewards.timeout_s: a try that hangs leaves time for two others

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from common.config import MAX_REWARD_WORKERS, Rewards
 from common.errors import UserError
-from common.exits import say
 from common.outcomes import shorten
+from common.processes.exits import say
 from common.worker.owner import LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted

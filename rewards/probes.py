@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewards.answers import same_answer
-from rewards.gold import golds
-from rewards.notations import (
+from rewards.mathematics.gold import golds
+from rewards.mathematics.notations import (
     AS_WRITTEN,
     ENDING,
     ending_in,

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from common.functions import short_name, unnamed
+from common.user_code.functions import short_name, unnamed
 from common.worker import decode, encode
 from rewards import Logged, NoRewardError, RewardError, RewardFunction, Scores, TrainerState, score_completions
 from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
-from rewards.gold import gold_kind
+from rewards.mathematics.gold import gold_kind
 
 
 class RewardSetup(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 from common.config import ROUNDING
 from rewards import Scores
-from rewards.gold import gold_kind
-from rewards.notations import AS_WRITTEN
+from rewards.mathematics.gold import gold_kind
+from rewards.mathematics.notations import AS_WRITTEN
 from rewards.probes import NEAR, OTHER, Probe
 
 SHOWN = 5  # rows named per kind of finding

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from common.config import Config
 from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample
 from rewards import Scores
-from sampler.engine_arguments import max_num_seqs
-from sampler.episodes import Sampled
+from sampler.engine.engine_arguments import max_num_seqs
 from sampler.link import Link
-from sampler.task import EvalKey, GroupKey, Key, sampling_params
+from sampler.turns.episodes import Sampled
+from sampler.turns.task import EvalKey, GroupKey, Key, sampling_params
 
 
 @dataclass

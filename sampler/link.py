@@ -11,15 +11,15 @@ import functools
 import math
 import time
 
-from common import channel, wire
-from common.address import endpoint
-from common.channel import Transport
 from common.config import Config
 from common.errors import PeerEnded, Retryable, UserError, WireError
-from common.exits import say
 from common.failpoints import failpoint
-from common.transcript import last_lines
+from common.processes.exits import say
+from common.processes.transcript import last_lines
 from common.types import EvalResult, Group, Tombstone
+from common.wire import channel, wire
+from common.wire.address import endpoint
+from common.wire.channel import Transport
 
 _SILENT_S = 5.0  # work before the hello that is shorter sends no beat
 _RESEND_AFTER_S = 2.0

@@ -22,26 +22,26 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common import wire
-from common.certain_errors import certain, would_repeat
 from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
+from common.files.weights import BadWeights, NotVisible, Published
+from common.processes.certain_errors import certain, would_repeat
+from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
-from common.watchdog import progress_heard_by, report_progress
-from common.weights import BadWeights, NotVisible, Published
+from common.wire import wire
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
-from sampler import in_flight
-from sampler.engine import Engine
-from sampler.episode import as_rollout
-from sampler.episodes import Sampled, SingleTurns, submit_rewards, too_few
-from sampler.fetch import Fetcher
+from sampler.engine import in_flight
+from sampler.engine.engine import Engine
+from sampler.engine.fetch import Fetcher
+from sampler.engine.reload import reload
 from sampler.held_out import HeldOut
 from sampler.link import Link
-from sampler.mixed_turns import Turns
-from sampler.reload import reload
-from sampler.task import EvalKey, GroupKey, Key, Task, sampling_params
+from sampler.turns.episode import as_rollout
+from sampler.turns.episodes import Sampled, SingleTurns, submit_rewards, too_few
+from sampler.turns.mixed_turns import Turns
+from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
 if TYPE_CHECKING:
     from model.reference import Reference

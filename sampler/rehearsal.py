@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.certain_errors import said_once
 from common.config import Config
-from common.exits import say
+from common.processes.certain_errors import said_once
+from common.processes.exits import say
+from common.processes.watchdog import report_progress
 from common.types import Prompt
-from common.watchdog import report_progress
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
-from sampler.task import GroupKey, Task, held_out_params, sampling_params
+from sampler.engine.completions import SamplingParams
+from sampler.engine.engine import Engine
+from sampler.turns.task import GroupKey, Task, held_out_params, sampling_params
 
 if TYPE_CHECKING:
     from model.reference import Reference

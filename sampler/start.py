@@ -14,29 +14,31 @@ from typing import Any
 
 import numpy as np
 
-from common import durable, out_of_memory, wire
-from common.certain_errors import said_once
+from common import durable
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.exits import RETRYABLE, USER_ERROR, say
-from common.group_limits import too_many
-from common.shared_memory import remove_orphans
+from common.files.shared_memory import remove_orphans
+from common.processes import out_of_memory
+from common.processes.certain_errors import said_once
+from common.processes.exits import RETRYABLE, USER_ERROR, say
+from common.processes.watchdog import Watchdog, progress_heard_by
 from common.types import Problem, Prompt
-from common.watchdog import Watchdog, progress_heard_by
-from model.folder import require_downloaded, require_models, vocabulary
-from model.images import vision_of
+from common.wire import wire
+from common.wire.group_limits import too_many
+from model.files.folder import require_downloaded, require_models, vocabulary
+from model.files.images import vision_of
 from model.tokenizer import load_tokenizer
 from rewards.find import FORMS, JUDGES
-from rewards.gold import unreadable
+from rewards.mathematics.gold import unreadable
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import probes
-from sampler.dataset import fingerprint, load_data, whole_row
 from sampler.link import Link
-from sampler.many_prompts import Prompts, make_prompts
-from sampler.messages import shown_to_rewards
-from sampler.multi_turn import MultiTurn, opened
-from sampler.reading import said_reader
-from sampler.task import Task, parts_of
+from sampler.prompts.dataset import fingerprint, load_data, whole_row
+from sampler.prompts.many_prompts import Prompts, make_prompts
+from sampler.prompts.messages import shown_to_rewards
+from sampler.prompts.reading import said_reader
+from sampler.turns.multi_turn import MultiTurn, opened
+from sampler.turns.task import Task, parts_of
 
 _ROWS_TRIED = 4
 _ROWS_NAMED = 10
@@ -135,11 +137,11 @@ def _sample(
 ) -> None:
     from model import devices
     from model.reference import Reference
-    from sampler.engine import Engine
-    from sampler.fetch import remove_stale_scratch
+    from sampler.engine.engine import Engine
+    from sampler.engine.fetch import remove_stale_scratch
     from sampler.loop import Sampler
-    from sampler.mixed_turns import turns_of
     from sampler.rehearsal import rehearse
+    from sampler.turns.mixed_turns import turns_of
 
     remove_stale_scratch(config)
     remove_orphans()  # shared memory of an engine that was killed

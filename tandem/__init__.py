@@ -1,6 +1,6 @@
 """`tandem.train`, and all packages under one name, for users' files: tandem.rewards.text_of is rewards.text_of.
 
-A user's file may have a `rewards` of its own beside it, which it gets by that name (common/user_modules.py).
+A user's file may have a `rewards` of its own beside it, which it gets by that name (common/user_code/user_modules.py).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.watchdog import report_progress
-from model.cpu.cores import LentCores
+from common.processes.watchdog import report_progress
+from model.cores import LentCores
 from model.packing import Packing, common_packing
 from model.reference import Reference
 from trainer.data import micro_batches

@@ -12,9 +12,9 @@ import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from common import wire
 from common.config import Config
 from common.types import Group, Tombstone
+from common.wire import wire
 from trainer.data.mini_batches import needs_all_arrays
 from trainer.engine.ranks import Exchange
 from trainer.record.rank_zero import RankZero

@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 
 from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable
-from common.exits import interrupted, out_of_time
 from common.failpoints import failpoint
+from common.processes.exits import interrupted, out_of_time
+from common.processes.watchdog import report_progress
 from common.types import EvalResult, Tombstone
-from common.watchdog import report_progress
-from model.cpu.cores import lent_cores
+from model.cores import lent_cores
 from model.reference import Reference
 from report.model_card import write_model_card
 from trainer.batch_training import BatchTraining, Models

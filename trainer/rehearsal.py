@@ -23,9 +23,9 @@ import torch
 from common import durable
 from common.config import Config
 from common.errors import UserError
-from common.exits import say
-from common.run_folder import CHECKPOINTS, COMMIT
-from common.watchdog import report_progress
+from common.files.run_folder import CHECKPOINTS, COMMIT
+from common.processes.exits import say
+from common.processes.watchdog import report_progress
 from model import devices
 from model.packing import pack
 from model.tokenizer import load_tokenizer

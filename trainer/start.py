@@ -8,13 +8,15 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import address, durable, exits, out_of_memory
-from common.certain_errors import said_once
+from common import durable
 from common.config import Config, world_size
 from common.errors import UserError
-from common.run_folder import TRAINER_LOCK, sampler_log
-from common.watchdog import Watchdog
-from model.folder import require_models, vocabulary
+from common.files.run_folder import TRAINER_LOCK, sampler_log
+from common.processes import exits, out_of_memory
+from common.processes.certain_errors import said_once
+from common.processes.watchdog import Watchdog
+from common.wire import address
+from model.files.folder import require_models, vocabulary
 from model.tokenizer import check_vocabulary, load_tokenizer
 from trainer.engine.deepspeed_config import deepspeed_config
 

@@ -19,8 +19,9 @@ from pydantic.fields import FieldInfo
 from common.config.checks import Config
 from common.config.sections import Section
 from common.durable import write_file
+from common.paths import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+PAGE = ROOT / "docs" / "config.md"
 _HEAD = """# Configuration
 
 Both processes read one YAML file; `section.key=value` on the command line overrides it. Relative paths start at the

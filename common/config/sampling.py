@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from common.config.sections import Section, require_own_function
-from common.functions import short_name, unnamed
+from common.user_code.functions import short_name, unnamed
 
 MAX_ENVIRONMENTS = 256  # environments alive at once, each in a process
 MAX_REWARD_WORKERS = 64

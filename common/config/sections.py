@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from common import functions
 from common.errors import UserError
 from common.paths import here_or_ours
+from common.user_code import functions
 
 MAX_SOCKET_PATH = 107  # bytes, by sockaddr_un
 SINKS = ("tensorboard", "wandb")

@@ -13,7 +13,7 @@ from common.config.sampling import Eval, Rewards, Rollouts, SamplerSettings
 from common.config.sections import Channel, Lora, Model, PromptTemplate, ReferenceSettings, Run, Section, Weights
 from common.config.training import CriticSettings, TrainerSettings
 from common.errors import UserError
-from common.functions import short_name
+from common.user_code.functions import short_name
 
 
 class Settings(Section):

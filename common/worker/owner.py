@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from common.exits import kill_group
+from common.paths import ROOT
+from common.processes.exits import kill_group
 from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
 from common.worker.server import cause
 
@@ -31,7 +31,6 @@ _GLANCE_S = 1.0  # how late a wait may notice that its deadline was moved to be 
 _KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
 T = TypeVar("T")
 Late = tuple[float, Callable[[], None]]
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class StartError(Exception):
@@ -113,7 +112,7 @@ class _Server:
         self.name = f"the process that {title} are forked from"
         self._killing = threading.Lock()  # the pid must not be reaped, and given to another, while it gets a signal
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
+        path = [str(ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
         with theirs:
             try:
                 self._process = subprocess.Popen(

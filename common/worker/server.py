@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from common.errors import UserError
-from common.exits import die_with_parent, kill_group
+from common.processes.exits import die_with_parent, kill_group
 from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
 
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from common import durable, exits
+from common import durable
 from common.config import Config, load
 from common.errors import UserError
-from common.exits import every, say
+from common.processes import exits
+from common.processes.exits import every, say
 from common.redact import redacted
 from launcher.evaluation.target import Target, find_target
 from report.escape import strip_escapes
@@ -29,10 +30,10 @@ from report.escape import strip_escapes
 if TYPE_CHECKING:
     from common.types import Prompt
     from rewards.pool import RewardPool
-    from sampler.engine import Engine
-    from sampler.episodes import Sampled
-    from sampler.mixed_turns import Turns
-    from sampler.task import Decode
+    from sampler.engine.engine import Engine
+    from sampler.turns.episodes import Sampled
+    from sampler.turns.mixed_turns import Turns
+    from sampler.turns.task import Decode
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
 
@@ -63,12 +64,12 @@ def run(config: Config, target: Target) -> None:
     from launcher.evaluation.results import report, table
     from model.tokenizer import load_tokenizer
     from rewards.pool import RewardPool
-    from sampler.dataset import by_source, load_data
-    from sampler.many_prompts import Prompts
-    from sampler.mixed_turns import turns_of
-    from sampler.multi_turn import opened
-    from sampler.reading import said_reader
+    from sampler.prompts.dataset import by_source, load_data
+    from sampler.prompts.many_prompts import Prompts
+    from sampler.prompts.reading import said_reader
     from sampler.start import judged, prompts_of
+    from sampler.turns.mixed_turns import turns_of
+    from sampler.turns.multi_turn import opened
 
     rows = load_data("data.eval", config.data.eval or [], config.data)
     each = [(settings, judged("data.eval", own, settings)) for settings, own in by_source(rows, config)]
@@ -88,7 +89,7 @@ def run(config: Config, target: Target) -> None:
         say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
         begun = time.monotonic()
         from model import devices
-        from sampler.engine import Engine
+        from sampler.engine.engine import Engine
 
         engine = Engine(config, devices.count())
         if target.rank:
@@ -139,8 +140,8 @@ def sample(
     A problem fails if its reward or environment fails. Rewards run while the engine samples. Seeds are those of a run.
     """
     from rewards.pool import RewardFailure
-    from sampler.episodes import submit_rewards, too_few
-    from sampler.task import held_out_params
+    from sampler.turns.episodes import submit_rewards, too_few
+    from sampler.turns.task import held_out_params
 
     finished: dict[int, Sampled] = {}
     samples: dict[int, list[dict[str, Any]]] = {}

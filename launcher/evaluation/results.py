@@ -24,8 +24,8 @@ import numpy as np
 from common.config import ROUNDING, Rewards
 from report.escape import strip_escapes
 from report.full_marks import by_source, wilson_interval
-from rewards.numbers import last_number, plain_number
-from rewards.reading import answer_part, behind_thoughts, last_boxed
+from rewards.mathematics.numbers import last_number, plain_number
+from rewards.mathematics.reading import answer_part, behind_thoughts, last_boxed
 
 Sample = dict[str, Any]  # a line of completions.jsonl
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from common.run_folder import FINAL, checkpoints
-from model import lora
-from model.folder import looks_local, require_model
-from model.hub import read_json
+from common.files.run_folder import FINAL, checkpoints
+from model.files import lora
+from model.files.folder import looks_local, require_model
+from model.files.hub import read_json
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import datasets
 import pytest
 import yaml
 
+from common.paths import ROOT
 from examples.drawings import Drawings
-from launcher.machine import ROOT
 from report.run_log import read_jsonl
 from tests.support.pupils import files_of
 from tests.support.speed import limit

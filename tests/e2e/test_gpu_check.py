@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from common.paths import ROOT
 from launcher.__main__ import program
-from launcher.machine import ROOT
 from tests.support.tier import full
 
 FAST = {"machine", "attention", "gradient", "head"}

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from report.run_log import read_jsonl
 from tests.support.clone import BACKEND, Clone
 from tests.support.speed import limit, until

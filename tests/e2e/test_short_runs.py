@@ -13,13 +13,13 @@ import pytest
 from safetensors.torch import load_file
 
 from common.config import load
-from common.ports import free_port
+from common.paths import ROOT
+from common.wire.ports import free_port
 from examples.calculator import Calculator
 from examples.drawings import Drawings
-from launcher.machine import ROOT
-from model.images import read_vision
+from model.files.images import read_vision
 from report.run_log import read_jsonl
-from sampler.dataset import mixed_index
+from sampler.prompts.dataset import mixed_index
 from tests.support import namespaces
 from tests.support.judge_server import Server
 from tests.support.metrics_page import unexplained

@@ -23,7 +23,7 @@ import pytest
 
 from common import durable
 from common.errors import UserError
-from common.ports import free_port
+from common.wire.ports import free_port
 from report.run_log import read_jsonl
 from tests.support.gloo_data import TRAINER, settings
 from tests.support.replay_worker import ENVIRONMENT, ROOT
@@ -110,7 +110,9 @@ def start(recorded: Path, folder: Path, way: str) -> Run:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | ENVIRONMENT | {MARK: mark}
     command = [str(ROOT / "training_worker.py"), "--config", str(folder / "run.yaml")]
     if way == "ours":
-        commands = [([sys.executable, "-m", "launcher.ranks", "0", "2", "2", "127.0.0.1", str(port), *command], env)]
+        commands = [
+            ([sys.executable, "-m", "launcher.hosts.ranks", "0", "2", "2", "127.0.0.1", str(port), *command], env)
+        ]
     elif way == "deepspeed":
         words = ["--num_gpus", "2", "--master_port", str(port), "--log_level", "critical"]
         commands = [([str(Path(sys.executable).parent / "deepspeed"), *words, *command], env)]

@@ -23,8 +23,8 @@ import yaml
 
 from common import durable
 from common.config.loading import parse
-from common.run_folder import checkpoints
-from launcher.machine import ROOT
+from common.files.run_folder import checkpoints
+from common.paths import ROOT
 from report.run_log import read_jsonl
 from tests.support.pupils import HARDLY_TAUGHT, files_of
 from tests.support.speed import limit, overdue
@@ -57,7 +57,7 @@ class Run:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if any(w.endswith(VICTIMS[victim]) for w in words) and "launcher.ranks" not in words:
+                if any(w.endswith(VICTIMS[victim]) for w in words) and "launcher.hosts.ranks" not in words:
                     found.append(process)
         return found
 

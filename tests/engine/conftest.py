@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.weights import Published
-from sampler.engine import Engine
+from common.files.weights import Published
+from sampler.engine.engine import Engine
 from tests.support.engines import engine_of
 from tests.support.plain_policy import AdaptedPolicy, PlainPolicy
 

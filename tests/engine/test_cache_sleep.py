@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.weights import Published
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
-from sampler.reload import reload
+from common.files.weights import Published
+from sampler.engine.completions import SamplingParams
+from sampler.engine.engine import Engine
+from sampler.engine.reload import reload
 from tests.support.engines import PROMPT, complete
 from tests.support.plain_policy import PlainPolicy
 from tests.support.sleeping import sleeping

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
+from sampler.engine.completions import SamplingParams
+from sampler.engine.engine import Engine
 from tests.support.configs import config_of
 from tests.support.engines import finished, kept, worker_of
 from tests.support.tier import full

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from common.config import Config
-from common.weights import Published
-from sampler.completions import Completion, SamplingParams
-from sampler.engine import Engine
-from sampler.reload import reload
+from common.files.weights import Published
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.engine.engine import Engine
+from sampler.engine.reload import reload
 from tests.support.engines import PROMPT, finished
 from tests.support.plain_policy import PlainPolicy
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.weights import Published
-from model import lora
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
-from sampler.reload import reload
+from common.files.weights import Published
+from model.files import lora
+from sampler.engine.completions import SamplingParams
+from sampler.engine.engine import Engine
+from sampler.engine.reload import reload
 from tests.support.engines import complete, greedy
 from tests.support.plain_policy import AdaptedPolicy
 from trainer.save.model_files import write_tensors

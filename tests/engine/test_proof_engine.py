@@ -10,9 +10,9 @@ import torch
 
 from common.config import Config
 from common.errors import Retryable
-from common.weights import Published
-from sampler.engine import Engine
-from sampler.reload import reload
+from common.files.weights import Published
+from sampler.engine.engine import Engine
+from sampler.engine.reload import reload
 from tests.support.engines import edit, given_instead
 from tests.support.plain_policy import PlainPolicy
 from tests.support.tier import count

@@ -16,8 +16,8 @@ from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from model.router_replay import RouterReplay
-from sampler.completions import Completion, SamplingParams
-from sampler.engine import Engine
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.engine.engine import Engine
 from tests.support.engines import PROMPT, complete, finished, worker_of
 from tests.support.tier import full
 

@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
-from common.shared_memory import PATTERN, remove_orphans
-from sampler.completions import SamplingParams
-from sampler.engine import Engine
-from sampler.reload import reload
+from common.files.shared_memory import PATTERN, remove_orphans
+from sampler.engine.completions import SamplingParams
+from sampler.engine.engine import Engine
+from sampler.engine.reload import reload
 from tests.support.configs import config_in
 from tests.support.engines import finished
 from tests.support.plain_policy import PlainPolicy

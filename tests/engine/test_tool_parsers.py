@@ -14,15 +14,15 @@ from common.types import Problem, Prompt
 from environments.chat_completions import answer as answered
 from environments.chat_completions import read
 from environments.tools import Call
-from sampler.chat import Chat
-from sampler.chat_template import render
-from sampler.completions import Completion
-from sampler.multi_turn import _say_or_refuse
-from sampler.prompts import begun_in
-from sampler.reading import Reader, ends_of
-from sampler.reading import reader as reader_of
-from sampler.tool_calls import FORMS, CallReader, parser_of
-from sampler.turns import TurnTemplate
+from sampler.engine.completions import Completion
+from sampler.prompts.chat_template import render
+from sampler.prompts.prompts import begun_in
+from sampler.prompts.reading import Reader, ends_of
+from sampler.prompts.reading import reader as reader_of
+from sampler.turns.chat import Chat
+from sampler.turns.multi_turn import _say_or_refuse
+from sampler.turns.tool_calls import FORMS, CallReader, parser_of
+from sampler.turns.turns import TurnTemplate
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 from tests.unit.test_chat_template import ASK, NO_TRL, REAL, with_its_tokens

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from common.config import Config
 from common.types import EncodedImage
 from model.checksum import describe
-from model.images import Vision, encode_image, read_vision
+from model.files.images import Vision, encode_image, read_vision
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from model.vision import layout_of, with_vision
-from sampler.completions import Completion, SamplingParams
-from sampler.engine import Engine
-from sampler.engine_tensors import Proof
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.engine.engine import Engine
+from sampler.engine.engine_tensors import Proof
 from tests.support.engines import kept
 from tests.support.tiny_vision import (
     IMAGE_TOKEN,

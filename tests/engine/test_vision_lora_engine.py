@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.packing import PackedRow
 from model.vision import with_vision
-from sampler.reload import reload
+from sampler.engine.reload import reload
 from tests.engine.test_vision_engine import Eye, images_for
 from tests.support.plain_policy import AdaptedPolicy
 from trainer.engine.exported import exported

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.watchdog import progress_heard_by
+from common.processes.watchdog import progress_heard_by
 from environments import Turn
 from model.logprobs import score_logprobs
 from model.packing import pack
 from model.tokenizer import load_tokenizer
-from sampler.completions import SamplingParams
-from sampler.episode import Episode, as_rollout
-from sampler.reload import reload
+from sampler.engine.completions import SamplingParams
+from sampler.engine.reload import reload
+from sampler.turns.episode import Episode, as_rollout
 from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
 
 pytestmark = pytest.mark.timeout(300)

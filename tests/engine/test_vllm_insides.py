@@ -1,12 +1,12 @@
-"""What an upgrade of vLLM or transformers took away of what sampler/vllm_insides.py reads or replaces, by name."""
+"""What an upgrade of vLLM or transformers took away of what vllm_insides.py reads or replaces, by name."""
 
 import pkgutil
 from typing import Any
 
 import pytest
 
-from sampler import vllm_insides
-from sampler.engine import Engine
+from sampler.engine import vllm_insides
+from sampler.engine.engine import Engine
 from tests.support.engines import worker_of
 
 pytestmark = pytest.mark.timeout(300)

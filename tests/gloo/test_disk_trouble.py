@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common import exits
+from common.processes import exits
 from tests.support.gloo_data import TRAINER
 from tests.support.plain_policy import OneRank
 from tests.support.replay_worker import Life, Stack, sha256_of_run

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.run_folder import FINAL, checkpoints
+from common.files.run_folder import FINAL, checkpoints
 from report.run_log import read_jsonl
 from tests.gloo.test_two_hosts import start
 from tests.support.own_group import Group, own_group
@@ -27,10 +27,10 @@ COUNT = int(os.environ.get("TANDEM_TEST_DISTURBANCES", "4"))
 pytestmark = [full, pytest.mark.timeout(300 + 60 * COUNT)]
 
 ROLES = {  # by words of the command line, the first that fits
-    "launcher.over_hosts": "what holds the links",
-    "launcher.on_host": "on_host",
+    "launcher.hosts.over_hosts": "what holds the links",
+    "launcher.hosts.on_host": "on_host",
     "tests.support.hosts_worker": "launch.sh",
-    "launcher.ranks": "ranks' launcher",
+    "launcher.hosts.ranks": "ranks' launcher",
     "training_worker.py": "rank",
     "cat": "link",
 }

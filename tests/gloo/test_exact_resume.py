@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from common import run_folder
 from common.failpoints import FAILPOINTS
-from model import lora
+from common.files import run_folder
+from model.files import lora
 from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUP_PPO, GROUPS_PER_STEP, half_dead
 from tests.support.plain_policy import OneRank

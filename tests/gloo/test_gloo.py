@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common import exits, weights
+from common.files import weights
+from common.processes import exits
 from common.types import Group
-from sampler.verify import checked_tensors, copy_files
+from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.gloo_data import (
     GROUPS_PER_STEP,

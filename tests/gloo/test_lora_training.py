@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common import run_folder, weights
-from model import lora
-from model.lora import published_name
-from sampler.verify import copy_files
+from common.files import run_folder, weights
+from model.files import lora
+from model.files.lora import published_name
+from sampler.engine.verify import copy_files
 from tests.support.gloo_data import NUM_STEPS, Stream
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Worker

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from common import run_folder
 from common.errors import UserError
+from common.files import run_folder
 from tests.support.gloo_data import GAE, VOCAB_SIZE, group, settings
 from tests.support.rank import Worker, run_hash
 from tests.support.replay_worker import Seen, stack

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.speed import limit
 
 MOUNT = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
@@ -31,7 +31,7 @@ def test_what_does_not_fit_goes_through_the_runs_folder_and_the_disk(tmp_path: P
         (tmp_path / name / "model.safetensors").write_bytes(bytes(mib << 20))
     said = within(f"""
         from launcher.run import outside_memory
-        from sampler.fetch import scratch_dir
+        from sampler.engine.fetch import scratch_dir
         from tests.support.configs import config_of
         for name in ("small", "large"):
             model = {{"path": f"{tmp_path}/{{name}}", "dtype": "float32"}}
@@ -44,8 +44,8 @@ def test_what_does_not_fit_goes_through_the_runs_folder_and_the_disk(tmp_path: P
 def test_two_ranks_exchange_without_their_buffers() -> None:
     said = within("""
         import os, shutil
-        from common.ports import free_port
-        from common.shared_memory import NO_BUFFERS, RANK_BUFFER, has_room
+        from common.wire.ports import free_port
+        from common.files.shared_memory import NO_BUFFERS, RANK_BUFFER, has_room
         assert has_room(60 << 20) and not has_room(2 * RANK_BUFFER)
         os.environ |= {NO_BUFFERS: "1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(os.fork() > 0))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.gloo_data import OF_HOSTS, settings
@@ -85,7 +85,7 @@ def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
         here = os.stat(f"/proc/{process.pid}/ns/net").st_ino == os.stat(f"/run/netns/{host}").st_ino
     except OSError:
         return False
-    return here and (folder.name in words or "launcher.on_host" in words)
+    return here and (folder.name in words or "launcher.hosts.on_host" in words)
 
 
 @pytest.mark.parametrize("kind", ["debian", pytest.param("ipv6", marks=full)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.images import image_format
+from model.files.images import image_format
 from model.logprobs import load_causal_lm
 from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact_resume
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream

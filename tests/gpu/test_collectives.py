@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from common.ports import free_port
-from launcher.placement import visible_gpus
+from common.wire.ports import free_port
+from launcher.resources.placement import visible_gpus
 from tests.gpu.conftest import Record
 from tests.gpu.test_step import TOY, measured, note
 from tests.support.own_process import in_processes
@@ -33,7 +33,7 @@ def test_gloo_computes_every_collective_with_tensors_of_the_device(on_gpu: bool)
 def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
     on_gpu: bool, tmp_path: Path, record_property: Record
 ) -> None:
-    launcher = [sys.executable, "-m", "launcher.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port())]
+    launcher = [sys.executable, "-m", "launcher.hosts.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port())]
     env = dict(os.environ)
     if on_gpu:
         env |= {

@@ -48,7 +48,7 @@ class Pair:
         import torch
 
         from common.config import Config
-        from sampler.engine import Engine
+        from sampler.engine.engine import Engine
         from tests.support.plain_policy import DevicePolicy
         from tools.benchmarks.cells import Cell, prepare
 
@@ -69,8 +69,8 @@ class Pair:
 
     def reloaded(self, version: int) -> Any:
         """What the engine says of other weights than before."""
-        from common import weights
-        from sampler.reload import reload
+        from common.files import weights
+        from sampler.engine.reload import reload
 
         self.policy.disturb(version)
         found = reload(self.engine, self.published(version), self.config)
@@ -97,8 +97,8 @@ def _refusal_of_a_stale_number(pair: Pair) -> str:
     import torch
 
     from common.errors import Retryable
-    from common.weights import VersionName
-    from sampler.reload import reload
+    from common.files.weights import VersionName
+    from sampler.engine.reload import reload
     from tests.support.engines import given_instead
 
     with torch.no_grad():

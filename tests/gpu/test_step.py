@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.machine import GIB, ROOT
+from common.paths import ROOT
+from launcher.resources.machine import GIB
 from tests.gpu.conftest import Record
 from tests.support.own_process import run
 

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from common import channel, wire
 from common.config import Config
+from common.paths import ROOT
 from common.types import Group
-from launcher.machine import ROOT
+from common.wire import channel, wire
 from tests.support.protocol_helpers import (
     LIMITS,
     FakeSampler,

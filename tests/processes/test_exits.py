@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.speed import limit
 
 HEAD = """

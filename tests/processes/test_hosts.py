@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from common.errors import Retryable
-from common.ports import free_port
-from launcher.machine import ROOT
-from launcher.over_hosts import answers
+from common.paths import ROOT
+from common.wire.ports import free_port
+from launcher.hosts.over_hosts import answers
 from tests.support.speed import is_gone, limit, overdue, until
 from tests.support.ssh_server import ssh_server
 

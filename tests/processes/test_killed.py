@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launcher import killed
-from launcher.killed import OomKills, oom_kills
-from launcher.machine import ROOT, memory_limit, shared_memory_bytes, usable_cores
+from common.paths import ROOT
+from launcher.processes import killed
+from launcher.processes.killed import OomKills, oom_kills
+from launcher.resources.machine import memory_limit, shared_memory_bytes, usable_cores
 from tests.processes import test_supervisor
 from tests.processes.test_supervisor import WAITS, Run
 
@@ -108,7 +109,7 @@ def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
         assert said.startswith("memory: 0.3 GiB, the limit of the cgroup") and said.endswith("False\n")
         lines = """
             import subprocess, sys
-            from launcher.killed import OomKills
+            from launcher.processes.killed import OomKills
             kills = OomKills()
             eats = [sys.executable, "-c", "x = bytearray(400 << 20)"]
             assert subprocess.run(eats).returncode == -9
@@ -119,7 +120,7 @@ def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
             '(True, "trainer was killed by the kernel' in told and "(False, 'sampler was killed by SIGKILL from" in told
         )
     with a_control_group("cpu", cpu__cfs_quota_us="50000") as folder:
-        assert in_group(folder, "from launcher.machine import usable_cores as f; print(len(f()))") == "1\n"
+        assert in_group(folder, "from launcher.resources.machine import usable_cores as f; print(len(f()))") == "1\n"
 
 
 COMMAND = "os.execv = lambda *_: print(os.sched_getaffinity(0)); import launcher.__main__ as m; m.main(['eval', 'x'])"
@@ -137,7 +138,7 @@ def test_a_limit_above_ours_bounds_what_dev_shm_may_hold_of_it(tmp_path: Path) -
     with a_control_group("memory", memory__limit_in_bytes=str(300 * MIB)) as folder:
         (inner := folder / "inner").mkdir()
         try:
-            said = in_group(inner, "from launcher.machine import shared_memory_bytes as f; print(f() >> 20)")
+            said = in_group(inner, "from launcher.resources.machine import shared_memory_bytes as f; print(f() >> 20)")
         finally:
             inner.rmdir()
         assert int(said) <= 150

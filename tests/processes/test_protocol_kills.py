@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.failpoints import FAILPOINTS
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.protocol_kill import SAMPLER_POINTS, TRAINER_POINTS
 from tests.support.tier import count
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.exits import INTERRUPTED
-from launcher.machine import ROOT
+from common.paths import ROOT
+from common.processes.exits import INTERRUPTED
 from tests.support.speed import is_gone, overdue, until
 
 HEAD = "import os, sys, time; from common import exits; rank = int(os.environ['RANK'])"
@@ -22,7 +22,7 @@ WAITS = "exits.die_with_parent(); exits.end_in_time(); open(f'up{rank}', 'w'); t
 def start(folder: Path, body: str) -> tuple[subprocess.Popen[bytes], str]:
     program, mark = folder / "rank.py", uuid.uuid4().hex
     program.write_text(f"{HEAD}\ndef main():\n    {body}\nexits.leave(exits.run('rank', main))")
-    command = [sys.executable, "-m", "launcher.ranks", "0", "2", "2", "127.0.0.1", "1", str(program)]
+    command = [sys.executable, "-m", "launcher.hosts.ranks", "0", "2", "2", "127.0.0.1", "1", str(program)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TANDEM_RANKS_TEST": mark}
     return subprocess.Popen(command, cwd=folder, env=env), mark
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.machine import ROOT
-from launcher.placement import placement
+from common.paths import ROOT
+from launcher.resources.placement import placement
 from tests.support.configs import config_in
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
@@ -72,9 +72,9 @@ def train(folder: str, through_onednn: bool) -> None:
 
 def sample(folder: str) -> None:
     """Eight prompts of so many tokens in all, and now and then another version of the weights."""
-    from sampler.completions import SamplingParams
-    from sampler.engine import Engine
-    from sampler.reload import reload
+    from sampler.engine.completions import SamplingParams
+    from sampler.engine.engine import Engine
+    from sampler.engine.reload import reload
     from tests.support.plain_policy import PlainPolicy
 
     path, draw = tiny_model(Path(folder) / "model"), random.Random(1)

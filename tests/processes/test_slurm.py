@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from common.errors import UserError
+from common.paths import ROOT
 from launcher import slurm
-from launcher.machine import ROOT
 from tests.support.slurm import Slurm, real_slurm
 from tests.support.speed import until
 from tests.support.tier import full

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.endings import alive
 from tests.support.speed import limit, until
 
 DRIVER = """
 import json, os, resource, signal, sys
 from pathlib import Path
-from launcher.processes import Child
-from launcher.supervisor import Rules, Supervisor
+from launcher.processes.processes import Child
+from launcher.processes.supervisor import Rules, Supervisor
 spec = json.loads(sys.argv[1])
 if not spec.get("under_nohup"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be

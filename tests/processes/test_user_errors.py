@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from common import durable, out_of_memory
+from common import durable
 from common.errors import UserError
+from common.paths import ROOT
+from common.processes import out_of_memory
 from common.types import Problem
-from launcher.machine import ROOT
 from tests.support.configs import config_of
 from tests.support.speed import limit, overdue
 
@@ -232,7 +233,7 @@ def test_prompts_that_are_too_long_are_counted(task: Path, capsys: pytest.Captur
 
 def test_memory_that_runs_out_is_told_with_the_settings_that_need_less() -> None:
     code = """
-from common import exits, out_of_memory
+from common.processes import exits, out_of_memory
 def main():
     import torch
     with out_of_memory.with_memory_advice("trainer"):

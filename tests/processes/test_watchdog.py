@@ -11,7 +11,7 @@ import pytest
 
 from common.config import Config
 from common.errors import Interrupted
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.protocol_helpers import (
     FakeSampler,
     changed,
@@ -30,9 +30,9 @@ PATIENT_S = 1.5  # where it must not end: a busy machine may stop a process for 
 HEAD = """
 import re, sys, tempfile, threading, time
 from pathlib import Path
-from common import exits
+from common.processes import exits
 from common.errors import Interrupted, Retryable
-from common.watchdog import Watchdog, report_progress, waiting_for
+from common.processes.watchdog import Watchdog, report_progress, waiting_for
 from tests.support.protocol_helpers import make_config, make_inbox, published
 log, limit_s, startup_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 def main():

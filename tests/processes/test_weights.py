@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from common import durable, weights
-from common.weights import BadWeights, Published
-from sampler.verify import checked_tensors, copy_files
+from common import durable
+from common.files import weights
+from common.files.weights import BadWeights, Published
+from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.tier import count
 from tests.support.versions import publish

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.speed import limit
 
 MADE_HERE = (".*cache*", ".git", ".venv", ".hypothesis", "runs", "__pycache__", "tests")

@@ -23,12 +23,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import channel, config, durable, exits, weights
+from common import config, durable
 from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable, UserError
-from common.watchdog import Watchdog, report_progress
-from common.weights import BadWeights, Published
-from launcher import ranks
+from common.files import weights
+from common.files.weights import BadWeights, Published
+from common.processes import exits
+from common.processes.watchdog import Watchdog, report_progress
+from common.wire import channel
+from launcher.hosts import ranks
 from report.run_log import MetricsLog
 from sampler.link import Link
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group
@@ -234,7 +237,7 @@ class Fork(multiprocessing.context.ForkProcess):
 
 
 def launcher(arguments: Sequence[str]) -> NoReturn:
-    """launcher/ranks.py with its ranks forked."""
+    """launcher/hosts/ranks.py with its ranks forked."""
     to_1, to_0 = os.pipe(), os.pipe()
     pipes = (to_0[0], to_1[1]), (to_1[0], to_0[1])
     forks = [Fork(target=rank, args=(number, pipes, arguments)) for number in (0, 1)]

@@ -21,13 +21,14 @@ from pathlib import Path
 import psutil
 import yaml
 
-from common import durable, exits
+from common import durable
 from common.config import load
 from common.errors import UserError
+from common.processes import exits
 from launcher import run as launcher_run
-from launcher.placement import placement
-from launcher.processes import Child
-from launcher.supervisor import Rules, Supervisor
+from launcher.processes.processes import Child
+from launcher.processes.supervisor import Rules, Supervisor
+from launcher.resources.placement import placement
 from tests.support.ending_processes import HOLD_AT, PER_STEP, STEP_S
 from tests.support.speed import overdue, slowness
 
@@ -246,7 +247,7 @@ class Running:
             return self.pid
         with suppress(psutil.Error):
             if not role.startswith("rank"):
-                word = {"guard": "launcher.processes"}.get(role, role)
+                word = {"guard": "launcher.processes.processes"}.get(role, role)
                 return next((c.pid for c in psutil.Process(self.pid).children() if word in c.cmdline()), None)
         with suppress(OSError, ValueError):  # a fork of the launcher, with its command line
             return int((self.folder / f"{role}.pid").read_text())

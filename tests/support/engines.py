@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import Config
-from sampler.completions import Completion, SamplingParams
-from sampler.engine import Engine
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.engine.engine import Engine
 from tests.support.mixtures import mixture_folder
 from tests.support.tiny import tiny_model
 

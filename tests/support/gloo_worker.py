@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import PeerEnded, UserError
-from model.cpu.cores import LENT_CORES
+from model.cores import LENT_CORES
 from tests.support.gloo_data import (
     CONSTANT_RATE,
     GAE,

@@ -9,13 +9,13 @@ from pathlib import Path
 from common.config import load
 from common.durable import lock
 from common.errors import Retryable, UserError
-from common.exits import RETRYABLE, USER_ERROR, say
-from common.run_folder import FINAL
-from launcher.hosts import HostCommands, meeting, read_hosts
-from launcher.output_dir import LOCK, in_use
-from launcher.over_hosts import answers
-from launcher.processes import Child
-from launcher.supervisor import Rules, Supervisor
+from common.files.run_folder import FINAL
+from common.processes.exits import RETRYABLE, USER_ERROR, say
+from launcher.hosts.hosts import HostCommands, meeting, read_hosts
+from launcher.hosts.over_hosts import answers
+from launcher.processes.output_dir import LOCK, in_use
+from launcher.processes.processes import Child
+from launcher.processes.supervisor import Rules, Supervisor
 
 
 def main(path: Path, hostfile: Path, overrides: list[str]) -> int:

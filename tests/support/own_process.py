@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 
 
 def in_processes(function: Callable[..., Any], *calls: Sequence[Any]) -> list[Any]:

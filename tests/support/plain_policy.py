@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from common.config import Config
-from common.weights import Published, VersionName
-from model import lora
+from common.files.weights import Published, VersionName
+from model.files import lora
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack

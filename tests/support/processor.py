@@ -6,7 +6,7 @@ vLLM's library and      for AVX2, AVX-512 or bfloat16; matrices packed by oneDNN
 vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
                         and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
 torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER of tools/families/families.py
-model/cpu/cores.py      lends cores and counts them: test_cores.py sets them, test_placement.py
+model/cores.py      lends cores and counts them: test_cores.py sets them, test_placement.py
 repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
 """
 

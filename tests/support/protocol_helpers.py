@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import channel, wire
-from common.channel import Transport
 from common.config import Config
 from common.errors import PeerEnded
-from common.group_limits import Limits
+from common.files.weights import Published
 from common.types import EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
-from common.weights import Published
+from common.wire import channel, wire
+from common.wire.channel import Transport
+from common.wire.group_limits import Limits
 from sampler import link as link_module
 from sampler.link import Link
 from tests.support.memory_transport import TRAINER, MemoryNetwork, MemoryTransport

@@ -36,16 +36,19 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
-from common import channel, durable, exits, weights
+from common import durable
 from common.config import Config
 from common.failpoints import failpoint
-from common.group_limits import ImageLimits
+from common.files import weights
+from common.files.weights import Published
+from common.processes import exits
 from common.types import EncodedImage, Forks, Group
-from common.weights import Published
-from model.images import ImageFormat, encode_image
+from common.wire import channel
+from common.wire.group_limits import ImageLimits
+from model.files.images import ImageFormat, encode_image
 from sampler import link as link_module
+from sampler.engine.verify import copy_files
 from sampler.link import Link
-from sampler.verify import copy_files
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.protocol_helpers import (
     HELLO,

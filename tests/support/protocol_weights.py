@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from common import weights
 from common.failpoints import failpoint
-from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
+from common.files import weights
+from common.files.weights import Canary, Manifest, Published, TensorInfo, VersionName
 from tests.support.protocol_helpers import LIMITS
 
 

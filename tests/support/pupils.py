@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from common.paths import ROOT
 from examples.example import Example, build
 from examples.quickstart import QuickStart
-from launcher.machine import ROOT
 from tests.support.speed import limit
 
 # Beside the other workers' tests: threads that spin while they wait for each other would take ten times as long.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.types import Group
-from common.wire import Received
+from common.wire.wire import Received
 from model.tokenizer import load_tokenizer
 from tests.support.gloo_data import NUM_STEPS, Stream, group, settings
 from tests.support.protocol_helpers import received

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 
 RECIPES = ROOT / "configs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

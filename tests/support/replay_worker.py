@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.ports import free_port
-from launcher.machine import ROOT
+from common.paths import ROOT
+from common.wire.ports import free_port
 from tests.support.protocol_helpers import received
 from tests.support.speed import limit
 
@@ -153,7 +153,7 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(request.get("environment", {}).get(str(rank), {}))
-    from common import exits
+    from common.processes import exits
 
     if call := request.get("call"):
         module, function = call

@@ -8,7 +8,7 @@ from typing import Any
 @contextlib.contextmanager
 def sleeping(engine: Any) -> Iterator[list[str]]:
     """Within it the cache of a CPU's engine sleeps, and loses what it held. Yields what the worker was asked to do."""
-    from sampler.cache_sleep import CacheSleep
+    from sampler.engine.cache_sleep import CacheSleep
 
     asked: list[str] = []
     [worker] = engine._llm.collective_rpc(lambda worker: worker)

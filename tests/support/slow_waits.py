@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from common.watchdog import report_progress
+from common.processes.watchdog import report_progress
 from tests.support.gloo_data import GAE, TRAINER, settings
 from tests.support.speed import limit
 from trainer import start

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.ports import free_port
+from common.wire.ports import free_port
 from tests.support.speed import until
 
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")  # names that need no line in /etc/hosts

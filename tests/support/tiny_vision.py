@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.types import EncodedImage
-from model.images import ImageFormat, decode_patches, image_format
+from model.files.images import ImageFormat, decode_patches, image_format
 from tests.support.tiny import randomise_vectors
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")

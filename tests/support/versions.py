@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common import weights
-from common.weights import Canary, Manifest, Published, VersionName
+from common.files import weights
+from common.files.weights import Canary, Manifest, Published, VersionName
 from model.checksum import describe
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

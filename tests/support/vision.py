@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from model.images import ImageFormat, Vision
+from model.files.images import ImageFormat, Vision
 
 PLAIN = ImageFormat()
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"

@@ -17,20 +17,20 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from common.group_frames import read_group, write_group
+from common.paths import ROOT
 from common.types import Group, Problem, sequences
+from common.wire.group_frames import read_group, write_group
 from environments.chat_completions import Ask, Refused, Said, end_of_stream
 from environments.endpoint import Asking, Endpoint
 from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
-from launcher.machine import ROOT
-from sampler.completions import Completion
-from sampler.engine_arguments import looks_for_texts
-from sampler.episode import Played, as_rollout
-from sampler.episodes import Sampled
-from sampler.multi_turn import opened
-from sampler.prompts import make_prompt
-from sampler.task import held_out_params
+from sampler.engine.completions import Completion
+from sampler.engine.engine_arguments import looks_for_texts
+from sampler.prompts.prompts import make_prompt
+from sampler.turns.episode import Played, as_rollout
+from sampler.turns.episodes import Sampled
+from sampler.turns.multi_turn import opened
+from sampler.turns.task import held_out_params
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
 
@@ -51,7 +51,7 @@ async def said(*messages, **more):
 
 @pytest.fixture(autouse=True)
 def _with_a_row_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 400)
+    monkeypatch.setattr("sampler.turns.multi_turn.vocabulary", lambda _: 400)
 
 
 @functools.cache

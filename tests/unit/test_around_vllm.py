@@ -11,11 +11,11 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from common.errors import Retryable
-from common.shared_memory import remove_orphans
-from launcher.machine import ROOT
-from model.engine_models import is_unknown
-from sampler.cache_sleep import CacheSleep
-from sampler.engine_arguments import set_environment
+from common.files.shared_memory import remove_orphans
+from common.paths import ROOT
+from model.files.engine_models import is_unknown
+from sampler.engine.cache_sleep import CacheSleep
+from sampler.engine.engine_arguments import set_environment
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit
 
@@ -39,7 +39,7 @@ def test_what_vllm_has_and_what_its_transformers_back_end_takes_is_known(archite
 
 def test_the_answer_takes_less_than_a_second_and_imports_neither() -> None:
     code = (
-        "import sys, time; begun = time.monotonic(); from model.engine_models import is_unknown; "
+        "import sys, time; begun = time.monotonic(); from model.files.engine_models import is_unknown; "
         "assert is_unknown(['NobodysForCausalLM']); assert not {'vllm', 'transformers', 'torch'} & set(sys.modules); "
         "print(time.monotonic() - begun)"
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from common.config import Config
 from common.types import Group, Tombstone
-from model.cpu.cores import lent_cores
-from model.dims import ModelDims
+from model.cores import lent_cores
+from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import share as loss_and_gradient

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.config import Config
+from common.files.weights import Published
 from common.types import EvalResult, EvalSample
-from common.weights import Published
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy

@@ -12,7 +12,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from common.errors import UserError
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.support.speed import limit
 from trainer.engine.build_locks import KernelLock, guard_ops, require_folder
 

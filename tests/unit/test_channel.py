@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common import channel
-from common.address import endpoint, require_free
-from common.channel import Transport
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.ports import free_port
+from common.wire import channel
+from common.wire.address import endpoint, require_free
+from common.wire.channel import Transport
+from common.wire.ports import free_port
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit, overdue
 

@@ -8,8 +8,8 @@ import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
-from sampler.chat_template import about_first_token, render
-from sampler.reading import ends_of
+from sampler.prompts.chat_template import about_first_token, render
+from sampler.prompts.reading import ends_of
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 

@@ -15,7 +15,7 @@ from common.types import Problem
 from launcher.check_rewards import check, main
 from rewards import gold_answers
 from rewards.gold_answers import check_gold, distribution
-from rewards.notations import notations, wrong_answer
+from rewards.mathematics.notations import notations, wrong_answer
 from rewards.probes import EMPTY, FORMS, OTHER, UNFINISHED, probes
 from rewards.tally import GoldRow
 from tests.support.configs import config_of

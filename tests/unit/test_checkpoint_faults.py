@@ -21,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import durable, failpoints, run_folder
+from common import durable, failpoints
 from common.errors import Retryable, UserError
+from common.files import run_folder
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from trainer.save import checkpoint, resume

@@ -7,7 +7,7 @@ import pytest
 
 from common.config import Config, load
 from common.errors import UserError
-from launcher.machine import ROOT
+from common.paths import ROOT
 
 GOOD = "model:\n  path: m\ndata:\n  train: t.jsonl\n"
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tests.unit.test_imports import MAY_IMPORT
 
 PAGE = (ROOT / "docs" / "CONTRIBUTING.md").read_text()

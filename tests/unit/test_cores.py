@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from model.cpu.cores import LENT_CORES, Cores, LentCores, lent_cores
+from model.cores import LENT_CORES, Cores, LentCores, lent_cores
 from tests.unit.test_batch_training import Run, config
 from trainer.group_receiver import GroupReceiver
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.counted_dims import counted_dims
-from model.dims import model_dims
+from model.files.counted_dims import counted_dims
+from model.files.dims import model_dims
 from tests.support.configs import config_of
 from tests.support.tier import full
 from tools.families.models import FAMILIES, family_config, random_model
@@ -52,7 +52,7 @@ def test_counting_and_the_formulas_agree(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "phi3", "glm4_moe", "llama4_text"])
 def test_adapters_are_those_that_peft_makes(family: str) -> None:
-    from model.lora import add_adapters
+    from model.files.lora import add_adapters
 
     model, dims = random_model(family, VOCAB), counted_dims(family_config(family, VOCAB))
     add_adapters(model, config_of(lora={"r": 8}))

@@ -12,8 +12,8 @@ from common.config import Data
 from common.config.data import entries
 from common.errors import UserError
 from common.types import Problem
-from sampler.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
-from sampler.sources import read_rows
+from sampler.prompts.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
+from sampler.prompts.sources import read_rows
 
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import delta, weights
 from common.config import Config
-from common.weights import BadWeights, Published, VersionName
-from sampler import fetch
-from sampler.fetch import Fetcher
+from common.files import delta, weights
+from common.files.weights import BadWeights, Published, VersionName
+from sampler.engine import fetch
+from sampler.engine.fetch import Fetcher
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from tests.support.versions import CANARY

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from common import durable, exits, failpoints, weights
+from common import durable, failpoints
 from common.errors import Interrupted, UserError
-from launcher.machine import ROOT
-from sampler.verify import checked_tensors
+from common.files import weights
+from common.paths import ROOT
+from common.processes import exits
+from sampler.engine.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.tiny import tiny_model

@@ -10,8 +10,8 @@ import pytest
 
 from common.config import Config, Rewards, load, reference_page
 from common.config.loading import known_keys
+from common.paths import ROOT
 from launcher.__main__ import COMMANDS
-from launcher.machine import ROOT
 from report.advice import RULES
 from rewards.find import BUILT_IN
 from tests.support import syntax

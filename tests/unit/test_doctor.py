@@ -9,9 +9,9 @@ from urllib.error import HTTPError
 
 import pytest
 
+from common.paths import ROOT
 from launcher import doctor
 from launcher.doctor import Check
-from launcher.machine import ROOT
 
 
 def nvidia_smi(driver: str = "580.95.05", capability: str = "8.9", name: str = "NVIDIA L4") -> str:

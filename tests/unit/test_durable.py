@@ -12,7 +12,7 @@ import pytest
 from common import durable, failpoints
 from common.errors import UserError
 from common.failpoints import failpoint
-from launcher.machine import ROOT
+from common.paths import ROOT
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from common.weights import TensorInfo
+from common.files.weights import TensorInfo
 from model.checksum import describe
-from sampler.engine_layout import Layout
-from sampler.engine_tensors import Proof, of_ranks, prove, prove_adapters, spoil
-from sampler.vllm_worker import WeightExtension
+from sampler.engine.engine_layout import Layout
+from sampler.engine.engine_tensors import Proof, of_ranks, prove, prove_adapters, spoil
+from sampler.engine.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import Group, Problem, Prompt, Rollout, sequences
-from common.wire import Envelope, decode, encode
+from common.wire.wire import Envelope, decode, encode
 from environments import Done, Failed, Turn
-from sampler.completions import Completion, SamplingParams
-from sampler.dataset import sampling_seed
-from sampler.episode import Episode, Played, as_rollout
-from sampler.episodes import Episodes, Sampled, too_few
-from sampler.task import EvalKey, GroupKey
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.prompts.dataset import sampling_seed
+from sampler.turns.episode import Episode, Played, as_rollout
+from sampler.turns.episodes import Episodes, Sampled, too_few
+from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 
 END = 2

@@ -16,6 +16,7 @@ import pytest
 
 from common import config
 from common.config import PromptTemplate
+from common.paths import ROOT
 from environments import Done
 from environments.tools import schemas
 from examples.calculator import Calculator, ToolProblem, conversation, turns_of, without_calculator
@@ -29,8 +30,7 @@ from examples.search_tool import search
 from examples.thinking import Story
 from examples.thinking import completion as thought
 from examples.thinking_environment import Told
-from launcher.machine import ROOT
-from sampler.turns import TurnTemplate
+from sampler.turns.turns import TurnTemplate
 from tests.support.examples import TINY
 
 PRODUCT = ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
@@ -145,7 +145,7 @@ def test_a_story_asks_three_totals_and_gives_a_point_for_each_that_stands_behind
 
 def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: Any) -> None:
     """The template drops the thought, and the model is taught behind what it leaves."""
-    from sampler.chat_template import render
+    from sampler.prompts.chat_template import render
 
     tokenizer = tokenizer_of(folder_of("quickstart_thinking"))
     written = functools.partial(render, tokenizer, prompt=PromptTemplate())
@@ -162,7 +162,7 @@ def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: A
 
 
 def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
-    from sampler.chat_template import render
+    from sampler.prompts.chat_template import render
 
     tokenizer = tokenizer_of(folder_of("quickstart_tools"))
 
@@ -234,10 +234,10 @@ def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name:
 
 @every
 def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_fit(name: str, folder_of: Any) -> None:
-    from model.images import decode_patches, read_vision
+    from model.files.images import decode_patches, read_vision
     from model.tokenizer import load_tokenizer
-    from sampler.dataset import load_data
-    from sampler.prompts import make_prompt
+    from sampler.prompts.dataset import load_data
+    from sampler.prompts.prompts import make_prompt
 
     folder, settings = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml")
     tokenizer = load_tokenizer(str(folder / "model"))

@@ -13,7 +13,7 @@ import pytest
 
 import tandem
 from common.config.loading import parse
-from launcher.machine import ROOT
+from common.paths import ROOT
 from tandem import start
 
 SCRIPT = f"""

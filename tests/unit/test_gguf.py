@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from common import durable
 from common.errors import UserError
-from model import gguf as gguf_models
-from model.folder import require_models
+from model.files import gguf as gguf_models
+from model.files.folder import require_models
 from model.tokenizer import load_tokenizer
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model

@@ -11,8 +11,8 @@ from common.types import Problem
 from rewards import answers
 from rewards.answers import is_right, same_answer, verdicts
 from rewards.boxed import acc, base_acc, boxed
-from rewards.gold import gold_kind, golds, same
 from rewards.gsm8k import answer
+from rewards.mathematics.gold import gold_kind, golds, same
 from sampler.start import judged
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES

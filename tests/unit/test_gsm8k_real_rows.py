@@ -10,8 +10,8 @@ from common.config import load
 from model.tokenizer import load_tokenizer
 from rewards.format import format
 from rewards.gsm8k import answer
-from sampler.dataset import load_data
-from sampler.many_prompts import make_prompts
+from sampler.prompts.dataset import load_data
+from sampler.prompts.many_prompts import make_prompts
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 GSM8K = SHARED / "data" / "gsm8k"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from common import ports
 from common.errors import UserError
-from common.ports import free_port
-from launcher import on_host
-from launcher.hosts import (
+from common.wire import ports
+from common.wire.ports import free_port
+from launcher.hosts import on_host
+from launcher.hosts.hosts import (
     HostCommands,
     HostLine,
     Meeting,
@@ -26,7 +26,7 @@ from launcher.hosts import (
     read_hosts,
     settings_over,
 )
-from launcher.over_hosts import PORT, is_here, reach
+from launcher.hosts.over_hosts import PORT, is_here, reach
 from tests.support.configs import config_in
 
 
@@ -137,8 +137,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     sampler = [order for child in children for order in json.loads(Path(child.argv[-1]).read_text())]
     assert [(o["host"], o["gpus"]) for o in trainer] == [("10.0.0.1", [0, 2]), ("10.0.0.3", [0, 1])]
     first, second = (o["argv"] for o in trainer)
-    assert first[2:8] == ["launcher.ranks", "0", "2", "3", "10.0.0.9", PORT]
-    assert second[2:8] == ["launcher.ranks", "2", "1", "3", "10.0.0.9", PORT]
+    assert first[2:8] == ["launcher.hosts.ranks", "0", "2", "3", "10.0.0.9", PORT]
+    assert second[2:8] == ["launcher.hosts.ranks", "2", "1", "3", "10.0.0.9", PORT]
     assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
     assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first

@@ -12,7 +12,15 @@ from PIL import Image
 
 from common.errors import UserError
 from common.types import EncodedImage
-from model.images import ImageFormat, as_seen, canary_image, decode_patches, encode_image, image_format, resized_size
+from model.files.images import (
+    ImageFormat,
+    as_seen,
+    canary_image,
+    decode_patches,
+    encode_image,
+    image_format,
+    resized_size,
+)
 from tests.support.vision import PLAIN, picture
 
 QWEN3 = ImageFormat(patch_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)

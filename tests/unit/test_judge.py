@@ -12,7 +12,7 @@ import pytest
 
 from common.config import Config, Rewards
 from common.errors import UserError
-from common.paid_calls import PaidCalls, Spent
+from common.user_code.paid_calls import PaidCalls, Spent
 from report.main import final_summary
 from rewards.judge import read_scores
 from rewards.pool import RewardFailure, RewardPool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.weights import Published
+from common.files.weights import Published
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import changed, make_config, make_group, make_inbox, received
 from trainer.link.kept import FOLDER, Kept

@@ -13,9 +13,9 @@ import pytest
 
 from common.config import Config
 from common.errors import Retryable
-from common.weights import MANIFEST, Published
+from common.files.weights import MANIFEST, Published
 from sampler import loop
-from sampler.engine_tensors import Proof
+from sampler.engine.engine_tensors import Proof
 from sampler.loop import Sampler
 from tests.support.protocol_helpers import make_config
 from tests.support.versions import SHARDS, publish
@@ -83,7 +83,7 @@ def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_u
 ) -> None:
     share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
     read, listdir = [], os.listdir
-    monkeypatch.setattr("common.weights.os.listdir", lambda path: read.append(path) or listdir(path))
+    monkeypatch.setattr("common.files.weights.os.listdir", lambda path: read.append(path) or listdir(path))
     share.parts = [
         (15.0, lambda: share.show(MANIFEST, 0.0)),
         (30.0, lambda: share.show(MANIFEST, 0.6)),

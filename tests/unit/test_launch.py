@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from common.paths import ROOT
 from launcher.__main__ import COMMANDS, command, program
-from launcher.machine import ROOT
 
 TOOLS = ("bash", "cat", "chmod", "cp", "dirname", "flock", "grep", "mkdir", "rm", "sed", "sha256sum", "readlink")
 TOOLS += ("tail", "touch")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.types import Tombstone
-from common.wire import Received
+from common.wire.wire import Received
 from trainer.link.ledger import Ledger
 
 

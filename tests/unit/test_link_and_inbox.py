@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from common import channel, wire
 from common.config import Config
 from common.errors import Interrupted, PeerEnded, Retryable, UserError
 from common.types import EvalFailure, EvalRequest, EvalResult, Group, Tombstone
+from common.wire import channel, wire
 from sampler.link import Link
 from tests.support.memory_transport import TRAINER
 from tests.support.protocol_helpers import (
@@ -130,7 +130,7 @@ def test_a_lease_that_is_copied_ends_with_the_first_result_and_the_other_hears_o
         until(lambda: slow.produced == [0])
         with link.sampler("s1") as fast:
             until(lambda: "s1" in inbox.state.peers)
-            monkeypatch.setattr("common.channel.BEAT_S", 1000.0)
+            monkeypatch.setattr("common.wire.channel.BEAT_S", 1000.0)
             assert [g.group_id for g in receive(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
             assert set(fast.produced) == {0, 1, 2, 3}
             assert inbox.state.ledger.leases == {}
@@ -520,7 +520,7 @@ def test_a_samplers_user_error_ends_the_wait(link: MemoryLink, says_hello: bool)
 def test_tombstones_are_taken_like_groups_until_there_are_too_many(
     link: MemoryLink, monkeypatch: pytest.MonkeyPatch, fraction: float, allowed: int
 ) -> None:
-    monkeypatch.setattr("common.group_limits.FAILURES_ALLOWED", fraction)
+    monkeypatch.setattr("common.wire.group_limits.FAILURES_ALLOWED", fraction)
     said, failing = list[str](), allowed
 
     def make(group_id: int, version: int) -> Group | Tombstone:

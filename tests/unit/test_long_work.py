@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from common import channel
 from common.config import Config
+from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Problem, Prompt
-from common.watchdog import progress_heard_by, report_progress
+from common.wire import channel
 from sampler import link as link_module
 from sampler import loop
-from sampler.engine_tensors import Proof
+from sampler.engine.engine_tensors import Proof
 from sampler.link import Link
 from sampler.loop import Sampler
 from tests.support.memory_transport import TRAINER, MemoryNetwork

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import weights
 from common.config import Config
 from common.errors import UserError
-from common.weights import BadWeights
-from model import lora
+from common.files import weights
+from common.files.weights import BadWeights
 from model.checksum import describe
-from model.folder import require_model
+from model.files import lora
+from model.files.folder import require_model
 from model.tokenizer import load_tokenizer
-from sampler.reload import expected_tensors, reload
-from sampler.verify import checked_tensors, copy_files
+from sampler.engine.reload import expected_tensors, reload
+from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.mixtures import mixture
 from tests.support.plain_policy import AdaptedPolicy

@@ -11,7 +11,7 @@ from examples.length_reward import cosine_length
 from rewards.answers import is_right, last_boxed, same_answer
 from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math_verify, strict_format
 from rewards.find import resolve
-from rewards.numbers import plain_number
+from rewards.mathematics.numbers import plain_number
 from rewards.trl import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 from tests.support.speed import overdue
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
-from model.dims import ModelDims
+from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from trainer.data.micro_batches import NOTHING, Budget, Planner, Round, Work, plan, plan_metrics, warning, work
 from trainer.data.mini_batches import steps

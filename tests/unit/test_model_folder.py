@@ -7,11 +7,11 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from model import hub
-from model.folder import load_config
-from model.hub import model_file, model_json, read_json
+from model.files import hub
+from model.files.folder import load_config
+from model.files.hub import model_file, model_json, read_json
 from model.tokenizer import load_tokenizer
-from sampler.engine_arguments import ends
+from sampler.engine.engine_arguments import ends
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 

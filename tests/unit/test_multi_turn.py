@@ -12,11 +12,11 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.types import Problem, sequences
-from sampler.episode import Played
-from sampler.mixed_turns import turns_of
-from sampler.multi_turn import opened
-from sampler.prompts import make_prompt
-from sampler.task import held_out_params
+from sampler.prompts.prompts import make_prompt
+from sampler.turns.episode import Played
+from sampler.turns.mixed_turns import turns_of
+from sampler.turns.multi_turn import opened
+from sampler.turns.task import held_out_params
 from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
 from tests.unit.test_agents import config as without_code
 
@@ -138,7 +138,7 @@ def test_a_template_that_opens_a_turn_with_special_tokens_is_refused_and_so_is_o
 def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler.multi_turn.vocabulary", lambda _: 1)
+    monkeypatch.setattr("sampler.turns.multi_turn.vocabulary", lambda _: 1)
     engine = Scripted([CALL], ["<answer>7</answer>"])
     sampled = played(config(tmp_path), engine)
     assert len(sampled.completions) == 1

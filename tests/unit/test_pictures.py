@@ -18,15 +18,15 @@ from PIL import Image
 
 from common.config import Data, PromptTemplate
 from common.errors import UserError
-from common.group_limits import picture_size
+from common.paths import ROOT
 from common.types import Problem, Prompt
-from launcher.machine import ROOT
-from model.folder import require_downloaded, require_models
-from model.images import Vision, read_vision
-from sampler.dataset import fingerprint, load_data, whole_row
-from sampler.many_prompts import make_prompts
-from sampler.pictures import encode_problem, image_size, read_file, sources
-from sampler.prompts import make_prompt
+from common.wire.group_limits import picture_size
+from model.files.folder import require_downloaded, require_models
+from model.files.images import Vision, read_vision
+from sampler.prompts.dataset import fingerprint, load_data, whole_row
+from sampler.prompts.many_prompts import make_prompts
+from sampler.prompts.pictures import encode_problem, image_size, read_file, sources
+from sampler.prompts.prompts import make_prompt
 from tests.support.configs import config_of
 from tests.support.vision import END, PAD, PLAIN, START, byte_tokenizer, file_of, picture, write_vision_settings
 from tests.unit.test_dataset import private_cache  # noqa: F401
@@ -125,7 +125,7 @@ def test_what_is_no_image_is_refused_in_a_short_sentence(tmp_path: Path, value: 
 
 
 def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sampler.pictures.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("sampler.prompts.pictures.MAX_BYTES", 1 << 20)
     (tmp_path / "most.png").write_bytes(bytes(1 << 20))
     (tmp_path / "more.png").write_bytes(bytes(2 << 20))
     assert len(read_file(sources("most.png", tmp_path)[0])) == 1 << 20
@@ -373,7 +373,7 @@ def test_a_header_says_how_many_tokens_an_image_becomes(kind: str, orientation: 
 def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when_that_is_known(
     tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sampler import prompts as module
+    from sampler.prompts import prompts as module
 
     encoded: list[int] = []
 
@@ -424,7 +424,7 @@ def test_images_and_a_model_that_sees_need_each_other_which_is_told_once_its_con
             (cache / "snapshots" / "1a2b" / "config.json").write_text(json.dumps(TEXT))
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("model.folder.model_json", download)
+    monkeypatch.setattr("model.files.folder.model_json", download)
     given = config_of({"path": "me/model"}, data)
     require_models(given)
     for requires in (require_downloaded, require_models):

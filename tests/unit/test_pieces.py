@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import pieces, watchdog
-from common.watchdog import Watchdog, report_progress
+from common.files import pieces
+from common.processes import watchdog
+from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
 from tests.unit.test_checkpoint_faults import SmallEngine, progress, resumed_step, save, tokenizer
 from trainer.save import checkpoint, disk, resume

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from launcher import machine
-from launcher.commands import Commands
-from launcher.placement import placement, visible_gpus
-from launcher.ranks import device
-from model.cpu.cores import LENT_CORES
+from launcher.hosts.ranks import device
+from launcher.processes.commands import Commands
+from launcher.resources import machine
+from launcher.resources.placement import placement, visible_gpus
+from model.cores import LENT_CORES
 from tests.support.configs import config_of
 
 AHEAD, ON_POLICY = {"max_staleness": 1}, {"max_staleness": 0}
@@ -177,14 +177,14 @@ def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(
     monkeypatch: pytest.MonkeyPatch, named: str | None, found: Any
 ) -> None:
     environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
-    monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: False)
-    monkeypatch.setattr("launcher.placement.listed_gpus", lambda: machine.gpus_in(LISTED))
+    monkeypatch.setattr("launcher.resources.placement.is_cpu_build", lambda: False)
+    monkeypatch.setattr("launcher.resources.placement.listed_gpus", lambda: machine.gpus_in(LISTED))
     if isinstance(found, str):
         with pytest.raises(UserError, match=re.escape(found)):
             visible_gpus(environ)
     else:
         assert visible_gpus(environ) == found
-    monkeypatch.setattr("launcher.placement.is_cpu_build", lambda: True)
+    monkeypatch.setattr("launcher.resources.placement.is_cpu_build", lambda: True)
     assert visible_gpus(environ) == ()
 
 

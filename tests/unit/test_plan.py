@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from common.config import load
+from common.paths import ROOT
 from launcher import plan
-from launcher.batch_plan import batch_line, run_line, settings_of_epochs
-from launcher.machine import ROOT
+from launcher.resources.batch_plan import batch_line, run_line, settings_of_epochs
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from common.config import load
-from launcher.fit import Fit, fit
-from launcher.machine import GIB, ROOT, Machine, gib
-from launcher.memory import (
+from common.paths import ROOT
+from launcher.resources.fit import Fit, fit
+from launcher.resources.machine import GIB, Machine, gib
+from launcher.resources.memory import (
     layer_activations,
     published_versions,
     resident_sampler,
@@ -19,10 +20,10 @@ from launcher.memory import (
     states,
     trainer_memory,
 )
-from launcher.placement import placement
-from launcher.workload import Workload, workload_of
-from model.counted_dims import counted_dims
-from model.dims import ModelDims, model_dims
+from launcher.resources.placement import placement
+from launcher.resources.workload import Workload, workload_of
+from model.files.counted_dims import counted_dims
+from model.files.dims import ModelDims, model_dims
 from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
 

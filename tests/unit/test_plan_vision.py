@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from common.config import Config
+from common.paths import ROOT
 from launcher import plan
-from launcher.machine import ROOT
-from launcher.memory import tower_activations, trainer_memory
-from launcher.workload import Workload, workload_of
-from model.dims import ModelDims, model_dims
-from model.images import Vision
-from model.vision_dims import VisionDims
+from launcher.resources.memory import tower_activations, trainer_memory
+from launcher.resources.workload import Workload, workload_of
+from model.files.dims import ModelDims, model_dims
+from model.files.images import Vision
+from model.files.vision_dims import VisionDims
 from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
 from tests.support.tiny_vision import vision_config

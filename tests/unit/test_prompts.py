@@ -8,11 +8,11 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
+from common.paths import ROOT
 from common.types import Problem
-from launcher.machine import ROOT
 from model.tokenizer import load_tokenizer
-from sampler.many_prompts import make_prompts
-from sampler.prompts import make_prompt
+from sampler.prompts.many_prompts import make_prompts
+from sampler.prompts.prompts import make_prompt
 from sampler.start import prompts_of
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from common import weights
 from common.errors import Retryable, UserError
-from common.run_folder import step_dir
+from common.files import weights
+from common.files.run_folder import step_dir
 from model import devices
 from model.reference import Reference
 from tests.support.configs import config_in

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.paths import ROOT
 from common.types import Problem
-from launcher.machine import ROOT
 from model.tokenizer import load_tokenizer
 from rewards.boxed import boxed_format, gated_format, strict_format
 from rewards.format import format as format_reward
-from sampler.engine_arguments import ends
-from sampler.many_prompts import make_prompts
-from sampler.prompts import begun_in, make_prompt
-from sampler.reading import reader, unwritten_end
+from sampler.engine.engine_arguments import ends
+from sampler.prompts.many_prompts import make_prompts
+from sampler.prompts.prompts import begun_in, make_prompt
+from sampler.prompts.reading import reader, unwritten_end
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.types import Problem, Prompt
 from model.tokenizer import load_tokenizer
 from sampler import rehearsal as of_sampler
-from sampler.task import Task
+from sampler.turns.task import Task
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from tests.support.tiny import tiny_model

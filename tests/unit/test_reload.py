@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.certain_errors import said_once
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.weights import BadWeights, Canary, Published
-from sampler.engine_tensors import Proof
-from sampler.fetch import Fetcher, scratch_dir
-from sampler.reload import _require_canary, reload
+from common.files.weights import BadWeights, Canary, Published
+from common.processes.certain_errors import said_once
+from sampler.engine.engine_tensors import Proof
+from sampler.engine.fetch import Fetcher, scratch_dir
+from sampler.engine.reload import _require_canary, reload
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit
 from tests.support.versions import SHARDS, publish
@@ -148,7 +148,7 @@ def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look
     config: Config, version: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetcher, engine = fetched(config, version), Engine()
-    monkeypatch.setattr("sampler.fetch.fetch", lambda *_: pytest.fail("fetched twice"))
+    monkeypatch.setattr("sampler.engine.fetch.fetch", lambda *_: pytest.fail("fetched twice"))
     found = reload(engine, version, config, fetcher)
     assert engine.version == 8 and not fetcher.has(version)
     assert found["sync/reload_s"] >= found["sync/verify_s"] > 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from common import run_folder
 from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
+from common.files import run_folder
 from common.types import Problem
-from sampler.dataset import fingerprint
+from sampler.prompts.dataset import fingerprint
 from tests.support.configs import config_in, config_of
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume

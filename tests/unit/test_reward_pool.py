@@ -13,9 +13,9 @@ import pytest
 
 from common.config import Rewards, Rollouts
 from common.errors import UserError
+from common.paths import ROOT
 from common.types import Problem
 from environments.pool import EnvironmentPool
-from launcher.machine import ROOT
 from rewards.load import Load
 from rewards.pool import RewardFailure, RewardPool
 from sampler.start import try_rewards

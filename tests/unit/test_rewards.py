@@ -14,7 +14,7 @@ from rewards import RewardError, score_completions
 from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.format import is_formatted
 from rewards.gsm8k import answer
-from rewards.numbers import last_number
+from rewards.mathematics.numbers import last_number
 from tests.support.speed import overdue
 
 

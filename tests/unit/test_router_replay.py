@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.folder import about_experts, require_models
+from model.files.folder import about_experts, require_models
 from model.router_replay import RouterReplay
 from tests.support.configs import config_of
 from tests.support.mixtures import MIXTURES, mixture

@@ -11,18 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import address
 from common.config import Config
 from common.durable import lock
 from common.errors import UserError
-from common.run_folder import TRAINER_LOCK, checkpoints
-from launcher import machine
+from common.files.run_folder import TRAINER_LOCK, checkpoints
+from common.paths import ROOT
+from common.wire import address
 from launcher import run as launcher_run
-from launcher.commands import Commands
-from launcher.machine import MACHINE, ROOT
-from launcher.output_dir import LOCK, make_room
-from launcher.placement import placement
-from launcher.processes import remove
+from launcher.processes.commands import Commands
+from launcher.processes.output_dir import LOCK, make_room
+from launcher.processes.processes import remove
+from launcher.resources import machine
+from launcher.resources.machine import MACHINE
+from launcher.resources.placement import placement
 from launcher.run import main, parse, to_resume
 from tests.support.configs import config_of
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import wire
 from common.errors import Retryable, UserError
+from common.files.weights import BadWeights
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
-from common.weights import BadWeights
+from common.wire import wire
 from launcher.evaluation.main import sample
 from rewards.pool import RewardFailure
-from sampler.completions import Completion
-from sampler.episode import Played
-from sampler.episodes import Sampled, SingleTurns
+from sampler.engine.completions import Completion
 from sampler.loop import Sampler, Task
-from sampler.task import EvalKey, GroupKey
+from sampler.turns.episode import Played
+from sampler.turns.episodes import Sampled, SingleTurns
+from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from model.images import digest, encode_image
+from model.files.images import digest, encode_image
 from report.escape import one_line, visible
 from report.run_log import MetricsLog
 from report.samples import main

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common import exits
 from common.errors import Interrupted, OutOfTime
+from common.processes import exits
 from tests.support.configs import config_of
 from trainer.loop import Trainer
 from trainer.save import saver as saver_module

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common import exits
 from common.config import Config, load
 from common.errors import Retryable, UserError
+from common.processes import exits
 from common.redact import redacted, redacted_words
-from launcher.processes import Child, Running
-from model.folder import check_model_folder
+from launcher.processes.processes import Child, Running
+from model.files.folder import check_model_folder
 from model.tokenizer import load_tokenizer
 
 CANARY = "canary-5f1e"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import UserError
-from model.folder import require_models
+from model.files.folder import require_models
 from model.packing import SequenceGroup, Span, pack
 from model.sequence_parallel import shard
 from tests.support.configs import config_of

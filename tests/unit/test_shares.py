@@ -11,13 +11,13 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from launcher import run as launcher_run
-from launcher import shares
-from launcher.fit import fit
-from launcher.machine import GIB, Machine
-from launcher.memory import sampler_memory, trainer_memory
-from launcher.placement import placement
-from launcher.workload import Workload, workload_of
-from model.dims import ModelDims
+from launcher.resources import shares
+from launcher.resources.fit import fit
+from launcher.resources.machine import GIB, Machine
+from launcher.resources.memory import sampler_memory, trainer_memory
+from launcher.resources.placement import placement
+from launcher.resources.workload import Workload, workload_of
+from model.files.dims import ModelDims
 from tests.support.configs import config_of
 
 SMALL = ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True)  # Qwen2.5-0.5B

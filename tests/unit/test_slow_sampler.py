@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from common.types import Tombstone
-from common.wire import Received
+from common.wire.wire import Received
 from trainer.link.ledger import Ledger
 
 TICK_S = 0.25  # of simulated time; a group takes the fast sampler 1 s

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from common.config import Config, load
+from common.paths import ROOT
 from examples import smollm2
-from launcher.machine import ROOT
 from rewards.find import bind, resolve
 
 CONFIGS = ("smollm2_135m.yaml", "smollm2_135m_gsm8k.yaml")

@@ -18,15 +18,15 @@ from common.config import Config, load
 from common.config.data import entries
 from common.errors import UserError
 from common.types import Group, Problem, Prompt, Rollout, Tombstone
-from common.wire import Envelope, decode, encode
+from common.wire.wire import Envelope, decode, encode
 from launcher.evaluation import main as evaluation
 from report.main import by_source as lines_by_source
 from rewards.pool import RewardPool
 from sampler import start
-from sampler.completions import Completion, SamplingParams
-from sampler.dataset import by_source, load_data, mixed_index, permutation, problem_index
-from sampler.mixed_turns import MixedTurns, turns_of
-from sampler.task import parts_of
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.prompts.dataset import by_source, load_data, mixed_index, permutation, problem_index
+from sampler.turns.mixed_turns import MixedTurns, turns_of
+from sampler.turns.task import parts_of
 from tests.support.configs import config_of
 from tests.unit.test_episodes import Engine
 from trainer.record.stats import rollout_metrics, source_metrics, turn_metrics

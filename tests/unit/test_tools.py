@@ -19,7 +19,7 @@ from environments.pool import EnvironmentPool
 from environments.tools import Call, answer_calls
 from rewards import text_of
 from rewards.pool import RewardPool
-from sampler.tool_calls import CallReader, parser_of
+from sampler.turns.tool_calls import CallReader, parser_of
 from tests.support.speed import limit
 from tests.support.vision import byte_tokenizer
 
@@ -163,7 +163,7 @@ def test_marks_that_are_special_tokens_are_read_and_what_the_model_did_not_say_i
 
 
 def test_a_turn_that_takes_for_ever_to_read_is_one_broken_call(monkeypatch):
-    monkeypatch.setattr("sampler.tool_calls._CPU_S", 0.1)
+    monkeypatch.setattr("sampler.turns.tool_calls._CPU_S", 0.1)
     made = reader()
     monkeypatch.setattr(made, "read", lambda *_: [None for _ in itertools.count() if False])
     assert made("…", "", [5], []) == ("…", [Call(problem="the calls cannot be read: the turn is too long")])

@@ -1,6 +1,6 @@
 """The output of a program as lines of a log: of a bar only its end, and no colours."""
 
-from common.transcript import Transcript
+from common.processes.transcript import Transcript
 
 
 def test_a_transcript_has_what_was_drawn_last_however_the_bytes_are_cut():

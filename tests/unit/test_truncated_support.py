@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from common.config import Algorithm, Config, load
-from launcher.machine import ROOT
+from common.paths import ROOT
 from model.logprobs import token_terms
 from model.packing import pack
-from sampler.completions import kept_tokens
+from sampler.engine.completions import kept_tokens
 from tests.support.protocol_helpers import make_group, make_rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, token_objective

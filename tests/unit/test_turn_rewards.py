@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from common.config import Config
 from common.errors import WireError
 from common.types import Group, Rollout
-from common.wire import Envelope, decode, decode_outline, encode
+from common.wire.wire import Envelope, decode, decode_outline, encode
 from environments import Done, Turn
 from environments.contracts import BrokenEnvironment, Instance
 from report.samples import text_of
-from sampler.completions import Completion
-from sampler.episode import Episode, as_rollout
+from sampler.engine.completions import Completion
+from sampler.turns.episode import Episode, as_rollout
 from tests.support.configs import config_of
 from trainer.algorithm.advantages import EPS, is_dead_group, step_advantages
 from trainer.algorithm.gae import token_rewards

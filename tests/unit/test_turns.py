@@ -9,14 +9,14 @@ import pytest
 
 from common.config import PromptTemplate
 from common.errors import UserError
+from common.paths import ROOT
 from common.types import Problem, Prompt, sequences
 from environments import Message, Turn
-from launcher.machine import ROOT
-from sampler.chat_template import render
-from sampler.completions import Completion
-from sampler.episode import Episode
-from sampler.prompts import begun_in
-from sampler.turns import TurnTemplate
+from sampler.engine.completions import Completion
+from sampler.prompts.chat_template import render
+from sampler.prompts.prompts import begun_in
+from sampler.turns.episode import Episode
+from sampler.turns.turns import TurnTemplate
 from tests.unit.test_chat_template import NO_TRL, REAL
 
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}

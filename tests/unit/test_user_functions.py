@@ -10,8 +10,8 @@ import torch
 
 from common.config import Algorithm, Config
 from common.errors import UserError
+from common.paths import ROOT
 from common.types import Tombstone
-from launcher.machine import ROOT
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_losses import logs

@@ -9,8 +9,8 @@ import pytest
 
 from common.config import Rewards, Rollouts
 from common.errors import UserError
-from common.functions import Contract
-from common.user_modules import OURS
+from common.user_code.functions import Contract
+from common.user_code.user_modules import OURS
 from environments import Done
 from environments.pool import EnvironmentPool
 from environments.tools import Call
@@ -145,7 +145,7 @@ def test_tools_and_environments_have_their_helpers_and_our_done(tmp_path: Path) 
 def test_losses_estimators_and_sinks_have_helpers_too_beside_our_own_packages(tmp_path: Path) -> None:
     files(tmp_path, common="number = 7", mine="from common import number\ndef f(rewards): return number")
     code = f"""
-        from common.functions import Contract
+        from common.user_code.functions import Contract
         function = Contract("algorithm.loss", ("rewards",), (), "").load("{tmp_path}/mine.py:f")
         assert function(rewards=1) == 7
         from common.durable import write_file

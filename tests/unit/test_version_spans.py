@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import wire
 from common.errors import UserError
+from common.files.weights import Published
 from common.types import Group, Rollout, Tombstone
-from common.weights import Published
-from sampler.completions import Completion
-from sampler.episode import as_rollout
-from sampler.in_flight import may_load, of_oldest, spans_of
-from sampler.task import EvalKey
+from common.wire import wire
+from sampler.engine.completions import Completion
+from sampler.engine.in_flight import may_load, of_oldest, spans_of
+from sampler.turns.episode import as_rollout
+from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
 from tests.unit.test_batch_training import Run
 from tests.unit.test_batch_training import config as batch_config

@@ -17,9 +17,9 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from common.types import EncodedImage
-from model import lora
-from model.folder import require_models
-from model.images import ImageFormat, image_format
+from model.files import lora
+from model.files.folder import require_models
+from model.files.images import ImageFormat, image_format
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import PackedRow, Packing, pack

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import durable, weights
-from common.weights import BadWeights, Canary, Manifest, NotVisible, Published
-from model import lora
+from common import durable
+from common.files import weights
+from common.files.weights import BadWeights, Canary, Manifest, NotVisible, Published
 from model.checksum import describe
-from sampler.reload import _canary_logprobs
-from sampler.verify import checked_tensors, copy_files
+from model.files import lora
+from sampler.engine.reload import _canary_logprobs
+from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.versions import SHARDS, Change, publish
 
@@ -162,7 +163,7 @@ def test_what_is_loaded_is_linked_or_copied_and_outlives_the_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
     if not links:
-        monkeypatch.setattr("sampler.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
+        monkeypatch.setattr("sampler.engine.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
     published = publish(tmp_path / "weights")
     manifest = weights.read_manifest(published)
     copy_files(published, manifest, tmp_path / "private")

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from common import wire
 from common.errors import WireError
-from common.group_frames import GroupHeader, RolloutHeader
-from common.group_limits import check_group
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
-from common.wire import Envelope, decode, encode
+from common.wire import wire
+from common.wire.group_frames import GroupHeader, RolloutHeader
+from common.wire.group_limits import check_group
+from common.wire.wire import Envelope, decode, encode
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.support.speed import overdue
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from common.errors import WireError
-from common.group_limits import ImageLimits, Limits, check_group, picture_size
 from common.types import EncodedImage, Group
-from common.wire import Envelope, decode, encode
-from model.images import decode_patches, encode_image
+from common.wire.group_limits import ImageLimits, Limits, check_group, picture_size
+from common.wire.wire import Envelope, decode, encode
+from model.files.images import decode_patches, encode_image
 from tests.support.protocol_helpers import LIMITS, make_group, of_two_turns
 from tests.support.speed import overdue
 from tests.support.vision import PLAIN, picture

@@ -33,11 +33,11 @@ async def solve(question: str) -> None:
 def main(shape: str, rounds: int, folder: str) -> None:
     """Prints tokens per second: medians of all rounds but the first."""
     from common.config import Config
-    from sampler.engine import Engine
-    from sampler.episodes import SingleTurns
-    from sampler.multi_turn import opened
+    from sampler.engine.engine import Engine
     from sampler.start import load_data, load_tokenizer, prompts_of, said_reader
-    from sampler.task import GroupKey, sampling_params
+    from sampler.turns.episodes import SingleTurns
+    from sampler.turns.multi_turn import opened
+    from sampler.turns.task import GroupKey, sampling_params
     from tools.benchmarks.cells import named, prepare, tandem_config
 
     cell = named(f"{shape}-8x8-p64-c{TURNS * LENGTH}")

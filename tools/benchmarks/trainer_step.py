@@ -123,9 +123,9 @@ def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, 
 
 def _estimated_gib(config: Config, ranks: int) -> float:
     """Returns what memory `plan` expects of a rank; on a GPU without the CUDA context, which torch does not count."""
-    from launcher.memory import trainer_memory
-    from launcher.workload import workload_of
-    from model.counted_dims import read_dims
+    from launcher.resources.memory import trainer_memory
+    from launcher.resources.workload import workload_of
+    from model.files.counted_dims import read_dims
 
     model, on_gpu = read_dims(config.model.path, None), torch.cuda.is_available()
     assert model is not None, "every shape is a Qwen2"

@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.ports import free_port
+from common.wire.ports import free_port
 from report.run_log import read_jsonl
 from tools.benchmarks.bench import machine
 from tools.benchmarks.cells import ROOT

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.weights import TensorInfo
+from common.files.weights import TensorInfo
 from model.checksum import describe
 from model.logprobs import load_causal_lm
-from sampler.engine import Engine
-from sampler.engine_layout import NUMBER, kind_of
-from sampler.engine_tensors import Proof
+from sampler.engine.engine import Engine
+from sampler.engine.engine_layout import NUMBER, kind_of
+from sampler.engine.engine_tensors import Proof
 from trainer.engine.exported import parameters, under_checkpoint_names
 
 

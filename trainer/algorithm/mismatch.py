@@ -6,7 +6,7 @@
 Under top-p, top-k or min-p all three are distributions over the kept tokens S; the full softmax differs by log π_θ(S),
 the cause `support`. π_own is the trainer's policy at the version that sampled, known from the first pass over a group
 of the current version. For an older group it is unknown: its log-ratio then counts wholly as staleness, and only the
-canary of a reload (sampler/reload.py) measures numerics. Temperature is no cause: both divide by the same number.
+canary of a reload (reload.py) measures numerics. Temperature is no cause: both divide by the same number.
 """
 
 from __future__ import annotations

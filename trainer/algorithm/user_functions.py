@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from common.config import Algorithm
 from common.config.estimators import ESTIMATORS
 from common.errors import UserError
-from common.functions import Contract
 from common.types import Group
+from common.user_code.functions import Contract
 
 if TYPE_CHECKING:
     from torch import Tensor

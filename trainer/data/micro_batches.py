@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from common.config import Algorithm
 from common.types import Group, sequences
-from model.dims import ModelDims
+from model.files.dims import ModelDims
 from model.packing import Packing
 from trainer.data.experience import Experience
 from trainer.data.tensors import trained_completions, unmasked_completions

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import UserError
-from common.exits import say
+from common.processes.exits import say
 
 
 class KernelLock:

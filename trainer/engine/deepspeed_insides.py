@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.pieces import PieceReader
+from common.files.pieces import PieceReader
 
 STATE_TAG = "state"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.ports import free_port
-from common.shared_memory import NO_BUFFERS
-from common.watchdog import waiting_for
+from common.files.shared_memory import NO_BUFFERS
+from common.processes.watchdog import waiting_for
+from common.wire.ports import free_port
 from model import devices
 from model.checksum import all_finite
 from model.layout import packing_of

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from common.config import Lora
 from common.errors import UserError
-from model.lora import published_name
+from model.files.lora import published_name
 from model.transformers_internals import checkpoint_tensors, without_tied
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.watchdog import report_progress
+from common.processes.watchdog import report_progress
 from trainer.engine.deepspeed_insides import MOMENTS, STATE_TAG, load_without_code, make_moments, set_state
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import parameter_groups, shape_of

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config import Config
-from model import lora
 from model.checksum import checksum
-from model.counted_dims import counted_dims
-from model.dims import ModelDims, model_dims
+from model.files import lora
+from model.files.counted_dims import counted_dims
+from model.files.dims import ModelDims, model_dims
 from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay

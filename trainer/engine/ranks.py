@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import exits
 from common.config import Config
 from common.errors import Interrupted, PeerEnded
-from common.watchdog import progress_heard_by, report_progress
+from common.processes import exits
+from common.processes.watchdog import progress_heard_by, report_progress
 from model.packing import SequenceGroup
 
 T = TypeVar("T")

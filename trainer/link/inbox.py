@@ -11,19 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from common import channel, wire
-from common.address import endpoint
-from common.channel import Transport
 from common.config import Config
 from common.errors import Interrupted, Retryable, WireError
-from common.exits import code_of, every, interrupted
 from common.failpoints import failpoint
-from common.group_limits import Limits
-from common.run_folder import sampler_log
-from common.transcript import last_lines
+from common.files.run_folder import sampler_log
+from common.files.weights import Published
+from common.processes.exits import code_of, every, interrupted
+from common.processes.transcript import last_lines
+from common.processes.watchdog import report_progress
 from common.types import EvalResult
-from common.watchdog import report_progress
-from common.weights import Published
+from common.wire import channel, wire
+from common.wire.address import endpoint
+from common.wire.channel import Transport
+from common.wire.group_limits import Limits
 from trainer.link.evaluation import evaluation_of, problems_per_chunk
 from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError
-from common.weights import Published
-from common.wire import Received
+from common.files.weights import Published
+from common.wire.wire import Received
 from trainer.link import recording
 from trainer.link.recording import Recorder
 

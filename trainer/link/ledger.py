@@ -28,7 +28,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.types import Group, Tombstone
-from common.wire import Received
+from common.wire.wire import Received
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from common import wire
-from common.weights import Published
+from common.files.weights import Published
+from common.wire import wire
 from trainer.link.evaluation import Evaluation
 from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger

@@ -20,10 +20,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common import wire
 from common.durable import disk_trouble, fsync_path
 from common.errors import UserError, WireError
 from common.types import Group, Tombstone
+from common.wire import wire
 from trainer.link.source import GroupSource
 
 FILE = "groups.recording"

@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from common import channel, wire
-from common.channel import Transport
 from common.config import Config
 from common.errors import UserError, WireError
-from common.exits import RETRYABLE
 from common.failpoints import failpoint
-from common.group_limits import Limits, check_group, too_many
-from common.run_folder import sampler_log
-from common.transcript import last_lines
+from common.files.run_folder import sampler_log
+from common.processes.exits import RETRYABLE
+from common.processes.transcript import last_lines
 from common.types import EvalFailure, EvalResult, Group, Tombstone
+from common.wire import channel, wire
+from common.wire.channel import Transport
+from common.wire.group_limits import Limits, check_group, too_many
 from trainer.link.peers import Peer, SharedState, refusal
 
 _POLL_S = 0.2

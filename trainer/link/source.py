@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common import wire
+from common.files.weights import Published
 from common.types import EvalResult
-from common.weights import Published
+from common.wire import wire
 
 
 @dataclass(frozen=True)

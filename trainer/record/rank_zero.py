@@ -8,13 +8,14 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import durable, weights
+from common import durable
 from common.config import Config, world_size
-from common.group_limits import ImageLimits, Limits
+from common.files import weights
+from common.files.run_folder import CHECKPOINTS
 from common.redact import redacted
-from common.run_folder import CHECKPOINTS
-from model.folder import about_experts, experts_in, vocabulary
-from model.images import vision_of
+from common.wire.group_limits import ImageLimits, Limits
+from model.files.folder import about_experts, experts_in, vocabulary
+from model.files.images import vision_of
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
 from trainer.link.inbox import Inbox

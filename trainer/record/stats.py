@@ -11,7 +11,7 @@ import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
-from model.images import one_mark_an_image, sample_record
+from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import delta, durable, pieces, weights
+from common import durable
 from common.config import Config, Eval
-from common.run_folder import BEST, COMMIT, FINAL
-from common.weights import Published
-from model import lora
+from common.files import delta, pieces, weights
+from common.files.run_folder import BEST, COMMIT, FINAL
+from common.files.weights import Published
+from model.files import lora
 from trainer.save.disk import write_folder
 from trainer.save.model_files import write_side_files
 

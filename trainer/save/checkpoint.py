@@ -22,11 +22,12 @@ from typing import Any
 import blake3
 import torch
 
-from common import durable, pieces
+from common import durable
 from common.errors import UserError
 from common.failpoints import failpoint
-from common.run_folder import COMMIT, FINAL, step_dir, step_dirs
-from model import lora
+from common.files import pieces
+from common.files.run_folder import COMMIT, FINAL, step_dir, step_dirs
+from model.files import lora
 from trainer.engine import other_layout
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import load_state, state_to_save

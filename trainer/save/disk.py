@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from common import durable
 from common.errors import Interrupted, Retryable
-from common.exits import every, interrupted, say
-from common.watchdog import progress_heard_by, report_progress
+from common.processes.exits import every, interrupted, say
+from common.processes.watchdog import progress_heard_by, report_progress
 from trainer.engine.ranks import Exchange
 
 T = TypeVar("T")

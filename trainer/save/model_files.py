@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import durable, pieces
-from common.exits import say
-from model.hub import present_file
+from common import durable
+from common.files import pieces
+from common.processes.exits import say
+from model.files.hub import present_file
 from model.tokenizer import save_tokenizer
 from trainer.engine.deepspeed_model import DeepSpeedModel
 

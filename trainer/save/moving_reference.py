@@ -15,9 +15,9 @@ from typing import Any
 from common import durable
 from common.config import Config
 from common.errors import Retryable, UserError
-from common.run_folder import checkpoints, step_dir, step_dirs
-from common.watchdog import report_progress
-from common.weights import MANIFEST, Published, tensors_of
+from common.files.run_folder import checkpoints, step_dir, step_dirs
+from common.files.weights import MANIFEST, Published, tensors_of
+from common.processes.watchdog import report_progress
 from model.checksum import describe
 from model.reference import Reference
 from trainer.engine.exported import exported

@@ -18,10 +18,10 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from common import weights
 from common.config import Config
-from common.watchdog import report_progress
-from common.weights import Published, VersionName
+from common.files import weights
+from common.files.weights import Published, VersionName
+from common.processes.watchdog import report_progress
 from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange

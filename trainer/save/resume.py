@@ -26,13 +26,13 @@ from typing import Any
 
 import blake3
 
-from common import pieces
 from common.config import Config
 from common.errors import PeerEnded, UserError
-from common.exits import USER_ERROR
+from common.files import pieces
+from common.files.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
+from common.processes.exits import USER_ERROR
+from common.processes.watchdog import report_progress
 from common.redact import redacted
-from common.run_folder import CHECKPOINTS, COMMIT, earlier_run, no_checkpoint, step_dir, step_dirs
-from common.watchdog import report_progress
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress, digest, read_record

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from common.config import Config
-from common.run_folder import CHECKPOINTS
-from common.watchdog import report_progress
+from common.files.run_folder import CHECKPOINTS
+from common.processes.watchdog import report_progress
 from trainer.engine.critic import Critic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from common import delta, durable, pieces, weights
+from common import durable
 from common.failpoints import failpoint
-from common.weights import Canary, Manifest, Published, TensorInfo, VersionName
-from model import devices, lora
+from common.files import delta, pieces, weights
+from common.files.weights import Canary, Manifest, Published, TensorInfo, VersionName
+from model import devices
 from model.checksum import describe
-from model.images import canary_image
+from model.files import lora
+from model.files.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange

@@ -1,0 +1,64 @@
+"""Out-of-memory errors on a GPU, on the CPU or in vLLM's cache, and the settings that need less memory.
+
+The update is the same with any of the settings named for the trainer. Errors are recognised by the messages of torch
+and vLLM, whose classes take seconds to import. After a SIGKILL by the kernel no code runs here: killed.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from common.errors import UserError
+
+_ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
+_SETTINGS = {
+    "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1 or a smaller "
+    "trainer.max_tokens_per_micro_batch, trainer.logprob_chunk_size=256 and a higher "
+    "deepspeed.zero_optimization.stage need less and keep the update",
+    "sampler": "a smaller vllm.gpu_memory_utilization (on a CPU: VLLM_CPU_KVCACHE_SPACE, in GiB), vllm.max_num_seqs or "
+    "vllm.max_model_len needs less",
+}
+_HOST_OF_GPUS = (
+    "Published weights in /dev/shm count as memory: weights.dir on a disk, and no offload in "
+    "deepspeed.zero_optimization need less of the host's"
+)
+_PLAN = "bash launch.sh plan CONFIG shows what needs how much"
+_ENGINE = {  # part of vLLM's message when it starts → what to do
+    "on startup is less than": "Set vllm.gpu_memory_utilization lower, to what is free",
+    "No available memory for the cache blocks": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
+    "larger than the available KV cache": "Set vllm.gpu_memory_utilization higher, or vllm.max_model_len lower",
+}
+
+
+def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
+    """Returns the settings with which a process needs less memory, or less of its host's memory if it works on GPUs."""
+    return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
+
+
+def memory_advice(process: str, error: BaseException) -> str | None:
+    """Returns the message for a person; None if the error is not one of memory.
+
+    process: "sampler" or "trainer".
+    """
+    message = " ".join(str(error).split())
+    for sign, remedy in _ENGINE.items():
+        if sign in message:
+            return f"vLLM: {message[:300]} {remedy}; {_PLAN}"
+    if isinstance(error, MemoryError) or any(sign in message.lower() for sign in _ALLOCATION):
+        return f"the {process} ran out of memory: {message[:300] or type(error).__name__}. {less_memory(process)}"
+    return None
+
+
+@contextlib.contextmanager
+def with_memory_advice(process: str) -> Iterator[None]:
+    """Raises UserError in place of an out-of-memory error, after its traceback: the next start would end the same."""
+    try:
+        yield
+    except Exception as error:
+        advice = memory_advice(process, error) if not isinstance(error, UserError) else None
+        if advice is None:
+            raise
+        traceback.print_exc()
+        raise UserError(advice) from error

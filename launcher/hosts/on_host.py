@@ -1,0 +1,177 @@
+"""Runs one process of a run on one of its hosts:  python -m launcher.hosts.on_host, started by over_hosts.py over ssh.
+
+    stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
+             (all output is in the process's log in the run folder)
+    stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
+             signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
+    exit     the code of the process, 256 - n for a signal n
+
+Ends with 2 if this host does not see the run folder of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import UserError
+from common.paths import ROOT
+from common.processes.exits import INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT, USER_ERROR, of_child, say
+from common.processes.out_of_memory import less_memory
+from common.wire.ports import listen
+from launcher.processes.killed import OomKills
+from launcher.processes.processes import Child, Guard, Running
+from launcher.resources.machine import usable_cores
+from launcher.resources.placement import visible_gpus
+
+ANSWER = b"tandem-host "  # prefix of the lines of stdout that over_hosts.py reads
+_CONNECTS_S = 5.0
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: None)  # SIG_IGN would be inherited by every child
+    os.chdir(ROOT)
+    try:
+        order = _order()
+        _require_shared(order)
+        child = _child(order, os.environ)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: _answer({"asked": number}))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        say(str(error))
+        return USER_ERROR
+    with Guard() as guard:
+        kills = OomKills()
+        running = Running(child, guard.mark, order["attempt"])
+        guard.watch(running)
+        code = _watch(running, kills)
+        if code in SIGKILLED:
+            role = "trainer" if child.name == "trainer" else "sampler"
+            advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
+            _, said = kills.why_killed(f"{child.name} on {order['host']}", advice)
+            say(said)
+        return code % 256
+
+
+def _order() -> dict[str, Any]:
+    """Answers questions until the order comes and returns it; reads no byte beyond it. Exits at the end of stdin."""
+    with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
+        _answer({"port": listening.getsockname()[1], "cards": _cards()})
+        for line in iter(words.readline, b""):
+            order: dict[str, Any] = json.loads(line)
+            if "reach" not in order:
+                return order
+            _answer(_reached(**order["reach"]))
+    sys.exit(RETRYABLE)
+
+
+def _answer(content: Mapping[str, Any]) -> None:
+    _show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
+
+
+def _cards() -> dict[str, str]:
+    """Returns {address: network card} of this host, without IPv6 addresses that are valid on one link only."""
+    ip = (socket.AF_INET, socket.AF_INET6)
+    found = [(of, card) for card, addresses in psutil.net_if_addrs().items() for of in addresses if of.family in ip]
+    return {of.address: card for of, card in found if "%" not in of.address}
+
+
+def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
+    """Returns the network card that reaches each address of another host, and the addresses of that host's name."""
+
+    def card_to(address: str) -> str | None:
+        with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
+            return _cards().get(link.getsockname()[0])
+        return None
+
+    known: list[str] = []
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool, suppress(OSError):
+        cards = {address: card for address, card in zip(addresses, pool.map(card_to, addresses), strict=True) if card}
+        known = [str(of[4][0]) for of in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    return {"cards": cards, "known": known}
+
+
+def _require_shared(order: Mapping[str, Any]) -> None:
+    """Raises UserError if the first host's file does not appear in time, KeyboardInterrupt at input on stdin."""
+    proof, deadline = Path(order["proof"]), time.monotonic() + order["within_s"]
+    while proof.name not in glob("*", root_dir=proof.parent):  # a listing, for it refreshes NFS's cache
+        if select.select([0], [], [], 0.2)[0]:
+            raise KeyboardInterrupt
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{order['host']} does not see {proof.parent}, which the first host has written; set run.output_dir to "
+                "a folder that all hosts share"
+            )
+
+
+def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
+    """Returns the order's process with the environment, GPUs and cores of this host."""
+    env = {**environ, **order["env"]}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja, for compiled ops
+    env[STARTED_AT] = str(time.monotonic() - order["running_s"])
+    gpus = visible_gpus(environ)
+    first, count = order["gpus"]
+    if not gpus:
+        env["DS_ACCELERATOR"] = "cpu"
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        threads = max(1, len(usable_cores()) // order["processes"])
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+    elif first + count > len(gpus):
+        raise UserError(
+            f"{order['host']} has {len(gpus)} GPUs and the hostfile gives its processes {first + count}; lower slots= "
+            "or samplers= there"
+        )
+    else:
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of these numbers
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[first : first + count]))
+    argv, scratch = tuple(order["argv"]), tuple(order["scratch"])
+    return Child(order["name"], argv, env, Path(order["log"]), echo=True, scratch=scratch)
+
+
+def _watch(running: Running, kills: OomKills) -> int:
+    """Relays output to stdout and signals from stdin until the process ends, and returns its exit code."""
+    is_asked = False
+    while running.process.poll() is None:
+        kills.look()
+        for descriptor in select.select([0, *running.streams], [], [], 0.1)[0]:
+            if descriptor != 0:
+                running.relay(descriptor, _show)
+            elif words := os.read(0, 4096).split():
+                is_asked = True
+                for number in map(int, words):
+                    running.process.send_signal(number)
+            else:
+                running.close(_show)
+                return INTERRUPTED
+    code = running.process.returncode
+    running.close(_show)
+    return of_child(code, is_asked)
+
+
+def _show(data: bytes) -> None:
+    """Writes to stdout; if the connection is gone, later output is dropped, and stdin ends too."""
+    try:
+        os.write(1, data)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

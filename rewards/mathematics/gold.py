@@ -1,0 +1,236 @@
+r"""The kinds of gold answers and their equality: a number, a letter, a time, a text or mathematics.
+
+Numbers are compared exactly, as fractions, and by their units where both have one; times and dates by the clock;
+letters and texts without case and marks; the rest by math-verify: 2\sqrt{3} is \sqrt{12}, x+1 is 1+x, sets have no
+order, and decimals agree to six places.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import unicodedata
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+from common.processes.time_limits import within
+from rewards.mathematics.algebra import IN_LATEX, expression, rational, same_mathematics
+from rewards.mathematics.numbers import last_number, plain_number
+from rewards.mathematics.reading import last_boxed
+from rewards.mathematics.times import TIME, same_time
+from rewards.mathematics.units import is_scale, same_amount, unit_of
+
+MAX_CHARS = 400  # a longer answer equals only itself
+
+Kind = Literal["number", "letter", "time", "text", "mathematics"]
+
+
+class GoldKind(NamedTuple):
+    """The kind of a gold answer. `name` is None if no built-in reward can judge it, and `reason` says why."""
+
+    name: Kind | None
+    reason: str = ""
+
+
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname) *\{([^{}]*)\}")
+_DECORATION = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[,!()\[\]]|\*\*(?=\S)|(?<=\S)\*\*|`")
+_SPACE = re.compile(r"(?:\s|~|(?<!\\)\\[ ;:]|\\quad(?![a-z]))+")
+_THOUSANDS = re.compile(r"(?<=\d)(?:~|\\[ ;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_NAMES = r"sin|cos|tan|cot|sec|csc|log|exp|sqrt|inf|infty|infinity|min|max|gcd|lcm|mod|det|pi|theta|alpha|beta"
+_WORD = re.compile(rf"(?!(?:{_NAMES}|and|or)(?![A-Za-z]))[A-Za-z]{{3,}}", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+")
+_OPERATION = re.compile(  # with two operands
+    r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
+    r"\b\w (?:or|and) \w\b"
+)
+_SUFFIX = re.compile(
+    r"(.*?(?:[\d})]|\\pi))( ?)"
+    r"(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)"
+)
+_NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
+_LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
+_OPTION = re.compile(r"\(?([A-H])[).:]+ ([^a-z].*)")
+_SENTENCE = re.compile(r"[A-Z][a-z]* [a-z]+ .*[A-Za-z%\d][.!]")
+_SECONDS = 2.0
+
+
+def gold_kind(gold: Any) -> GoldKind:
+    r"""Returns the kind of `gold`, a row's `answer`; for a list, of which any counts, the first that can be judged.
+
+    gold_kind("#### 1,200").name == "number"   gold_kind(r"\boxed{2\sqrt{3}}").name == "mathematics"
+    gold_kind("(B)").name == "letter"   gold_kind("3:45 PM").name == "time"   gold_kind("Paris").name == "text"
+    gold_kind(math.nan) == (None, "it is empty")
+    """
+    if reason := unreadable(gold):
+        return GoldKind(None, reason)
+    late = GoldKind(None, f"math-verify reads it for more than {_SECONDS} s")
+    kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in golds(gold)]
+    return next((kind for kind in kinds if kind.name), kinds[0])
+
+
+def is_expression(text: str) -> bool:
+    """Returns whether a text is only mathematics, with more than one operand: "1, 2", "x > 3", not 72 or "It is 72"."""
+    words = re.sub(rf"\b(?:{_NAMES})\b", "", _COMMAND.sub(" ", text))
+    return not re.search("[A-Za-z]{2}", words) and bool(_OPERATION.search(text.strip("()[]{}$ ")))
+
+
+def _bracket(text: str) -> str:
+    """Returns "{" for a set, "(" for a point or an interval, and "" for a text that is not in brackets."""
+    return "{" if text.startswith(r"\{") else "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") else ""
+
+
+def unreadable(gold: Any) -> str:
+    """Returns why an answer cannot be judged, as far as that shows without reading mathematics; else ""."""
+    if isinstance(gold, dict | set | bytes):
+        return f"it is a {type(gold).__name__}"
+    reasons = [_unreadable(text) for text in golds(gold)] or ["it is empty"]
+    return reasons[0] if all(reasons) else ""
+
+
+def _unreadable(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        return f"it has {len(text)} characters, more than {MAX_CHARS}"
+    if len(re.findall(r"(?<!\\){", text)) != len(re.findall(r"(?<!\\)}", text)):
+        return "its braces do not match"
+    return "" if re.search(r"[\w∞∅√]", text) else "it has neither letters nor digits"
+
+
+def golds(value: Any) -> list[str]:
+    r"""Returns texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
+
+    golds(1e-05) == ["0.00001"]   golds("She has 72 clips left.") == ["72"]
+    golds("(B) Rome") == ["B", "Rome", "(B) Rome"]
+    """
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in golds(item)]
+    if value is None or isinstance(value, dict | set | bytes) or value != value:
+        return []
+    if isinstance(value, float):
+        return [f"{Decimal(str(value)):f}"] if math.isfinite(value) else []
+    text = str(value).rpartition("####")[2].strip()
+    box = last_boxed(text)
+    gold = text if box is None else box.strip()
+    if _SENTENCE.fullmatch(gold) and (number := last_number(gold)) is not None:
+        return [str(number)]
+    if option := _OPTION.fullmatch(gold):
+        return [option[1], option[2], gold]
+    return [gold] if gold else []
+
+
+def same(prediction: str, gold: str) -> bool:
+    """Returns whether both mean the same, without a time limit."""
+    prediction, gold = prediction.strip(), gold.strip()
+    if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
+        return bool(gold) and prediction == gold
+    given, wanted = plainly(prediction), plainly(gold)
+    match kind_of(gold).name:
+        case "number":
+            return _same_quantity(given, wanted)
+        case "letter":
+            return _letter(given) == _letter(wanted)
+        case "time":
+            return same_time(given, wanted)
+        case "text":
+            return folded(given) == folded(wanted)
+        case "mathematics":
+            if {_bracket(given), _bracket(wanted)} == {"(", "{"}:
+                return False
+            (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
+            in_one_unit = not unit or not gold_unit or unit_of(unit) == unit_of(gold_unit)
+            return in_one_unit and same_mathematics(given, wanted)
+    return False
+
+
+@functools.lru_cache(4096)
+def kind_of(text: str) -> GoldKind:
+    """Returns the kind of one gold answer, given as text."""
+    if reason := _unreadable(text):
+        return GoldKind(None, reason)
+    plain = plainly(text)
+    if TIME.fullmatch(plain):
+        return GoldKind("time")
+    number, _ = split_unit(plain)
+    if plain_number(number) is not None:
+        return GoldKind("number")
+    if _LETTER.fullmatch(plain) and len(plain) < len("(B)."):
+        return GoldKind("letter")
+    if _has_words(number) or not _OPERATION.search(plain) or plain.count(":") > 1:
+        return GoldKind("text")
+    if "=" not in number and rational(number) is not None:
+        return GoldKind("number")
+    return GoldKind("mathematics") if expression(number) is not None else GoldKind(None, "math-verify cannot read it")
+
+
+def _has_words(text: str) -> bool:
+    return bool(_WORD.search(_COMMAND.sub(" ", text)))
+
+
+def plainly(text: str) -> str:
+    r"""Returns a text in one line, without layout of LaTeX and Markdown.  plainly(r"$5\,\text{cm}$") == "5 cm" """
+    text = text.strip().removesuffix(".").translate(IN_LATEX)
+    if len(text) > 2 and text[0] == text[-1] == "$":
+        text = text.strip("$")
+    for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
+        text = text.replace(written, meant)
+    return (
+        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text))))
+        .strip()
+        .replace("( ", "(")
+        .replace(" )", ")")
+        .replace(" ^", "^")
+        .replace("° ", "°")
+    )
+
+
+# ---- numbers ----
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """Splits a text into number and unit: "5 cm" into ("5", "cm"), "-$5" into ("-5", "$"), "2x" into ("2x", "")."""
+    if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
+        number, unit = split_unit(money[4])
+        return f"{money[1]}{money[3]}{number}", f"{unit} {money[2]}".strip()
+    match = _SUFFIX.fullmatch(text.removesuffix("."))
+    if match is None or plain_number(text) is not None:
+        return text, ""
+    number, space, unit = match.groups()
+    is_word = bool(space) and not _NO_UNIT.match(unit)  # any word may be a unit: 72 clips
+    is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
+    has_variables = plain_number(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
+    if (is_word or is_known) and not has_variables:
+        return number, unit
+    return text, ""
+
+
+def _same_quantity(given: str, wanted: str) -> bool:
+    """Compares quantities: 50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
+    (number, unit), (gold_number, gold_unit) = split_unit(given), split_unit(wanted)
+    value, gold = _value(number), _value(gold_number)
+    if value is None or gold is None:
+        return False
+    if not gold_unit and not is_scale(unit):
+        return value == gold
+    return same_amount(value, unit, gold, gold_unit)
+
+
+def _value(number: str) -> Fraction | None:
+    value = plain_number(number)
+    if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
+        return rational(number)
+    return value
+
+
+# ---- letters, times, texts ----
+
+
+def _letter(text: str) -> str | None:
+    match = _LETTER.fullmatch(text.strip("*_ "))
+    return match[1].upper() if match else None
+
+
+def folded(text: str) -> str:
+    """Returns a text without case, marks and article.  folded("The Eiffel Tower.") == "eiffel tower" """
+    text = unicodedata.normalize("NFKC", text).casefold().strip(" .,;:!?\"'“”‘’()[]*_")
+    return re.sub(r"^(?:the|an?) ", "", re.sub(r"[\s\-‐–]+", " ", text))

@@ -1,0 +1,266 @@
+r"""Other notations of a gold answer, and other answers near to it. The input is gold answers, never a model's text.
+
+A reward must accept most notations, and no near miss. For some (DOUBTFUL) it may decide otherwise, by the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from fractions import Fraction
+from typing import Any
+
+from rewards.mathematics.algebra import load
+from rewards.mathematics.gold import gold_kind, plainly, split_unit
+from rewards.mathematics.numbers import plain_number
+from rewards.mathematics.units import unit_of
+
+AS_WRITTEN, ENDING = "as written", "another answer that ends in it"
+DOUBTFUL = frozenset(
+    {
+        *("in $…$", "in \\text", "in bold", "in other case", "in Unicode", "with a Unicode minus", "with LaTeX commas"),
+        *("a decimal of a whole number", "a percentage as a decimal", "without its unit", "the right side alone"),
+        ENDING,
+    }
+)
+
+_INTEGER = re.compile(r"\d+(?:,\d{3})*")
+_CURRENCY = re.compile(r"(\\?[$€£¥])(.+)")
+_TIMES = r"(?: *(?:\\times|\\cdot|x|\*|×) *(?=10)|(?=[eE]))"
+_POWER_OF_TEN = re.compile(rf"(?:([-+]?\d*\.?\d+){_TIMES})?(?:10\^\{{?|[eE])([-+]?\d{{1,3}})\}}?")
+_POWER = re.compile(r"(\d{1,3})\^\{?(\d{1,3})\}?")
+_MIXED = re.compile(r"(-?)(\d+)(?: +(?=\d+/)|(?=\\frac))(.+)")
+_CLOCK = re.compile(r"(\d{1,2}(?::\d\d){0,2}) ?([ap])\.?m\.?", re.IGNORECASE)
+_DATES = ("%B %d, %Y", "%d %B %Y", "%Y-%m-%d", "%b %d, %Y")
+_MOST_DIGITS = 12  # the most of a decimal that is written out
+_REWRITTEN = (  # for mathematics: name, pattern, replacement
+    ("without spaces", r"(?<=[^\w\\]) +| +(?=[^\w\\])", ""),
+    ("with spaces behind commas", r", *", ", "),
+    ("with spaces around signs", r"(?<=[\w})]) *([=+<>]) *(?=[\w\\({])", r" \1 "),
+    ("with spaces around &", r" *& *", " & "),
+    (r"with \dfrac", r"\\frac", r"\\dfrac"),
+    (r"with \left and \right", r"^([(\[])(.*)([)\]])$", r"\\left\1\2\\right\3"),
+    ("with braces", r"([_^])(\w)(?!\w)", r"\1{\2}"),
+    ("without braces", r"([_^])\{(\w)\}", r"\1\2"),
+    ("as a power", r"\\sqrt\[(\d)\]\{(\w+)\}", r"\2^{1/\1}"),
+    ("both values", r"^\\pm *(\d+)$", r"\1, -\1"),
+)
+_UNICODE = {r"\pi": "π", r"\infty": "∞", r"\emptyset": "∅", r"\le": "≤", r"\ge": "≥", r"\cup": "∪"}
+_OTHER_UNITS = {"$": "€", "€": "$", "£": "$", "°": r"\pi", "°C": "°F", "°F": "°C"}
+# patterns and replacements that make near misses of mathematics
+_SWAPPED = (
+    *((r"\+", "-"), (r"^\[", "("), (r"\]$", ")"), (r"(?<![A-Za-z\\])x(?![A-Za-z])", "y"), ("<", ">")),
+    *((r"\\le\b", r"\\ge"), (r"^(\\[a-z]+|\w)$", r"2\1"), (r"^(\\infty|\\pi)$", r"-\1")),
+)
+
+
+def notations(gold: str) -> dict[str, str]:
+    r"""Returns the same answer in other notations, each under its name, the gold answer's own first.
+
+    notations("0.5") == {"as written": "0.5", "a fraction": "1/2", "a LaTeX fraction": r"\frac{1}{2}", …}
+    """
+    kind, found = gold_kind(gold).name, {AS_WRITTEN: gold}
+    if kind == "number":
+        found |= dict(_numbers(gold))
+    elif kind == "letter":
+        letter = re.sub(r"[^A-Za-z]", "", plainly(gold))
+        found |= {"a letter": letter, "in parentheses": f"({letter})", "a letter in \\text": rf"\text{{({letter})}}"}
+        found["in bold"] = rf"\textbf{{({letter})}}"
+    elif kind in ("text", "time"):
+        bare = plainly(gold)
+        found |= {"without \\text": bare, "in \\text": rf"\text{{{bare}}}", "in bold": rf"\textbf{{{bare}}}"}
+        found |= dict(_times(bare)) if kind == "time" else {"in other case": _other_case(bare)}
+    elif kind == "mathematics":
+        found |= dict(_mathematics(gold))
+    if kind in ("number", "mathematics") and "$" not in gold:
+        found["in $…$"] = f"${gold}$"
+    return {name: text for name, text in found.items() if name == AS_WRITTEN or text != gold}
+
+
+def _other_case(text: str) -> str:
+    return text.lower() if text[:1].isupper() else text[:1].upper() + text[1:]
+
+
+def _times(gold: str) -> Iterator[tuple[str, str]]:
+    if clock := _CLOCK.fullmatch(gold):
+        yield "with p.m.", f"{clock[1]} {clock[2].lower()}.m."
+        yield "with PM", f"{clock[1]} {clock[2].upper()}M"
+    if re.fullmatch(r"\d:\d\d", gold):
+        yield "with a zero", f"0{gold}"
+    for form in _DATES:
+        with contextlib.suppress(ValueError):
+            date = datetime.strptime(gold, form)
+            yield "the day first", f"{date.day} {date:%B} {date.year}"
+            yield "the year first", f"{date:%Y-%m-%d}"
+    if day := re.fullmatch(r"([A-Z][a-z]+) (\d{1,2})", gold):
+        yield "the day first", f"{day[2]} {day[1]}"
+    if re.fullmatch(r"[\d/-]+", gold):
+        yield "without zeros", re.sub(r"\b0(?=\d)", "", gold)
+
+
+def _numbers(gold: str) -> Iterator[tuple[str, str]]:
+    """Yields notations of a number alone, a percentage, a sum of money, or a number with a unit."""
+    value = value_of(gold)
+    if percent := re.fullmatch(r"(.+?) *\\?%", gold):
+        yield "with \\%", rf"{percent[1]}\%"
+        yield "with %", f"{percent[1]}%"
+        if (hundredfold := value_of(percent[1])) is not None:
+            yield "a percentage as a decimal", dict(_writings(hundredfold / 100)).get("a decimal", gold)
+    elif money := _CURRENCY.fullmatch(gold.rstrip("$")):
+        yield "without its unit", money[2]
+    elif value is not None:
+        yield from _writings(value)
+    else:
+        number, unit = split_unit(plainly(gold))
+        if unit and value_of(number) is not None and unit[0].isalpha():
+            yield "with its unit in \\text", rf"{number}\text{{ {unit}}}"
+            yield "without its unit", number
+        elif unit == "°":
+            yield "in degrees", f"{number} degrees"
+        elif unit.startswith("_"):
+            yield "with braces", f"{number}_{{{unit[1:]}}}" if "{" not in gold else gold
+
+
+def _writings(value: Fraction) -> Iterator[tuple[str, str]]:
+    """Yields all notations of a number that are exact and short."""
+    sign, top, bottom = "-" if value < 0 else "", abs(value.numerator), value.denominator
+    if bottom == 1:
+        yield "without commas", f"{sign}{top}"
+        yield "a decimal of a whole number", f"{sign}{top}.0"
+        if top >= 1000:
+            yield "with commas", f"{sign}{top:,}"
+            yield "with LaTeX commas", f"{sign}{top:,}".replace(",", "{,}")
+        if sign:
+            yield "with a Unicode minus", f"−{top}"
+        return
+    yield "a fraction", f"{sign}{top}/{bottom}"
+    yield "a LaTeX fraction", rf"{sign}\frac{{{top}}}{{{bottom}}}"
+    digits = next((n for n in range(1, _MOST_DIGITS + 1) if 10**n % bottom == 0), None)
+    if digits is not None:
+        whole, rest = divmod(top * 10**digits // bottom, 10**digits)
+        yield "a decimal", f"{sign}{whole}.{rest:0{digits}}"
+
+
+def value_of(gold: str) -> Fraction | None:
+    r"""Returns the value of a unitless number.  1,234   1e-05   1.2\times 10^{-3}   2^{10}   3 1/4   1\frac{1}{2}"""
+    text = gold.strip("$. ").replace("{,}", ",").replace("−", "-").replace("dfrac", "frac")
+    if power := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(power[1] or 1) * Fraction(10) ** int(power[2])
+    if large := re.fullmatch(r"(\d+(?:\.\d+)?) (thousand|million|billion)", text):
+        return Fraction(large[1]) * 1000 ** (1 + ("thousand", "million", "billion").index(large[2]))
+    if power := _POWER.fullmatch(text):
+        return Fraction(int(power[1]) ** int(power[2]))
+    mixed = _MIXED.fullmatch(text)
+    number = plain_number(mixed[3] if mixed else text)
+    if number is None or mixed is None:
+        return number
+    return (int(mixed[2]) + number) * (-1 if mixed[1] else 1)
+
+
+def _mathematics(gold: str) -> Iterator[tuple[str, str]]:
+    """Yields mathematics as sympy writes it, with other spaces, braces and fractions, and a set in another order."""
+    for name, found, instead in _REWRITTEN:
+        yield name, re.sub(found, instead, gold)
+    if (parts := re.fullmatch(r"(\\\{ *)([^{}()\[\]]+?)( *\\\})", gold)) and "," in parts[2]:
+        yield "in another order", parts[1] + ", ".join(p.strip() for p in reversed(parts[2].split(","))) + parts[3]
+    if one_side := re.fullmatch(r"(?:[a-zA-Z]|f\(x\)) *= *([^=,<>]+?)", gold):
+        yield "the right side alone", one_side[1]
+    yield "in Unicode", re.sub(r"\\[a-z]+", lambda command: _UNICODE.get(command[0], command[0]), gold)
+    if ":" not in gold and (canonical := _as_sympy_writes(gold)):
+        yield "as sympy writes it", canonical
+
+
+def _as_sympy_writes(gold: str) -> str | None:
+    sympy = load("sympy")
+    read = next((one for one in _read(gold) if isinstance(one, sympy.Expr)), None)
+    if read is None:
+        return None
+    written = str(sympy.latex(read))
+    return written if _letters(written) == _letters(gold) and is_equal(written, [gold]) else None
+
+
+def _letters(text: str) -> set[str]:
+    """Returns the letters outside of commands, because math-verify loses some: it reads 2c as 2 of something."""
+    return set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
+
+
+@functools.lru_cache(1000)
+def _read(text: str) -> list[Any]:
+    return list(load("math_verify").parse(rf"\boxed{{{text}}}", parsing_timeout=1))
+
+
+def is_equal(text: str, wanted: Sequence[str]) -> bool:
+    """Returns whether a text equals a gold answer by plain numbers, or by math-verify: then it is no wrong answer."""
+    verify, number = load("math_verify").verify, value_of(text)
+    for gold in wanted:
+        if number is not None and (other := value_of(gold)) is not None:
+            if number == other:
+                return True
+            continue
+        if text.casefold().strip() == gold.casefold().strip() or verify(_read(gold), _read(text), timeout_seconds=1):
+            return True
+    return False
+
+
+def near_misses(gold: str) -> list[str]:
+    r"""Returns other answers that are near the gold one, and its parts.  near_misses("1/2") holds "7/2" and "2" """
+    kind, integers = gold_kind(gold).name, list(_INTEGER.finditer(gold))
+    found: list[str] = []
+    if kind == "number" and len(integers) == 1:
+        digits = integers[0].group()
+        found += [gold.replace(digits, text) for text in (f"{digits}0", f"1{digits}", digits[:-1]) if text]
+        found += [gold[1:] if gold[0] in "-−" else f"-{gold}"] if plain_number(gold) is not None else []
+    elif kind == "letter":
+        found += [re.sub(r"(?<![A-Za-z\\])([A-Za-z])(?![A-Za-z])", r"\1\1", gold)]
+    elif kind == "text":
+        words = gold.split()
+        found += [words[0]] if len(words) > 1 else [gold[:-1]] if len(gold) > 3 else []
+        found += [f"not {gold}"]
+    if kind != "letter" and len(integers) > (kind == "number"):
+        for match in (integers[0], integers[-1]):
+            other = str(int(match.group().replace(",", "")) + 6)
+            found += [gold[: match.start()] + other + gold[match.end() :], match.group()]
+    found += [f"1{gold}"] if gold[0].isdigit() else []
+    found += [f"{gold}0"] if gold[-1].isdigit() else []
+    if kind == "mathematics":
+        found += [gold.split(",")[0]] if "," in gold and not re.search(r"[(\[{]", gold.split(",")[0]) else []
+        found += [re.sub(a, b, gold, count=1) for a, b in _SWAPPED]
+        found += [f"({pair[2]}, {pair[1]})" for pair in re.findall(r"^(\() *([^,()]+), *([^,()]+)\)$", gold)]
+    found = [text.strip() for text in found if text.strip() and text.count("{") == text.count("}")]
+    return [text for text in dict.fromkeys(found) if text != gold]
+
+
+def ending_in(gold: str) -> list[str]:
+    """Returns other answers that end in a gold whole number: a reward that reads the last number accepts them."""
+    is_whole = re.fullmatch(r"[\d,]+", gold) and gold_kind(gold).name == "number"
+    return [rf"\frac{{7}}{{{gold}}}", f"x+{gold}"] if is_whole else []
+
+
+def of_another_unit(gold: str) -> str | None:
+    """Returns the answer with another unit, 5 cm -> 5 kg, $5 -> €5; None if its unit is not known."""
+    number, unit = split_unit(plainly(gold))
+    if gold_kind(gold).name != "number" or not unit:
+        return None
+    if unit in _OTHER_UNITS:
+        return f"{_OTHER_UNITS[unit]}{number}" if unit in "$€£" else f"{number}{_OTHER_UNITS[unit]}"
+    known = unit_of(unit) if unit[0].isalpha() else None
+    return f"{number} {'m' if 'gram' in known[0] else 'kg'}" if known else None
+
+
+def wrong_answer(gold: str) -> str:
+    """Returns another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
+    value = plain_number(gold)
+    if value is not None:
+        return str(value + 1)
+    letter = re.fullmatch(r"\(?([A-Za-z])\)?", gold)
+    integers = list(_INTEGER.finditer(gold))
+    if integers and not letter:
+        end = integers[-1]
+        return f"{gold[: end.start()]}{int(end.group().replace(',', '')) + 1}{gold[end.end() :]}"
+    if letter:
+        old = letter[1]
+        return gold.replace(old, chr(ord(old) + 1) if old not in "zZ" else chr(ord(old) - 1))
+    return "none of these" if gold != "none of these" else "something else"

@@ -1,0 +1,175 @@
+"""Copies a published version into a private folder and checks every byte, while the engine may still decode.
+
+A failure in this step costs nothing: the engine was not touched and keeps its present weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from common import durable
+from common.config import Config
+from common.failpoints import failpoint
+from common.files import delta, weights
+from common.files.shared_memory import FOLDER, has_room
+from common.files.weights import BadWeights, Manifest, Published
+from common.processes.watchdog import report_progress
+from sampler.engine.verify import checked_tensors, copy_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LOOK_S = 0.2
+_SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole version that the next one may be a delta of; `files` is empty unless weights.full_every > 1."""
+
+    manifest_sha256: str
+    files: Mapping[str, BinaryIO]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A private copy of a version of which every byte was checked."""
+
+    manifest: Manifest
+    folder: Path
+    tensors: dict[str, Tensor]  # mapped from the copy and checked
+    seconds: float
+    whole: Whole
+
+
+def fetch(
+    published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
+) -> Fetched:
+    """Copies and checks a published version. Raises BadWeights. The caller deletes the folder.
+
+    last: the version that was fetched before, of which this one may be a delta.
+    """
+    start = time.monotonic()
+    failpoint("sampler.reloading")
+    lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")
+    manifest = lineage[-1][1]
+    whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
+    private = scratch_dir(config, sum(size for _, each in lineage for size in each.files.values()) + whole)
+    try:
+        manifest = _take(lineage, private, progressed, last)
+        tensors = checked_tensors(private, manifest, config, progressed)
+        files = _opened(private) if config.weights.full_every > 1 else {}
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    kept = Whole(published.manifest_sha256, files)
+    return Fetched(manifest, private, tensors, time.monotonic() - start, kept)
+
+
+def _take(
+    lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
+) -> Manifest:
+    """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""
+    folders = [*(private / f"{published.version}" for published, _ in lineage[:-1]), private]
+    for (published, manifest), folder in reversed([*zip(lineage, folders, strict=True)]):
+        copy_files(published, manifest, folder, progressed)
+    (_, first), (_, manifest) = lineage[0], lineage[-1]
+    if manifest.base is None:
+        return manifest
+    files = last.files if first.base and last else _opened(folders.pop(0))
+    try:
+        for packed in private.glob(f"*{delta.SUFFIX}"):
+            with open(private / packed.stem, "xb") as new:
+                for piece in delta.unpack([folder / packed.name for folder in folders], files[packed.stem]):
+                    new.write(piece)
+                    progressed()
+            packed.unlink()
+    except (ValueError, LookupError, OSError) as error:
+        raise BadWeights(f"version {manifest.version} does not follow from earlier ones: {error!r}") from None
+    for folder in filter(Path.is_dir, private.iterdir()):
+        shutil.rmtree(folder)
+    return replace(manifest, files={path.name: path.stat().st_size for path in private.iterdir()})
+
+
+def _opened(folder: Path) -> dict[str, BinaryIO]:
+    """Opens the safetensors files; they can be read until they are closed, even if the folder is deleted."""
+    return {path.name: open(path, "rb") for path in folder.glob("*.safetensors")}
+
+
+class Fetcher:
+    """Fetches the next version while the engine still decodes, one at a time because there is one private folder."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._last: Whole | None = None
+        self._wanted: Published | None = None
+        self._coming: Future[Fetched] = Future()  # fetch of the wanted version
+        self._pieces = 0  # pieces of files that the thread has read so far
+
+    def start(self, published: Published) -> None:
+        """Starts to fetch a version, unless that has already started."""
+        if published == self._wanted:
+            return
+        if self._wanted is not None:  # the trainer was started again, or announced a newer version
+            with contextlib.suppress(Exception):
+                shutil.rmtree(self._awaited().folder, ignore_errors=True)
+        self._wanted, self._coming = published, Future()
+        threading.Thread(target=self._fetch, args=(published, self._coming), name="fetch", daemon=True).start()
+
+    def has(self, published: Published) -> bool:
+        """Returns whether `finish` would return or raise at once for this version."""
+        return published == self._wanted and self._coming.done()
+
+    def finish(self, published: Published) -> Fetched:
+        """Returns the version once it is fetched; starts to fetch it if necessary. Raises BadWeights."""
+        self.start(published)
+        fetched = self._awaited()
+        self._last = fetched.whole
+        return fetched
+
+    def _fetch(self, published: Published, coming: Future[Fetched]) -> None:
+        try:
+            coming.set_result(fetch(published, self._config, self._count, self._last))
+        except BaseException as error:
+            coming.set_exception(error)
+
+    def _count(self) -> None:
+        self._pieces += 1
+
+    def _awaited(self) -> Fetched:
+        """Waits for the thread, and reports its reading as this process's progress. Raises the fetch's exception."""
+        seen, coming = self._pieces, self._coming
+        self._wanted, self._coming = None, Future()  # only the caller keeps the tensors' memory
+        while not wait([coming], timeout=_LOOK_S).done:
+            if self._pieces != seen:
+                seen = self._pieces
+                report_progress("verifying weights")
+        return coming.result()
+
+
+def scratch_dir(config: Config, size: int = 0) -> Path:
+    """Returns this process's private folder, in memory if it fits: the copy lives for one reload."""
+    parent = _SCRATCH_PARENTS[0 if has_room(size) else 1]
+    return parent / f"{_scratch_prefix(config)}{os.getpid()}"
+
+
+def remove_stale_scratch(config: Config) -> None:
+    """Removes the folders of samplers of this run that were killed during a reload."""
+    for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{_scratch_prefix(config)}*")):
+        if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _scratch_prefix(config: Config) -> str:
+    return f"{durable.run_tag(config.run.output_dir)}-reload-"

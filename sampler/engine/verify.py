@@ -1,0 +1,122 @@
+"""Copies a published version into a private folder and checks every byte against its manifest (weights.py)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config import Config
+from common.files.weights import BadWeights, Manifest, NotVisible, Published
+from model.files import lora
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_CHUNK = 1 << 22
+_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # errors of a network file system for a file it does not know yet
+
+
+def copy_files(
+    published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
+) -> None:
+    """Copies the version's files into a new private folder, and checks their sizes.
+
+    Whole weights on the file system of `private_dir`, which is memory, are linked: such a file is on this host, is
+    never written again, and stays when the trainer prunes its version. All other files are copied, so that what is
+    checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps
+    the files of adapters open. progressed: called every few MB.
+
+    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or shorter than
+    announced.
+    """
+    if manifest.version != published.version:
+        raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")
+    for name in manifest.files:
+        if not _SAFE_NAME.fullmatch(name):
+            raise BadWeights(f"file name {name!r} in the manifest is not allowed")
+        if not os.path.lexists(path := Path(published.weights_dir) / name):  # checked before gigabytes are copied
+            raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
+    private_dir.mkdir(parents=True, mode=0o700)
+    for name, expected in manifest.files.items():
+        source, target = Path(published.weights_dir) / name, private_dir / name
+        try:
+            if not (name.startswith("model-") and _link(source, target)):
+                _copy(source, target, progressed)
+            found = target.lstat()
+        except OSError as error:
+            kind = NotVisible if error.errno in _MAY_APPEAR else BadWeights
+            raise kind(f"cannot copy {source} to {private_dir}: {error.strerror}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise BadWeights(f"{source} is not a plain file")
+        if found.st_size != expected:
+            kind = NotVisible if found.st_size < expected else BadWeights
+            raise kind(f"{source} has {found.st_size} bytes, the manifest says {expected}")
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Returns whether a hard link was made: not across file systems, or on one without links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _copy(source: Path, target: Path, progressed: Callable[[], None]) -> None:
+    # the flags refuse symbolic links and do not wait for the writer of a pipe
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
+        while chunk := reader.read(_CHUNK):
+            writer.write(chunk)
+            progressed()
+
+
+def checked_tensors(
+    folder: Path, manifest: Manifest, config: Config, progressed: Callable[[], None] = lambda: None
+) -> dict[str, Tensor]:
+    """Returns the tensors of the version's files, in the memory in which they were checked: a mapping, read once.
+
+    Raises BadWeights unless they equal the manifest's bit by bit, are finite, and are what this config publishes.
+    """
+    from model.checksum import all_finite, describe
+
+    tensors = _mapped(folder, manifest)
+    missing = sorted(manifest.tensors.keys() - tensors.keys())
+    extra = sorted(tensors.keys() - manifest.tensors.keys())
+    if missing or extra:
+        raise BadWeights(f"tensors missing {missing[:3]} or not expected {extra[:3]}")
+    _require_kind(folder, manifest, config)
+    for name, tensor in tensors.items():
+        if (found := describe(tensor)) != manifest.tensors[name]:
+            raise BadWeights(f"tensor {name} is {found}, expected {manifest.tensors[name]}")
+        if tensor.numel() and not all_finite(tensor):
+            raise BadWeights(f"tensor {name} of version {manifest.version} is not finite")
+        progressed()
+    return tensors
+
+
+def _mapped(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+        try:
+            tensors |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise BadWeights(f"{name} is not a whole safetensors file: {error}") from None
+    return tensors
+
+
+def _require_kind(folder: Path, manifest: Manifest, config: Config) -> None:
+    """Raises BadWeights unless adapters come to an engine of adapters, and whole weights to another."""
+    if config.lora.publishes_adapters:
+        lora.require_expected(folder, manifest.tensors, config)
+    elif lora.SETTINGS in manifest.files:
+        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")

@@ -1,0 +1,114 @@
+"""Extends vLLM's worker: loads a checked version, and proves that the model holds it.
+
+vLLM loads it by name through `worker_extension_cls`, and mixes it into its worker class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from common.files.weights import TensorInfo
+from common.processes.exits import die_with_parent
+from common.processes.watchdog import report_progress
+from model.checksum import checksum
+from model.cpu.repeated_rows import RepeatedRows, takes_rows
+from sampler.engine import vllm_insides
+from sampler.engine.engine_layout import Layout
+from sampler.engine.engine_tensors import Proof, prove, prove_adapters, spoil
+from sampler.engine.routing import Routing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightExtension:
+    model_runner: Any  # vLLM's worker provides both
+    reload_weights: Any
+    repeated_rows: RepeatedRows | None = None
+    routing: Routing
+    layout: Layout | None = None  # layout of the published tensors in this model, since the first load
+
+    def report_layers(self) -> None:
+        """Makes each layer report progress: a forward pass on a CPU may exceed the allowed silence."""
+        for layer in vllm_insides.layers_of(self.model_runner.model):
+            layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+
+    def spare_other_models(self) -> None:
+        """Keeps vLLM's class changes from other models in this worker's process."""
+        vllm_insides.spare_other_models(self.model_runner.model)
+
+    def end_with_engine(self) -> None:
+        """Ends this worker, which is a process of its own, when its parent ends.
+        When its engine is killed, vLLM's worker ends by itself unless it is stopped, or waits for ever while it
+        notifies its own reader (SpinCondition.cancel): then it would keep its GPU."""
+        die_with_parent()
+
+    def compute_rows_once(self) -> None:
+        """Makes a model on a CPU compute equal rows once (repeated_rows.py): rows cost time, comparing does not."""
+        settings = self.model_runner.vllm_config
+        decoder = getattr(vllm_insides.language_model(self.model_runner.model), "model", None)
+        if settings.lora_config is not None or settings.parallel_config.pipeline_parallel_size > 1:
+            return
+        if takes_rows(decoder) and (attentions := vllm_insides.attentions_of(self)):
+            block_size = settings.cache_config.block_size
+            self.repeated_rows = RepeatedRows(decoder, attentions, vllm_insides.metadata_of_step, block_size)
+
+    def record_routing(self, context: Callable[[], Any]) -> None:
+        """Starts to record routing (routing.py); `context` is vllm's get_forward_context."""
+        whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
+        self.routing = Routing(self.model_runner, context, whole)
+
+    def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the routing of requests that have just finished."""
+        return [self.routing.of_request(request_id) for request_id in request_ids]
+
+    def load_weights_from(
+        self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
+    ) -> Proof:
+        """Replaces all parameters by the safetensors files in `folder` and compares them with the published ones.
+
+        Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
+        compared. tensors: the files' own; without them this function maps the files.
+        """
+        weights = tensors or _mapped(Path(folder))
+        self.layout = self.layout or Layout()
+        is_first = self.layout.is_new
+        self._load(weights, self.layout)
+        if not expected:
+            return Proof()
+        proof = prove(self.model_runner.model, expected, self.layout, weights)
+        if is_first and self.layout.computed:  # loads once more to see whether a load reaches them
+            self._load(weights, self.layout)
+            proof = prove(self.model_runner.model, expected, self.layout, weights)
+        if tensors is None:
+            other = [name for name, info in expected.items() if checksum(weights[name]) != info.checksum]
+            proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
+        return proof
+
+    def _load(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
+        model = self.model_runner.model
+        spoil(model, layout)
+        vllm_insides.forget_packed_experts(model)
+        self.reload_weights(weights_iterator=vllm_insides.by_expert(model, _one_by_one(weights)))
+        vllm_insides.copy_sinks(model, weights)
+        vllm_insides.tie_again(model)
+
+    def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
+        """Compares the engine's adapter with the published one; with None it returns an empty proof."""
+        return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
+
+
+def _mapped(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for item in tensors.items():
+        report_progress("loading weights")
+        yield item

@@ -1,0 +1,204 @@
+"""Reads the rows of a data source: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
+
+A .jsonl or .json file is read unchanged: the `datasets` library, which reads all other sources (a git clone of a hub
+repository is a folder too), would make times of strings that look like dates, and floats of large integers. A row that
+is a list becomes one with a column `conversation`. NaN, which pandas writes for a cell without a value, becomes None.
+The bytes of files, mainly images, stay in the table that `datasets` maps into memory, and are read when they are
+needed. Left out: streaming (group g must be addressable).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from common.errors import UserError
+from common.paths import did_you_mean
+from model.files.hub import not_to_be_had
+from sampler.prompts.progress import counted
+from sampler.prompts.tables import rows_of_table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Table: TypeAlias = "list[dict[str, Any]] | Dataset"
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_NO_JSON = (ValueError, RecursionError)
+_JSON = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
+_SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
+_SUBSETS_THERE = re.compile(
+    r"(?:pick one among the available configs|Available|Available configs in the cache): (\[[^\]]*\])"
+)
+
+
+def read_rows(spec: str) -> list[dict[str, Any]]:
+    """Returns the rows, at least one, of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
+
+    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table.
+
+    The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
+    UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
+    data set that is not found or cannot be read.
+    """
+    source, split = _split_off(spec)
+    parts = _take(_splits(source), split, source)
+    rows = [row for part in parts for row in (part if isinstance(part, list) else rows_of_table(part))]
+    if not rows:
+        raise UserError(f"{spec} has no rows")
+    return rows
+
+
+def check_there(spec: str) -> None:
+    """Raises UserError for a local file or folder that does not exist or has no format we read. Imports nothing."""
+    path, _ = _path_and_subset(_split_off(spec)[0])
+    name = str(path)
+    looks_local = spec.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
+    if looks_local and not path.exists():
+        raise UserError(f"data: no file or folder {name}.{did_you_mean(path)}")
+    if path.is_file() and path.suffix not in _FORMATS:
+        raise UserError(f"data: {name} is not one of {', '.join(_FORMATS)}; convert it, for example to .jsonl")
+    if path.is_dir() and not (path / "README.md").is_file():
+        kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FORMATS})
+        if ".parquet" in kinds and len(kinds) > 1:  # `datasets` would read the commonest kind and ignore the others
+            raise UserError(
+                f"data: folder {name} holds {' and '.join(kinds)} files; name one file, or split the folder"
+            )
+
+
+def _split_off(spec: str) -> tuple[str, str | None]:
+    """Splits "openai/gsm8k:main@train[:512]" into ("openai/gsm8k:main", "train[:512]"); paths may have an @."""
+    if Path(spec).expanduser().exists():
+        return spec, None
+    source, at, split = spec.rpartition("@")
+    return (source, split) if at and _SPLIT.fullmatch(split) else (spec, None)
+
+
+def _path_and_subset(source: str) -> tuple[Path, str]:
+    """Returns (Path("openai/gsm8k"), "main") for "openai/gsm8k:main"; a colon in a folder's name stays."""
+    if Path(source).expanduser().exists():
+        return Path(source).expanduser(), ""
+    name, _, subset = source.partition(":")
+    return Path(name).expanduser(), subset
+
+
+def _splits(source: str) -> Mapping[str, Table]:
+    """Returns all splits of the data set. Raises UserError."""
+    check_there(source)
+    path, subset = _path_and_subset(source)
+    if path.is_file() and _FORMATS[path.suffix] == "json":
+        return {"train": _rows_of_json(path)}
+
+    import datasets  # costs half a second; user errors above come first
+
+    try:
+        if not path.exists():
+            return datasets.load_dataset(str(path), subset or None)
+        datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
+        if path.is_file():
+            return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(str(path))
+            return {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
+        return datasets.load_dataset(str(path), subset or None)
+    except Exception as error:
+        raise _explained(error, str(path), subset, is_local=path.exists()) from error
+
+
+def folder_of(spec: str) -> Path:
+    """Returns the folder at which relative paths in the rows of a local data set start."""
+    path, _ = _path_and_subset(_split_off(spec)[0])
+    return path if path.is_dir() else path.parent
+
+
+def _rows_of_json(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a JSON list or of a JSON-lines file; each has the columns of all, None where it lacks one.
+
+    [["a", "b"]] → [{"conversation": ["a", "b"]}]. Raises UserError with the line that is no JSON or no row.
+    """
+    rows, names = list[dict[str, Any]](), dict[str, str]()
+    try:
+        for number, row in enumerate(counted(_values(path), "reading rows"), 1):
+            if not isinstance(row, dict | list):
+                raise UserError(f"data: {path}: row {number} is {row!r:.80}, not an object; write one per line")
+            row = row if isinstance(row, dict) else {"conversation": row}
+            rows.append({names.setdefault(name, name): value for name, value in row.items()})  # one object per name
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data: {path} cannot be read: {error}") from None
+    columns = list(names)
+    return [row if list(row) == columns else {name: row.get(name) for name in columns} for row in rows]
+
+
+def _values(path: Path) -> Iterator[Any]:
+    """Yields the values of a file with one per line, which is never held whole, or with one list of them."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:  # JSON may contain other ends of lines, such as U+2028
+        first = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if first.lstrip().startswith("["):
+            with contextlib.suppress(*_NO_JSON):  # otherwise the file has one list per line
+                yield from _JSON.decode(file.read())
+                return
+            file.seek(0)
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield _JSON.decode(line)
+                except _NO_JSON as error:
+                    raise UserError(
+                        f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
+                    ) from None
+
+
+def _explained(error: Exception, name: str, subset: str, is_local: bool) -> UserError:
+    """Returns the error for an exception of `datasets`: a wrong subset, or a data set not found or unreadable."""
+    if found := _SUBSETS_THERE.search(str(error)):
+        subsets = re.findall(r"'([^']*)'", found[1])
+        near = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
+        there = f"no subset {subset!r}; its subsets are" if subset else "subsets"
+        return UserError(f"{name} has {there} {', '.join(subsets)}. Write {name}:{near[0]}@train")
+    if is_local:
+        first_line = next(iter(str(error).splitlines()), "")
+        return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line}")
+    return not_to_be_had(name, error, "data set")
+
+
+def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:
+    """Returns the rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
+    sizes = {str(name): len(rows) for name, rows in splits.items()}
+    there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
+    if split is None:
+        split = "train" if "train" in sizes else next(iter(sizes))
+        if split != "train" and len(sizes) > 1:
+            raise UserError(f"{source} has splits {there}; write for example {source}@{split}")
+    for part in split.split("+"):
+        if (name := part.partition("[")[0]) not in sizes:
+            raise UserError(f'split "{name}" is not in {source}; it has {there}')
+    if split in sizes:
+        return [_checked(splits[split], source)]
+    import datasets
+
+    try:
+        pieces = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f'split "{split}" of {source}: {error}. Slices look like train[:512] or train[10%:20%]'
+        ) from None
+    parts = [(_checked(splits[p.splitname], source), p.from_, max(p.from_, p.to)) for p in pieces]
+    return [rows[start:end] if isinstance(rows, list) else rows.select(range(start, end)) for rows, start, end in parts]
+
+
+def _checked(rows: Table, source: str) -> Table:
+    """Returns the rows. Raises UserError for a column of text in JSON that `datasets` took for dates."""
+    if not isinstance(rows, list) and rows.info.builder_name == "json":
+        for name, feature in rows.features.items():
+            if "timestamp" in str(feature):
+                raise UserError(
+                    f"data: column {name} of {source} holds text that is read as dates, and would be changed; name its "
+                    ".jsonl file, which is read as it is"
+                )
+    return rows

@@ -1,0 +1,198 @@
+"""Runs rollouts of agents, which own their loop: an agent requests a completion whenever it likes, with any messages.
+
+    start ─► Asking ─► turn ─► Said ─► Asking ─► … ─► Done or failed ─► Sampled
+             endpoint  engine          it is read, or it is not and does not train
+
+Requests of one rollout may run in parallel. When the rollout ends, its turns are sorted by their tokens, so that each
+turn follows the one with which it shares the longest prefix: extensions first, then forks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from environments import Done, Failed
+from environments.chat_completions import Refused
+from environments.endpoint import Asking
+from sampler.engine.completions import Completion, SamplingParams
+from sampler.prompts.dataset import sampling_seed
+from sampler.turns.chat import AgentTurn, Asked, Chat
+from sampler.turns.episode import Episode, Played, shared
+from sampler.turns.episodes import MAX_REASON, Episodes, RunningGroup, Sampled
+
+Ids = NDArray[np.int32]
+
+
+@dataclass
+class AgentRollout:
+    """The state of an agent's rollout that has not ended yet."""
+
+    turns: dict[Asking, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
+    running: dict[Asking, Asked] = field(default_factory=dict)  # requests in the engine
+    firsts: list[Asked] = field(default_factory=list)  # requests made before any answer: each may be the group's prompt
+    spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
+    refusal: str = ""  # message of the first refusal at a limit
+
+    @property
+    def asked(self) -> list[Asked]:
+        return [*(turn.asked for turn in self.turns.values()), *self.running.values()]
+
+    @property
+    def first(self) -> Ids:
+        """Returns the rollout's prompt: the longest of its first requests whose answer the agent read."""
+        read = [turn.asked for turn in self.turns.values()]
+        firsts = [asked.ids for asked in self.firsts if asked in read] or [read[0].ids]
+        return max(firsts, key=lambda ids: (len(ids), ids.tolist()))
+
+
+class Agents(Episodes):
+    """Runs the rollouts of agents. The key of a turn in the engine is (prompt, (rollout, Asking))."""
+
+    _template: Chat
+
+    def abort(self, keys: Collection[Any]) -> None:
+        running = [(key, i, rollout) for key in keys for i, rollout in self._groups[key].running.items()]
+        self._engine.abort({(key, (i, asking)) for key, i, rollout in running for asking in rollout.running})
+        super().abort(keys)
+
+    def _answered(self, key: Any, i: int, reply: Any) -> None:
+        group = self._groups[key]
+        rollout: AgentRollout = group.running.setdefault(i, AgentRollout())
+        if not isinstance(reply, Asking):
+            self._end(group, i, rollout, reply)
+        elif reply.is_read is None:
+            self._ask(key, i, group, reply)
+        elif not reply.is_read:
+            if was_running := rollout.running.pop(reply, None) is not None:
+                self._engine.abort({(key, (i, reply))})
+            group.unread += was_running or rollout.turns.pop(reply, None) is not None
+
+    def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
+        """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
+        del group.running[i]
+        wants_reward = "environment" in self._config.rewards.reward_funcs
+        if isinstance(reply, Failed) and reply.kind == "error" and rollout.refusal:
+            reply = Done(seconds=reply.seconds)  # the agent raised because it was refused: a truncated rollout
+        if isinstance(reply, Done) and reply.reward is None and wants_reward and rollout.refusal:
+            reply = replace(reply, reward=0.0)  # the reward of an environment without get_reward
+        if isinstance(reply, Failed):
+            group.failures[i] = reply.reason[:MAX_REASON]
+        elif not rollout.turns:
+            group.failures[i] = f"the agent has ended without a completion. {rollout.refusal}".strip()[:MAX_REASON]
+        elif reply.reward is None and wants_reward:
+            group.failures[i] = "the agent gave no reward, and rewards.reward_funcs has environment"
+        else:
+            group.ended[i] = rollout, reply
+
+    def _ask(self, key: Any, i: int, group: RunningGroup, asking: Asking) -> None:
+        rollout: AgentRollout = group.running[i]
+        try:
+            asked = self._template.asked(asking.ask, rollout.turns.values())
+            params = self._params(group, i, asking, asked)
+            self._engine.submit((key, (i, asking)), asked.ids, params, ())
+            rollout.running[asking] = asked
+        except Exception as error:  # the template or the engine may fail on messages that an agent wrote
+            if isinstance(error, Refused):  # refused at a limit
+                rollout.refusal = rollout.refusal or str(error)
+            asking.tell(Refused(str(error)))
+
+    def _params(self, group: RunningGroup, i: int, asking: Asking, asked: Asked) -> SamplingParams:
+        """Returns the sampling parameters of a request. Raises Refused at a limit."""
+        rollout, ask = group.running[i], asking.ask
+        room, seed = self._room(group, rollout, asked), group.params.seed
+        if seed is not None:  # from the request's content: parallel requests arrive in any order
+            same = sum(np.array_equal(asked.ids, other.ids) for other in rollout.asked)
+            told = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
+            seed = sampling_seed(seed + i, int.from_bytes(told.digest(), "little"))
+        max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
+        params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
+        if not ask.stream or ask.reads_calls:
+            return params
+        return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
+
+    def _room(self, group: RunningGroup, rollout: AgentRollout, asked: Asked) -> int:
+        """Returns the tokens left for a completion. Raises Refused at a limit; the rollout then gets no more turns."""
+        turns, longest = self._config.rollout.max_turns, self._config.data.max_prompt_length
+        tokens = group.params.max_tokens
+        if len(rollout.asked) >= turns:
+            raise Refused(f"the rollout has had its {turns} turns (rollout.max_turns)")
+        if not rollout.asked and len(asked.ids) > longest:
+            raise Refused(f"a first prompt of {len(asked.ids)} tokens, more than data.max_prompt_length {longest}")
+        known = [(len(turn.asked.ids), turn.ids) for turn in rollout.turns.values()]
+        known += [(len(other.ids), other.ids) for other in rollout.running.values()]
+        both = [(shared(asked.ids[:-1], ids), prompt, len(ids)) for prompt, ids in known]
+        most = max((n for n, *_ in both), default=len(asked.ids))
+        # a turn follows at least one token of its own, and `played` may sort it before the turn that it forks from
+        kept = [n if prompt < n == whole else min(n, prompt - 1) for n, prompt, whole in both if n == most]
+        observed = len(asked.ids) - min(kept, default=most)
+        if (room := tokens - rollout.spent - observed) < 1:
+            raise Refused(f"the rollout has no room left in {tokens} tokens (sampler.max_completion_length)")
+        if not rollout.turns and len(asked.ids) <= longest:
+            rollout.firsts.append(asked)
+        rollout.spent += observed
+        return room
+
+    def _sampled(self, key: Any, i: Any, completion: Completion) -> None:
+        """Stores a turn, and cuts it if parallel requests, each of which may use all tokens left, used up too many."""
+        i, asking = i
+        rollout, limit = self._groups[key].running[i], self._groups[key].params.max_tokens
+        completion = completion.cut(limit - rollout.spent)
+        rollout.spent += len(completion.token_ids)
+        if rollout.spent >= limit and completion.finish_reason == "length":
+            rollout.refusal = rollout.refusal or f"used up its {limit} tokens (sampler.max_completion_length)"
+        asked = rollout.running.pop(asking)
+        if not len(completion.token_ids):
+            asking.tell(Refused(rollout.refusal))
+            return
+        rollout.turns[asking], said = self._template.said(asked, completion)
+        asking.tell(said)
+
+    def _over(self, group: RunningGroup) -> Sampled:
+        """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""
+        if not group.ended:
+            return super()._over(group)
+        ended, limit, longest = group.ended, group.params.max_tokens, self._config.data.max_prompt_length
+        [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in ended.values()).most_common(1)
+        firsts = [rollout.first for rollout, _ in ended.values() if rollout.first[0] == begin]
+        prompt_ids = firsts[0][: min(longest, *(shared(firsts[0], first) for first in firsts))]
+        for i, (rollout, done) in sorted(ended.items()):
+            ended[i] = played(rollout, done, prompt_ids)
+            if rollout.first[0] != begin:
+                group.failures[i] = "its first prompt has no token in common with those of its group"
+            elif (length := len(ended[i].token_ids)) > limit:
+                what = f"its first prompt differs from those of its group, and with it are {length} tokens"
+                group.failures[i] = f"{what}, more than sampler.max_completion_length {limit}"
+        group.ended = {i: whole for i, whole in ended.items() if i not in group.failures}
+        group.prompt = replace(group.prompt, token_ids=prompt_ids)
+        return super()._over(group)
+
+
+def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
+    """Returns the rollout as it is trained on; each turn follows the one with which it shares the longest prefix."""
+    first, turns = rollout.first, [*rollout.turns.values()]
+
+    def place(turn: AgentTurn) -> tuple[bool, list[int]]:
+        return shared(first, turn.asked.ids) < len(first), turn.ids.tolist()
+
+    episode = Episode(len(turns), sum(len(turn.ids) for turn in turns) + 1)
+    for turn in sorted(turns, key=place):
+        if episode.parts or len(turn.asked.ids) > len(prompt_ids):
+            episode = episode.asked(prompt_ids, turn.asked.ids)
+        episode = episode.sampled(turn.completion, turn.asked.begun + turn.text)
+    last, begin = [*turns[-1].asked.ask.messages, turns[-1].message], turns[0].asked.ask.messages
+    return replace(
+        episode.played(),
+        finish_reason="length" if rollout.refusal else "stop",
+        messages=(*last[len(begin) if last[: len(begin)] == begin else 0 :], *done.messages),
+        environment_reward=done.reward,
+        tool_calls=sum(len(turn.calls) for turn in turns),
+        tool_errors=sum(bool(call.problem) for turn in turns for call in turn.calls),
+        environment_s=done.seconds,
+    )
