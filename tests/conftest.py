@@ -18,7 +18,9 @@ import psutil
 import pytest
 import pytest_timeout
 
-from tests.support.processor import library  # noqa: F401  a fixture
+from tests.support.namespaces import hosts  # noqa: F401  a fixture, as the next ones
+from tests.support.processor import library  # noqa: F401
+from tests.support.slurm import cluster  # noqa: F401
 from tests.support.speed import limit, slowness
 from tools.benchmarks.bench import machine
 

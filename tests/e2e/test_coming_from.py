@@ -4,7 +4,6 @@ functions and a config with the keys alone that docs/coming_from.md names. The t
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import yaml
 from common.paths import ROOT
 from examples.drawings import Drawings
 from report.run_log import read_jsonl
+from tests.support.own_process import run
 from tests.support.pupils import files_of
-from tests.support.speed import limit
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
 
@@ -33,15 +32,15 @@ def keys(config: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def trained(framework: str, folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The metrics of the run."""
+    """The metrics of the run, with the functions of the page in ours.py."""
     page = (ROOT / "docs" / "coming_from.md").read_text()
     (section,) = re.findall(rf"^## {framework}\b.*?(?=^## |\Z)", page, re.M | re.S)
     assert [key for key in keys(config) if f"`{key}`" not in section] == [], "not on the page"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (folder / "ours.py").write_text(code)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     environment = os.environ | {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "launcher.run", f"{folder}/run.yaml"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(400))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run([sys.executable, "-m", "launcher.run", f"{folder}/run.yaml"], 400, env=environment)
     metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2] and all(m["grad_norm"] > 0 and not m["tombstones"] for m in metrics)
     return metrics
@@ -101,7 +100,6 @@ def test_a_parquet_file_for_verl_and_its_function(tmp_path: Path) -> None:
         '    assert data_source == "mine/trains" and extra_info["split"] == "train"\n'
         '    return float(solution_str.endswith(f"#### {ground_truth}")) - len(solution_str) / 1000\n'
     )
-    (tmp_path / "ours.py").write_text(functions_of_the_page())
     metrics = trained("verl", tmp_path, {
         "model": {"path": f"{tmp_path}/model", "gradient_checkpointing": True},
         "data": {"train": f"{tmp_path}/train.parquet", "eval": f"{tmp_path}/test.parquet", "prompt_key": "prompt",
@@ -121,14 +119,13 @@ def test_a_parquet_file_for_verl_and_its_function(tmp_path: Path) -> None:
 @full
 def test_a_parquet_file_with_images_for_easyr1_with_its_format_prompt_and_function(tmp_path: Path) -> None:
     files_of(Drawings(num_train=16, num_test=4, num_clean_steps=20, num_careless_steps=0, batch_size=16), tmp_path)
-    given = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     rows = [
         {
             "images": [{"bytes": (tmp_path / row["images"][0]).read_bytes()}],
             "problem": "<image>" + row["question"].removeprefix("<image>"),
             "answer": row["answer"],
         }
-        for row in given
+        for row in read_jsonl(tmp_path / "train.jsonl")
     ]
     features = {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string")}
     features["answer"] = datasets.Value("string")
@@ -139,7 +136,6 @@ def test_a_parquet_file_with_images_for_easyr1_with_its_format_prompt_and_functi
         '    right = [float(row["ground_truth"] in row["response"]) for row in reward_inputs]\n'
         '    return [{"overall": r - len(row["response"]) / 1000} for r, row in zip(right, reward_inputs)]\n'
     )
-    (tmp_path / "ours.py").write_text(functions_of_the_page())
     metrics = trained("EasyR1", tmp_path, {
         "model": {"path": f"{tmp_path}/model", "freeze_vision_tower": True},
         "data": {"train": f"{tmp_path}/train.parquet@train[:12]", "eval": f"{tmp_path}/train.parquet@train[12:]",
@@ -155,8 +151,3 @@ def test_a_parquet_file_with_images_for_easyr1_with_its_format_prompt_and_functi
         "run": {"output_dir": f"{tmp_path}/run"},
     })  # fmt: skip
     assert metrics[0]["rewards/accuracy/mean"] != 0
-
-
-def functions_of_the_page() -> str:
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "coming_from.md").read_text(), re.M | re.S)
-    return str(code)

@@ -19,6 +19,7 @@ import yaml
 from common.paths import ROOT
 from report.run_log import read_jsonl
 from tests.support.clone import BACKEND, Clone
+from tests.support.own_process import alive
 from tests.support.speed import limit, until
 from tests.support.tier import full
 
@@ -61,8 +62,15 @@ def test_one_image_has_one_name_and_the_manifest_is_given_time_and_room() -> Non
     assert mounted == {volume["name"] for volume in POD["volumes"]}
 
 
-def probe(name: str, folder: Path, hours_ago: float) -> bool:
-    """Whether the probe succeeds over a run folder whose files are that old, of a pod that started before."""
+def succeeds(probe: str, folder: Path) -> bool:
+    """The manifest's probe, with folder in the place of /shared and of the folder of `started`."""
+    words = CONTAINER[probe]["exec"]["command"]
+    here = [word.replace("/shared", f"{folder}").replace("/tmp/started", f"{folder}/started") for word in words]
+    return subprocess.run(here, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def make_files(folder: Path, hours_ago: float) -> None:
+    """A run folder whose files are that old, of a pod that started before."""
     (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
     for path, older_s in (
         (folder / "started", 60),
@@ -71,37 +79,29 @@ def probe(name: str, folder: Path, hours_ago: float) -> bool:
     ):
         path.touch()
         os.utime(path, (at := time.time() - 3600 * hours_ago - older_s, at))
-    command = [
-        word.replace("/shared", f"{folder}").replace("/tmp/started", f"{folder}/started")
-        for word in CONTAINER[name]["exec"]["command"]
-    ]
-    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["readinessProbe", "livenessProbe"])
 def test_a_probe_succeeds_by_progress_alone(name: str, tmp_path: Path) -> None:
-    assert probe(name, tmp_path, 0.5) and not probe(name, tmp_path, 1.2)
+    for hours_ago in (0.5, 1.2):
+        make_files(tmp_path, hours_ago)
+        assert succeeds(name, tmp_path) == (hours_ago < 1)
     os.utime(tmp_path / "started")  # another pod, on the steps of the one before
-    (tmp_path / "run" / "metrics.jsonl").touch()
     os.utime(tmp_path / "run" / "metrics.jsonl", (time.time() - 600,) * 2)
-    words = [
-        word.replace("/shared", f"{tmp_path}").replace("/tmp/started", f"{tmp_path}/started")
-        for word in CONTAINER[name]["exec"]["command"]
-    ]
-    assert (subprocess.run(words, check=False).returncode == 0) == (name == "livenessProbe")
+    assert succeeds(name, tmp_path) == (name == "livenessProbe")
 
 
 class Pod:
     """The container, once started."""
 
     def __init__(self, folder: Path, clone: Clone):
-        self.shared, self.mark, mounts = folder / "shared", uuid.uuid4().hex, folder / "root"
+        self.shared, self.tag, mounts = folder / "shared", uuid.uuid4().hex, folder / "root"
         for made in (self.shared, mounts):
             made.mkdir(exist_ok=True)
         env = os.environ | {"ROOT": str(mounts), "CLONE": str(clone.folder), "SHARED": str(self.shared)}
         contained = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-euc", CONTAINED, "pod"]
-        words = [*image_environment(), f"POD={self.mark}", *CONTAINER["command"], *CONTAINER["args"]]
-        self.log = folder / f"pod-{self.mark}.log"
+        words = [*image_environment(), f"TANDEM_TEST_TAG={self.tag}", *CONTAINER["command"], *CONTAINER["args"]]
+        self.log = folder / f"pod-{self.tag}.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen([*contained, *words], env=env, stdout=log, stderr=log)
 
@@ -119,9 +119,6 @@ class Pod:
     def steps(self) -> int:
         return len(read_jsonl(self.shared / "run" / "metrics.jsonl"))
 
-    def left(self) -> list[int]:
-        return [p.pid for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("POD") == self.mark]
-
 
 def trains_and_is_ended(pod: Pod, steps: int) -> int:
     """From so many steps on. The steps that it has trained, all of them saved."""
@@ -132,7 +129,7 @@ def trains_and_is_ended(pod: Pod, steps: int) -> int:
     assert pod.succeeds("readinessProbe") and pod.succeeds("livenessProbe")
     pod.first.terminate()
     assert pod.process.wait(limit(60)) == 130, pod.log.read_text()[-3000:]
-    assert pod.left() == []
+    assert alive(pod.tag) == []
     saved = sorted((pod.shared / "run" / "checkpoints").glob("step_*"))
     assert saved[-1].name == f"step_{pod.steps():06d}"
     return pod.steps()

@@ -1,18 +1,16 @@
 """The tests of what depends on the processor, where torch, vLLM, oneDNN and MKL use fewer instructions than it has."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.speed import limit
+from tests.support.own_process import run
 from tests.support.tier import full
 from tools.families.families import NARROWER, proof
 from tools.families.models import BFLOAT16, random_model
 
-ROOT = Path(__file__).resolve().parents[2]
 NARROW = "vLLM holds it in torch.bfloat16, published is float32"
 UNIT = ("families", "layout", "linear", "logprobs", "attention", "log_softmax", "repeated_rows", "engine_tensors")
 FILES = [*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/engine/test_proof_engine.py"]
@@ -23,9 +21,7 @@ FILES = [*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/engine/test_pr
 @pytest.mark.parametrize("side", NARROWER)
 def test_rows_gradients_and_reloads_are_right_with_fewer_instructions(side: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--all", "-p", "no:cacheprovider", *FILES]
-    environment = os.environ | NARROWER[side]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(1700))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run(command, 1700, env=os.environ | NARROWER[side])
 
 
 @full

@@ -3,9 +3,9 @@
 import json
 import math
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,11 @@ from examples.drawings import Drawings
 from model.files.images import read_vision
 from report.run_log import read_jsonl
 from sampler.prompts.dataset import mixed_index
-from tests.support import namespaces
+from tests.support import namespaces, own_process
 from tests.support.judge_server import Server
 from tests.support.metrics_page import unexplained
-from tests.support.namespaces import two_hosts
 from tests.support.pupils import files_of
 from tests.support.recipes import NAMES, PAGE, RECIPES, TINY, beside, local, of_page
-from tests.support.speed import limit
 from tests.support.tier import full
 from tests.support.tiny import tiny_model, tiny_reward_model
 from trainer.link import recording
@@ -34,6 +32,7 @@ from trainer.link import recording
 pytestmark = pytest.mark.timeout(900)
 
 SMALLER = ("trainer.max_steps=3", "trainer.prompts_per_step=4", "sampler.num_generations=4", "trainer.save_steps=null")
+KNOWS_HOW_TO_CALL = Calculator(num_train=64, num_test=16, num_clean_steps=80, num_careless_steps=0)
 # Tells completions apart where a model gives no right answer: equal rewards have no gradient.
 REWARD = """
 def few_letters(completions, **columns):
@@ -45,8 +44,7 @@ def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.
     """Runs it in folder/run. Its metrics, of every step once, with weights that the sampler has proved."""
     (folder / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "launcher.run", config, f"run.output_dir={folder}/run", *words]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(400))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    own_process.run(command, 400, env=env)
     metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1))
     # a trainer that finds all groups of a step kept does not hear of a sampler in it
@@ -58,8 +56,7 @@ def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.
 
 
 def test_three_steps_with_a_calculator(tmp_path: Path) -> None:
-    knows_how_to_call = Calculator(num_train=64, num_test=16, num_clean_steps=80, num_careless_steps=0)
-    files = files_of(knows_how_to_call, tmp_path / "task")
+    files = files_of(KNOWS_HOW_TO_CALL, tmp_path / "task")
     metrics = trained("configs/quickstart_tools.yaml", tmp_path, *files, *SMALLER)
     assert len(metrics) == 3
     assert sum(m["rollout/tool_calls"] for m in metrics) > 0 and sum(m["rollout/observed_tokens"] for m in metrics) > 0
@@ -72,10 +69,7 @@ AGENT = ("rollout.tools=[]", "rollout.max_turns=7", "rewards.reward_funcs=[envir
 
 @pytest.mark.parametrize("kind", ["function", "command"])
 def test_two_steps_of_an_agent_that_only_knows_the_openai_package(kind: str, tmp_path: Path) -> None:
-    knows_how_to_call = Calculator(
-        num_train=64, num_test=16, num_clean_steps=80, num_careless_steps=0, context_length=512
-    )
-    files = files_of(knows_how_to_call, tmp_path / "task")
+    files = files_of(replace(KNOWS_HOW_TO_CALL, context_length=512), tmp_path / "task")
     folder = "tests/support/agents"
     agent = f"{folder}/assistant.py:solve" if kind == "function" else f"[{sys.executable}, {folder}/program.py]"
     more = ["trainer.max_steps=2", "run.record=true", "sampler.max_completion_length=200", "vllm.max_model_len=512"]
@@ -89,21 +83,11 @@ def test_two_sources_and_a_kill_between_two_steps(tmp_path: Path) -> None:
     """One with a calculator, one of single turns that another reward scores: the groups are those of a whole run."""
     files = files_of(Calculator(num_train=32, num_test=16, num_clean_steps=40, num_careless_steps=0), tmp_path / "task")
     short = f"{tmp_path}/reward.py:few_letters"
-    train = [
-        {"path": f"{tmp_path}/task/train.jsonl", "name": "tools", "weight": 3, "rewards": ["answer", "thrift"]},
-        {
-            "path": f"{tmp_path}/task/test.jsonl",
-            "name": "plain",
-            "weight": 1,
-            "rewards": ["few_letters"],
-            "rollout": {},
-        },
-    ]
+    tools = {"path": f"{tmp_path}/task/train.jsonl", "name": "tools", "weight": 3, "rewards": ["answer", "thrift"]}
+    held_out = {"path": f"{tmp_path}/task/test.jsonl", "name": "plain"}
+    train = [tools, held_out | {"weight": 1, "rewards": ["few_letters"], "rollout": {}}]
     words = [*files, *SMALLER, "trainer.max_steps=2", "trainer.save_steps=1", "run.record=true"]
-    words += [
-        f"data.train={json.dumps(train)}",
-        f"data.eval={json.dumps([{key: train[1][key] for key in ('path', 'name')}])}",
-    ]
+    words += [f"data.train={json.dumps(train)}", f"data.eval={json.dumps([held_out])}"]
     words += [f"rewards.reward_funcs=[answer, examples/calculator_tool.py:thrift, {short}]"]
     env = os.environ | {"TANDEM_FAILPOINT": "trainer.micro_batch:2:kill"}  # of each life: before the second step
     metrics = trained("configs/quickstart_tools.yaml", tmp_path, *words, env=env)
@@ -129,7 +113,7 @@ DRAWINGS = "configs/quickstart_vlm.yaml"
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "quickstart_vlm"
     files_of(Drawings(num_train=64, num_test=16, num_clean_steps=20, num_careless_steps=0, batch_size=16), folder)
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "train.jsonl")
     for row in rows[::3]:  # text alone
         row.update(images=[], question=row["question"].removeprefix("<image>"))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -174,8 +158,7 @@ ids = AutoTokenizer.from_pretrained({str(folder)!r})(text, return_tensors="pt")[
 kinds = (ids == model.config.image_token_id).int()
 print(model.generate(input_ids=ids, mm_token_type_ids=kinds, max_new_tokens=2, do_sample=False, **image).shape[1])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.strip().isdigit(), done.stderr[-3000:]
+    assert own_process.run([sys.executable, "-c", code], cwd="/").strip().isdigit()
 
 
 def check_replay(run: Path, given: list[str]) -> None:
@@ -184,9 +167,7 @@ def check_replay(run: Path, given: list[str]) -> None:
     there = [f"run.replay={run / recording.FILE}", f"run.output_dir={folder}", "data.train=no such rows"]
     command = [sys.executable, "training_worker.py", "--config", DRAWINGS, *given, *there]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    env = os.environ | rank | {"MASTER_PORT": str(free_port())}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit(200))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    own_process.run(command, 200, env=os.environ | rank | {"MASTER_PORT": str(free_port())})
     found, expected = (load_file(each / "final" / "model.safetensors") for each in (folder, run))
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
 
@@ -236,7 +217,7 @@ def test_python_of_the_page_and_of_the_notebook_runs_as_it_stands(what: str, tmp
         text = PAGE["From Python"].split("```python")[1].split("```")[0]
         code = [text.replace('"trainer.max_steps=20"', f"*{[*local(tmp_path), *TINY]}")]
     run = f"import sys; sys.path.append({str(ROOT)!r})\nfor cell in {code}: exec(cell, globals())"
-    subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True, timeout=limit(400))
+    own_process.run([sys.executable, "-c", run], 400, cwd=tmp_path)
 
 
 # ---- two ranks
@@ -259,11 +240,6 @@ def test_twenty_steps_of_five_prompts_on_two_ranks_are_on_policy_and_leave_their
 
 
 # ---- `launch.sh run --hosts`: ranks on two hosts, real vLLM on the second, an encrypted link between them
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    yield from two_hosts()
 
 
 @full

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,13 +27,13 @@ from common.errors import UserError
 from common.wire.ports import free_port
 from report.run_log import read_jsonl
 from tests.support.gloo_data import TRAINER, settings
-from tests.support.replay_worker import ENVIRONMENT, ROOT
-from tests.support.speed import limit, overdue, until
+from tests.support.own_process import alive, in_processes
+from tests.support.replay_worker import ENVIRONMENT, ROOT, prepare
+from tests.support.speed import overdue, until
 from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(900)
 INT, TERM = signal.SIGINT, signal.SIGTERM
-MARK = "TANDEM_SIGNALS_TEST"
 # A step takes a second, so that a signal meets it.
 SLOW = "import time\n\ndef slow(rewards):\n    time.sleep(0.25)\n    return rewards - rewards.mean()\n"
 
@@ -42,18 +43,13 @@ class Run:
     """Ranks that train in `folder`, as one of the ways to start them has started them."""
 
     folder: Path
-    mark: str
+    tag: str
     port: int
     started: list[subprocess.Popen[bytes]]
 
-    def everybody(self) -> list[psutil.Process]:
-        """All that were started, and what these started."""
-        found = psutil.process_iter(["environ"])
-        return [p for p in found if (p.info["environ"] or {}).get(MARK) == self.mark and p.status() != "zombie"]
-
     def ranks(self) -> list[psutil.Process]:
         """Not the launchers above them, which have the same words further behind."""
-        found = [p for p in self.everybody() if any("training_worker" in word for word in p.cmdline()[1:3])]
+        found = [p for p in alive(self.tag) if any("training_worker" in word for word in p.cmdline()[1:3])]
         return sorted((p for p in found if "RANK" in p.environ()), key=lambda p: p.environ()["RANK"])
 
     def steps(self) -> int:
@@ -72,7 +68,7 @@ def of_launcher(run: Run) -> psutil.Process:
 
 
 def group_of(run: Run) -> list[int]:
-    return [p.pid for p in run.everybody() if os.getpgid(p.pid) == run.started[0].pid]
+    return [p.pid for p in alive(run.tag) if os.getpgid(p.pid) == run.started[0].pid]
 
 
 ROLES: dict[str, tuple[str, Role, set[int]]] = {  # how it is started, who gets the signal, and the codes of the started
@@ -94,8 +90,7 @@ CASES = [(r, number, phase) for r in ROLES for phase in PHASES for number in ((I
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and a recording."""
     folder = tmp_path_factory.mktemp("recorded")
-    code = "import sys, pathlib; from tests.support.replay_worker import prepare; prepare(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, timeout=limit(120))
+    in_processes(partial(prepare, folder))
     return folder
 
 
@@ -106,13 +101,13 @@ def start(recorded: Path, folder: Path, way: str) -> Run:
     algorithm = {"adv_estimator": f"{folder}/slow.py:slow", "scale_rewards": "none"}
     config = settings(recorded, "unused", 3, run=run, trainer=trainer, algorithm=algorithm)
     (folder / "run.yaml").write_text(config.model_dump_json(exclude_unset=True))
-    mark, port = uuid.uuid4().hex, free_port()
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | ENVIRONMENT | {MARK: mark}
+    tag, port = uuid.uuid4().hex, free_port()
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | ENVIRONMENT
+    env |= {"TANDEM_TEST_TAG": tag}
     command = [str(ROOT / "training_worker.py"), "--config", str(folder / "run.yaml")]
     if way == "ours":
-        commands = [
-            ([sys.executable, "-m", "launcher.hosts.ranks", "0", "2", "2", "127.0.0.1", str(port), *command], env)
-        ]
+        words = ["-m", "launcher.hosts.ranks", "0", "2", "2", "127.0.0.1", str(port)]
+        commands = [([sys.executable, *words, *command], env)]
     elif way == "deepspeed":
         words = ["--num_gpus", "2", "--master_port", str(port), "--log_level", "critical"]
         commands = [([str(Path(sys.executable).parent / "deepspeed"), *words, *command], env)]
@@ -124,12 +119,7 @@ def start(recorded: Path, folder: Path, way: str) -> Run:
             subprocess.Popen(c, env=e, cwd=ROOT, stdout=log, stderr=log, start_new_session=way == "deepspeed")
             for c, e in commands
         ]
-    return Run(folder / "run", mark, port, started)
-
-
-def is_importing(pid: int) -> bool:
-    """torch, and so behind the first lines of the program, which look after signals."""
-    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return Run(folder / "run", tag, port, started)
 
 
 @pytest.fixture
@@ -137,7 +127,7 @@ def cleanup() -> Iterator[list[Run]]:
     runs: list[Run] = []
     yield runs
     for run in runs:
-        for process in run.everybody():
+        for process in alive(run.tag):
             process.kill()
         for popen in run.started:
             popen.wait()
@@ -158,7 +148,8 @@ def test_it_ends_in_order_and_leaves_nothing(
     if phase == "just started":
         codes = codes | {0, 1, -INT, -TERM, 256 - INT, 256 - TERM}  # DeepSpeed's of a launcher that died: 0
     elif phase == "starting":
-        until(lambda: all(is_importing(rank.pid) for rank in run.ranks()), 60)
+        # they import torch, and so are behind the first lines of the program, which look after signals
+        until(lambda: all("libtorch" in Path(f"/proc/{p.pid}/maps").read_text() for p in run.ranks()), 60)
     else:
         until(lambda: run.steps() >= 2, 120)
     sent = time.monotonic()
@@ -166,10 +157,10 @@ def test_it_ends_in_order_and_leaves_nothing(
         os.kill(pid, number)
     if phase == "training twice":
         time.sleep(1.2)  # more than an echo
-        asked = {p.pid for p in run.everybody()} & set(pids)
+        asked = {p.pid for p in alive(run.tag)} & set(pids)
         for pid in asked or [p.pid for p in run.ranks()]:  # a launcher may be gone at the first
             os.kill(pid, number)
-    until(lambda: not run.everybody(), 40)
+    until(lambda: not alive(run.tag), 40)
     took, log = time.monotonic() - sent, (tmp_path / "log").read_text()[-3000:]
     assert not overdue(took, 15 if phase == "training" else 5), f"{took:.1f} s\n{log}"
     found = {popen.wait() for popen in run.started}

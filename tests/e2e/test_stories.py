@@ -1,12 +1,12 @@
 """What four users do on a weekend, with the very commands of the pages that they read, from an empty folder on."""
 
-import json
 import re
 from typing import Any
 
 import pytest
 
 from common.config import Config
+from report.run_log import read_jsonl
 from tests.support import tier
 from tests.support.clone import ROOT, Clone, commands
 from tests.support.pupils import HARDLY_TAUGHT, build_quick_start, files_of
@@ -31,16 +31,15 @@ def check_run(clone: Clone, run: str, steps: int, final: str = "model.safetensor
     assert max(step["sync/canary_max_diff"] for step in metrics) <= 1e-4
     for name in ("config.json", "samples.jsonl", "curves.png", f"final/{final}"):
         assert (clone.folder / run / name).stat().st_size > 0, name
-    assert (
-        Config.model_validate(json.loads((clone.folder / run / "config.json").read_text())).trainer.max_steps == steps
-    )
+    config = Config.model_validate_json((clone.folder / run / "config.json").read_text())
+    assert config.trainer.max_steps == steps
     return metrics
 
 
 def accuracy(clone: Clone, run: str) -> tuple[float, float]:
     """Share of held-out completions that are right, before and after."""
-    lines = (clone.folder / run / "eval.jsonl").read_text().splitlines()
-    shares = [record["full_marks"]["answer"] / record["n"] for record in map(json.loads, lines)]
+    records = read_jsonl(clone.folder / run / "eval.jsonl")
+    shares = [record["full_marks"]["answer"] / record["n"] for record in records]
     return shares[0], shares[-1]
 
 

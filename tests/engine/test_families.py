@@ -14,6 +14,7 @@ from sampler.engine.engine import Engine
 from tests.support.configs import config_of
 from tests.support.engines import finished, kept, worker_of
 from tests.support.tier import full
+from tests.support.tiny import dense_logprobs
 from tools.families.models import random_model
 
 pytestmark = [full, pytest.mark.timeout(600)]
@@ -56,9 +57,8 @@ def test_what_an_engine_samples_has_the_log_probs_of_transformers(
         for completion in completions:
             ids = completion.token_ids.tolist()
             with torch.no_grad():
-                logits = model(torch.tensor([prompts[i] + ids]), use_cache=False).logits[0, len(prompts[i]) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
-            distances.append(np.abs(completion.logprobs - expected).max())
+                expected = dense_logprobs(model, prompts[i], ids)
+            distances.append(np.abs(completion.logprobs - expected.numpy()).max())
     cache = worker_of(engine).cache_config
     one_window = 64 * -(-160 // cache.block_size)  # sequences at once, times the blocks of each
     assert cache.num_gpu_blocks >= one_window

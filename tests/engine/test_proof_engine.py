@@ -26,18 +26,22 @@ TIED: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "data": {"max_prompt_len
 UNTIED, ADAPTERS = TIED | {"untied": True}, TIED | {"lora": {"r": 4, "alpha": 12}}
 
 
-def of(**kinds: dict[str, Any]) -> Any:
+def with_settings(**kinds: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("settings", list(kinds.values()), ids=list(kinds), indirect=True, scope="module")
 
 
-def refuse(engine: Engine, config: Config, newest: Published, said: str) -> None:
+def refuse(
+    engine: Engine, config: Config, newest: Published, given: Path | str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is given another folder than the newest version's."""
     before = engine.version
-    with pytest.raises(Retryable, match=said):
+    with monkeypatch.context() as patch, pytest.raises(Retryable, match=said):
+        given_instead(engine, given, patch)
         reload(engine, newest, config)
     assert engine.version == before
 
 
-@of(tied=TIED, untied=UNTIED, adapters=ADAPTERS)
+@with_settings(tied=TIED, untied=UNTIED, adapters=ADAPTERS)
 def test_good_reloads_are_accepted_and_stale_ones_refused_at_a_learning_rate_of_1e_6(
     engine: Engine,
     config: Config,
@@ -54,9 +58,8 @@ def test_good_reloads_are_accepted_and_stale_ones_refused_at_a_learning_rate_of_
         policy.step(number, LEARNING_RATE)
         newest = version(number)
         if number % 4 == 0:
-            with monkeypatch.context() as patch:
-                given_instead(engine, before.weights_dir, patch)
-                refuse(engine, config, newest, f"the engine does not hold version {number}")
+            said = f"the engine does not hold version {number}"
+            refuse(engine, config, newest, before.weights_dir, said, monkeypatch)
             refused += 1
         largest_rms = max(largest_rms, reload(engine, newest, config)["sync/canary_rms"])
         assert engine.version == number
@@ -137,13 +140,11 @@ def test_an_engine_that_was_given_other_weights_than_the_published_ones_is_refus
     newest, other = version(2), tmp_path / "other"
     shutil.copytree(newest.weights_dir, other)
     edit(next(other.glob("*.safetensors")), spoil)
-    with monkeypatch.context() as patch:
-        given_instead(engine, other, patch)
-        refuse(engine, config, newest, said)
+    refuse(engine, config, newest, other, said, monkeypatch)
     reload(engine, newest, config)
 
 
-@of(tied=TIED)
+@with_settings(tied=TIED)
 def test_an_engine_whose_workers_are_processes_of_their_own_reads_the_folder(
     engine: Engine, config: Config, version: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:

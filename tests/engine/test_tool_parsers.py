@@ -159,7 +159,7 @@ SAID = {
 
 
 @pytest.fixture(params=REAL or [None], ids=lambda path: path and path.stem)
-def told(request, tmp_path):
+def real_template(request, tmp_path):
     """(tokenizer, what the template writes of messages, a TurnTemplate, the config) of a real chat template."""
     path = request.param or pytest.skip(NO_TRL)
     tokenizer, _ = with_its_tokens(path, "<|tool_call_start|>", "<|tool_call_end|>")
@@ -175,9 +175,9 @@ def told(request, tmp_path):
     return tokenizer, write, template, config
 
 
-def sampled(told, turn):
+def sampled(real_template, turn):
     """(the prompt, ids of the model's turn) as the template writes it."""
-    tokenizer, write, template, config = told
+    tokenizer, write, template, config = real_template
     if "tool_calls" in turn and not template.tools:
         pytest.skip("no place for tools")
     try:
@@ -203,10 +203,10 @@ def said_by(chat, ids, **asked):
 
 
 @pytest.mark.parametrize("kind", SAID)
-def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_was_said(told, kind):
-    tokenizer, write, template, config = told
+def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_was_said(real_template, kind):
+    tokenizer, write, template, config = real_template
     turn, answer = SAID[kind]
-    _, ids = sampled(told, turn)
+    _, ids = sampled(real_template, turn)
     kept = Reader(tokenizer, frozenset(ends_of(config, tokenizer).own))  # rewards.special_tokens: keep
     for decode in (reader_of(config, tokenizer), kept):
         chat = Chat(tokenizer, config, template, decode)
@@ -225,10 +225,10 @@ def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_
 
 
 @pytest.mark.parametrize("kind", SAID)
-def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writes_it(told, kind):
-    tokenizer, write, template, config = told
+def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writes_it(real_template, kind):
+    tokenizer, write, template, config = real_template
     turn, answer = SAID[kind]
-    asked, ids = sampled(told, turn)
+    asked, ids = sampled(real_template, turn)
     parser = parser_of(config.prompt.chat_template.read_text(), "auto") if template.tools else ""
     reader, tools = CallReader(tokenizer, parser, template.splits_thoughts), template.tools
     reader.start(tools)
@@ -246,11 +246,11 @@ def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writ
     assert tokenizer.decode(found) == write(ASK, {"role": "assistant", **turn}, answer)
 
 
-@pytest.mark.parametrize("told", [path for path in REAL if path.stem == "gptoss"] or [None], indirect=True)
-def test_of_a_turn_in_parts_a_stop_ends_the_words_and_a_cut_thought_is_no_word(told):
-    tokenizer, _, template, config = told
+@pytest.mark.parametrize("real_template", [path for path in REAL if path.stem == "gptoss"] or [None], indirect=True)
+def test_of_a_turn_in_parts_a_stop_ends_the_words_and_a_cut_thought_is_no_word(real_template):
+    tokenizer, _, template, config = real_template
     chat = Chat(tokenizer, config, template, reader_of(config, tokenizer))
-    _, ids = sampled(told, SAID["a thought and words"][0])
+    _, ids = sampled(real_template, SAID["a thought and words"][0])
     *_, said = said_by(chat, ids[: -len("s.") - 1], stop="rd")
     assert said.message == {"role": "assistant", "content": "Wo", "reasoning_content": "A thought."}
     *_, said = said_by(chat, ids[:14])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.config import Config
 from common.types import EncodedImage
 from model.checksum import describe
 from model.files.images import Vision, encode_image, read_vision
@@ -20,7 +19,8 @@ from model.vision import layout_of, with_vision
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.engine.engine import Engine
 from sampler.engine.engine_tensors import Proof
-from tests.support.engines import kept
+from tests.support.configs import config_in
+from tests.support.engines import finished, kept
 from tests.support.tiny_vision import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
@@ -46,15 +46,11 @@ class Eye:
         self.dtype, self.rounding = ("bfloat16", 0.3) if family == "qwen3_5" else ("float32", 1e-5)
         special = {IMAGE_TOKEN: PAD, VISION_START: START, VISION_END: END, VIDEO_TOKEN: "<|video_pad|>"}
         write_tokenizer(self.folder, VOCAB_SIZE, special)
-        data = {"train": "x", "image_key": "images", "limit_images": 2, "max_prompt_length": 64, "min_pixels": 784}
-        settings = {
-            "run": {"output_dir": str(folder / "run")},
-            "model": {"path": str(self.folder), "dtype": self.dtype},
-            "data": data | {"max_pixels": 20_000},
-            "sampler": {"num_generations": 2, "max_completion_length": 16},
-            "trainer": {"prompts_per_step": 4},
-        }
-        self.config = Config.model_validate(settings | sections)
+        data = {"image_key": "images", "limit_images": 2, "max_prompt_length": 64, "min_pixels": 784}
+        sections["model"] = {"path": str(self.folder), "dtype": self.dtype}
+        sections["sampler"] = {"num_generations": 2, "max_completion_length": 16}
+        sections["trainer"] = {"prompts_per_step": 4}
+        self.config = config_in(folder, data=data | {"max_pixels": 20_000}, **sections)
         self.vision = read_vision(str(self.folder))
         self.model: Any = load_causal_lm(str(self.folder), self.dtype, None, trust_remote_code=False)
         self.layout = layout_of(self.model.config, str(self.folder), None)
@@ -67,10 +63,7 @@ class Eye:
     def sample(self, *images: EncodedImage, behind: Sequence[int] = ()) -> list[Completion]:
         """behind: what stands between the prompt and the completion, such as an earlier turn."""
         self.engine.submit("key", [*self.prompt(*images), *behind], PARAMS, images)
-        finished: list[Any] = []
-        while self.engine.num_running:
-            finished += self.engine.step()
-        [(_, completions)] = finished
+        [completions] = finished(self.engine).values()
         return completions
 
     def distance(self, *shown: tuple[EncodedImage, ...], said: Sequence[int] = (), given: Any = None) -> float:
@@ -136,8 +129,7 @@ def test_another_prompt_than_the_trainer_s_is_refused(eye: Eye) -> None:
     first, second, _ = images_for(eye.vision)
     eye.engine.submit("key", eye.prompt(second), PARAMS, [first])
     with pytest.raises(RuntimeError, match="it would train on another prompt"):
-        while eye.engine.num_running:
-            eye.engine.step()
+        finished(eye.engine)
     eye.engine.abort(["key"])
 
 

@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 
 from common.processes.watchdog import progress_heard_by
 from environments import Turn
-from model.logprobs import score_logprobs
 from model.packing import pack
 from model.tokenizer import load_tokenizer
-from sampler.engine.completions import SamplingParams
+from sampler.engine.completions import Completion, SamplingParams
 from sampler.engine.reload import reload
 from sampler.turns.episode import Episode, as_rollout
 from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
+from tests.support.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -159,11 +159,7 @@ def test_truncated_samples_come_with_the_kept_tokens_and_the_log_probs_of_the_la
     params = SamplingParams(0.7, 24, 4, 7, top_k=12, returns_sampling_mask=True, **cut)
     sizes = set()
     for completion in complete(engine, params):
-        ids, sets = completion.token_ids.tolist(), completion.sampling_mask
-        assert completion.incomplete_support == 0
-        row = pack([(PROMPT, [ids])]).with_sampling_mask([sets])
-        restricted = score_logprobs(policy.model, row, 0.7, 64)
-        assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
+        ids, sets = ids_and_sets(completion, policy)
         whole = np.exp(distributions(policy, [*PROMPT, *ids], 0.7)[len(PROMPT) - 1 : -1])
         for probs, kept in zip(whole, sets, strict=True):
             expected = kept_by_definition(probs, top_k=12, **cut)
@@ -191,14 +187,20 @@ def test_what_forbids_tokens_leaves_the_log_probs_of_the_law_on_the_others(form,
     params = SamplingParams(0.7, 24, 8, 7, top_k=200, returns_sampling_mask=True, more=more)
     tokenizer, texts = AutoTokenizer.from_pretrained(config.model.path), set()
     for completion in complete(engine, params):
-        ids, sets = completion.token_ids.tolist(), completion.sampling_mask
-        assert completion.incomplete_support == 0
-        restricted = score_logprobs(policy.model, pack([(PROMPT, [ids])]).with_sampling_mask([sets]), 0.7, 64)
-        assert np.abs(completion.logprobs - restricted.detach().numpy()).max() < 1e-4
+        ids, sets = ids_and_sets(completion, policy)
         if completion.finish_reason == "stop":
             texts.add(tokenizer.decode(ids, skip_special_tokens=True))
         assert form != "min_tokens" or not set(sets[:9].ravel().tolist()) & set(engine._ends.ids)
     assert (len(texts) > 1 or form == "min_tokens") and all(re.fullmatch(expected, text) for text in texts), texts
+
+
+def ids_and_sets(completion: Completion, policy: PlainPolicy) -> tuple[list[int], np.ndarray]:
+    """(its tokens, those that were kept for each), once its log-probs are those of the law on what was kept."""
+    ids, sets = completion.token_ids.tolist(), completion.sampling_mask
+    assert completion.incomplete_support == 0
+    restricted = policy.score(pack([(PROMPT, [ids])]).with_sampling_mask([sets]), 0.7)
+    assert np.abs(completion.logprobs - restricted.numpy()).max() < 1e-4
+    return ids, sets
 
 
 def distributions(policy, ids: list[int], temperature: float) -> np.ndarray:

@@ -279,16 +279,13 @@ KILLS: list[tuple[int, str, int]] = [
     *((rank, "weights.shard", 2) for rank in (0, 1)),
     (0, "weights.manifest", 2),
 ]
+# in the short command each failpoint once, as the last of its list
+CHOSEN = KILLS if ALL else list({point: (rank, point, hits) for rank, point, hits in KILLS}.values())
 
 
 def test_the_kill_list_names_every_failpoint_of_files_checkpoints_and_weights() -> None:
     families = ("file.", "dir.", "checkpoint.", "weights.")
     assert {point for _, point, _ in KILLS} == {point for point in FAILPOINTS if point.startswith(families)}
-
-
-def kills() -> list[tuple[int, str, int]]:
-    """In the short command each failpoint once, as the last of its list."""
-    return KILLS if ALL else list({point: kill for kill in KILLS for point in [kill[1]]}.values())
 
 
 def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
@@ -298,7 +295,7 @@ def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
     two = {"save_limit": 2}
     train(trainers, "killed", KILLED, {0: "checkpoint.started:2:kill"}, trainer=two)
     assert steps_saved(output_dir) == [1]
-    for rank, point, hits in kills():
+    for rank, point, hits in CHOSEN:
         saved = steps_saved(output_dir)
         life = train(trainers, "killed", KILLED, {rank: f"{point}:{hits}:kill"}, trainer=two)
         assert f"failpoint {point} hit {hits}: kill" in life.logs[rank], life.logs[rank][-3000:]
@@ -310,9 +307,9 @@ def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
     finished(trainers, "killed", KILLED, trainer=two)
     require_equal(output_dir, straight(trainers, KILLED), [STEPS - 1, STEPS])
     assert not list(output_dir.rglob(".t*"))
-    num_points = len({(rank, point) for rank, point, _ in kills()})
+    num_points = len({(rank, point) for rank, point, _ in CHOSEN})
     figure(
         "R1",
-        f"{len(kills()) + 1} SIGKILLs of two DeepSpeed ranks at {num_points} places of a save: at most one step "
+        f"{len(CHOSEN) + 1} SIGKILLs of two DeepSpeed ranks at {num_points} places of a save: at most one step "
         "trained again, then all state as in a straight run",
     )

@@ -20,25 +20,9 @@ from common.files import weights
 from common.processes import exits
 from common.types import Group
 from sampler.engine.verify import checked_tensors, copy_files
+from tests.support import gloo_data
 from tests.support.configs import config_of
-from tests.support.gloo_data import (
-    GROUPS_PER_STEP,
-    HALF_STAGES,
-    LAYOUTS,
-    MANY,
-    MICRO_BATCHES,
-    NUM_STEPS,
-    RANKS,
-    SUM_STAGES,
-    TRAINER,
-    VARIANTS,
-    WHOLE_LAYOUTS,
-    bare,
-    batch,
-    group,
-    settings,
-    uneven,
-)
+from tests.support.gloo_data import GROUPS_PER_STEP, LAYOUTS, MANY, NUM_STEPS, TRAINER, VARIANTS, WHOLE_LAYOUTS, batch
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.support.replay_worker import Seen, stack
 from tests.support.tiny import VOCAB_SIZE, dense_logprobs, dense_values, difference, tiny_model, tiny_reward_model
@@ -77,7 +61,10 @@ class Runs:
         """A second start, after one byte of each newest checkpoint was flipped."""
         folder = self.first(ranks).folder
         for checkpoint in folder.glob(f"*/checkpoints/step_{NUM_STEPS:06d}"):
-            flip_byte(checkpoint / ("critic" if (checkpoint / "critic").is_dir() else ".") / "model.safetensors")
+            file = checkpoint / ("critic" if (checkpoint / "critic").is_dir() else ".") / "model.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
         return stack().seen("tests.support.gloo_worker", folder.name, ranks, "resume")
 
     def of(self, ranks: int, name: str) -> dict[str, Any]:
@@ -100,12 +87,6 @@ class Runs:
 
     def checkpoint(self, ranks: int, name: str) -> Path:
         return self.first(ranks).folder / name / f"checkpoints/step_{NUM_STEPS:06d}"
-
-
-def flip_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +126,7 @@ def test_dead_groups_and_a_tombstone_on_one_rank_change_nothing_and_nobody_waits
     runs: Runs, ranks: int, stage: int
 ) -> None:
     plain = PlainTraining(runs.model, beta=0.0)
-    alive = [g for g in map(uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
+    alive = [g for g in map(gloo_data.uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
     loss = plain.backward(alive)
     # the oracle divides by three groups' completions, the step by four: the tombstone's were planned
     expected = {key: t * 3 / 4 for key, t in plain.gradients().items()}
@@ -178,9 +159,9 @@ def mini_batches(name: str) -> list[list[Group]]:
     """What each optimizer step of the variant must train."""
     algorithm = VARIANTS[name].get("algorithm", {})
     if name in ALIVE:  # the dead ones have a KL term, which would train them if they were kept
-        return [[group(g) for g in ALIVE[name][0]]]
+        return [[gloo_data.group(g) for g in ALIVE[name][0]]]
     if algorithm.get("shuffle_mini_batches"):  # that this is a partition of every pass is tested beside the function
-        planned = steps(settings(Path("unused"), name, 1, **VARIANTS[name]), batch=0)
+        planned = steps(gloo_data.settings(Path("unused"), name, 1, **VARIANTS[name]), batch=0)
         return [[BATCH_OF_EIGHT[place] for place in step.places] for step in planned]
     return [batch(i) for i in range(algorithm.get("steps_per_generation", 1))] * algorithm.get("num_iterations", 1)
 
@@ -194,7 +175,7 @@ def with_reference(runs: Runs, groups: list[Group]) -> list[Group]:
         pairs = zip(g.rollouts, refs, strict=True)
         return replace(g, rollouts=tuple(replace(r, ref_logprobs=ref) for r, ref in pairs))
 
-    return [scored(bare(g.group_id)) for g in groups]
+    return [scored(gloo_data.bare(g.group_id)) for g in groups]
 
 
 @of_many
@@ -314,7 +295,7 @@ def test_the_critic_learns_from_dead_groups_and_nobody_waits_for_a_tombstone(
 ) -> None:
     """The head starts at zero, so the first gradient is that of the head alone: − mean over tokens of return · h."""
     model = PlainTraining(runs.model, beta=0.0).model
-    groups = [g for g in map(uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
+    groups = [g for g in map(gloo_data.uneven, range(GROUPS_PER_STEP)) if isinstance(g, Group)]
     tokens, expected = 0, torch.zeros(model.config.hidden_size, dtype=torch.float64)
     for prompt, r in [(g.prompt_ids.tolist(), r) for g in groups for r in g.rollouts]:
         ids = torch.tensor([[*prompt, *r.completion_ids.tolist()]])
@@ -407,7 +388,8 @@ def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_trained_weights(
 
 RESUMED = [(ranks, f"train{stage}") for ranks, stage in LAYOUTS]
 RESUMED += [(ranks, f"critic{stage}") for ranks, stage in WHOLE_LAYOUTS]
-RESUMED += [(n, name) for n in MANY for name in (*(f"half{s}" for s in HALF_STAGES), "critic_half1", "segments1")]
+RESUMED += [(n, f"half{stage}") for n in MANY for stage in gloo_data.HALF_STAGES]
+RESUMED += [(n, name) for n in MANY for name in ("critic_half1", "segments1")]
 
 
 @pytest.mark.parametrize(("ranks", "name"), RESUMED)
@@ -444,10 +426,10 @@ def test_masters_of_a_bfloat16_model_begin_between_its_numbers_the_same_on_any_r
 
 
 @of_many
-@pytest.mark.parametrize("stage", SUM_STAGES)
+@pytest.mark.parametrize("stage", gloo_data.SUM_STAGES)
 def test_a_bfloat16_gradient_does_not_depend_on_the_number_of_micro_batches(runs: Runs, ranks: int, stage: int) -> None:
     """Every micro-batch's gradient is rounded to 8 bits once, a quarter of a percent. More sums add nothing to that."""
-    whole, in_4, in_16 = (runs.tensors(ranks, f"sum{stage}_{count}/gradient") for count in MICRO_BATCHES)
+    whole, in_4, in_16 = (runs.tensors(ranks, f"sum{stage}_{count}/gradient") for count in gloo_data.MICRO_BATCHES)
     few, many = difference(in_4, whole), difference(in_16, whole)
     assert 0 < few < 5e-3 and many == pytest.approx(few, rel=0.1)
 
@@ -462,7 +444,7 @@ def test_only_collectives_that_gloo_takes_with_a_gpus_tensors_are_called(runs: R
     assert {name for name, _ in called} <= ON_GPUS | OURS
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", gloo_data.RANKS)
 def test_every_pickle_of_a_checkpoint_is_read_without_running_code(runs: Runs, ranks: int) -> None:
     for seen in runs.resumed(ranks).ranks:
         assert len(seen["weights_only"]) >= 2

@@ -43,7 +43,6 @@ def seen(trainers: Stack, family: str, ranks: int) -> Seen:
 def test_two_ranks_step_as_one_does(trainers: Stack, family: str, name: str) -> None:
     one, two = seen(trainers, family, 1), seen(trainers, family, 2)
     expected, found = one.gradients("critic" if name == "critic" else "alone"), two.gradients(name)
-    assert found.keys() == expected.keys()
     state = [t for key, t in expected.items() if "conv" in key or "A_log" in key or "in_proj" in key]
     assert all(t.any() for t in state) or name == "critic"  # whose head starts at zero
     assert difference(found, expected) < 2e-6

@@ -103,6 +103,11 @@ class Runs:
 
         return AutoModelForCausalLM.from_pretrained(self.of(2).folder / "model", dtype=torch.float32)
 
+    def peft(self, ranks: int, name: str) -> Any:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(self.base(), self.checkpoint(ranks, name))
+
 
 class PeftTraining(PlainTraining):
     """peft as its documentation shows it, with its own random start under the run's seed."""
@@ -169,12 +174,11 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs
 def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights(
     runs: Runs, ranks: int, name: str
 ) -> None:
-    from peft import PeftModel
     from transformers import AutoTokenizer
 
     folder = runs.checkpoint(ranks, name)
-    model = PeftModel.from_pretrained(runs.base(), folder)
-    found = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    parameters = runs.peft(ranks, name).named_parameters()
+    found = {n.replace(".default", ""): p.detach() for n, p in parameters if "lora_" in n}
     expected = runs.of(ranks).tensors(f"{name}/adapters")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n].to(found[n].dtype)) for n in expected)
@@ -199,25 +203,18 @@ def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
 
 @pytest.mark.parametrize("name", ["merged", *["merged3"] * ALL])
 def test_a_merged_version_is_what_peft_merges(runs: Runs, name: str) -> None:
-    from peft import PeftModel
-
     version = runs.published(2, name)
     files = [Path(version.weights_dir) / name for name in weights.read_manifest(version).files]
     found = {key: t for file in files for key, t in load_file(file).items()}
-    base = runs.base()
-    untouched = {key: p.detach().clone() for key, p in base.named_parameters()}
-    expected = PeftModel.from_pretrained(base, runs.checkpoint(2, name)).merge_and_unload()
-    named = {key: p.detach() for key, p in expected.named_parameters()}
-    assert found.keys() == named.keys()
+    untouched = {key: p.detach() for key, p in runs.base().named_parameters()}
+    named = {key: p.detach() for key, p in runs.peft(2, name).merge_and_unload().named_parameters()}
     assert difference(found, named) < 1e-7
     assert difference(named, untouched) > 1e-4
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "zero3"), (2, "merged")])
 def test_the_canary_is_pefts_log_probs_under_the_published_adapters(runs: Runs, ranks: int, name: str) -> None:
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(runs.base(), runs.checkpoint(ranks, name))
+    model = runs.peft(ranks, name)
     canary = weights.read_manifest(runs.published(ranks, name)).canary
     for ids, logprobs in zip(canary.token_ids, canary.logprobs, strict=True):
         prompt, completion = ids[: canary.prompt_length], ids[canary.prompt_length :]

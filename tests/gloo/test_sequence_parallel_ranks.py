@@ -107,7 +107,6 @@ def case_of(name: str, layout: Layout) -> Case:
 
 
 def work(folder: Path) -> None:
-    """What each rank does."""
     worker = Worker(folder)
     shares = worker.exchange.world_size > 1
     for layout, names in LAYOUTS.items() if shares else [((1, 1), CASES)]:

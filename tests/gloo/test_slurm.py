@@ -2,7 +2,6 @@
 
 import subprocess
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -10,34 +9,21 @@ import pytest
 from launcher import slurm
 from report.run_log import read_jsonl
 from tests.gloo.test_two_hosts import written
+from tests.support.gloo_data import OF_HOSTS
 from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
-from tests.support.slurm import Slurm, real_slurm
+from tests.support.slurm import Slurm
 from tests.support.speed import until
 from tests.support.tier import full
 
 pytestmark = [full, pytest.mark.timeout(900)]
 STEPS = 32
-TRAINER = {
-    "max_steps": STEPS,
-    "save_steps": 3,
-    "save_limit": STEPS,
-    "lr_scheduler_type": "constant",
-    "num_ranks": 2,
-    "prompts_per_step": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    yield from real_slurm(tmp_path_factory.mktemp("slurm"))
+TRAINER = OF_HOSTS | {"max_steps": STEPS, "save_steps": 3, "save_limit": STEPS, "num_ranks": 2, "prompts_per_step": 2}
 
 
 @pytest.fixture(scope="module")
 def expected(trainers: Stack) -> dict[str, str]:
     """Of two ranks without Slurm."""
-    life = trainers.run("straight", 2, 1, {}, trainer=TRAINER)
-    assert life.codes == [0, 0], life.logs[0][-3000:]
-    return sha256_of_run(trainers.folder / "straight")
+    return sha256_of_run(trainers.trained("straight", 2, 1, trainer=TRAINER))
 
 
 PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")

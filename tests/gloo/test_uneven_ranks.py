@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.types import Tombstone
+from report.run_log import read_jsonl
 from tests.support.gloo_data import TRAINER, Item, Stream, group
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Case, Worker
@@ -171,8 +171,7 @@ def test_a_whole_run_with_five_groups_a_step_ends_with_the_weights_of_one_rank_a
         life = trainers.run(name, count, 1, {}, trainer=given, algorithm={"loss_type": "dapo"})
         assert life.codes == [0] * count, life.logs[0][-3000:]
         assert life.logs[0].count("is above trainer.max_tokens_per_micro_batch 20 and trains alone") == (budget == 20)
-        lines = (trainers.folder / name / "metrics.jsonl").read_text().splitlines()
-        rows[budget] = [json.loads(line) for line in lines]
+        rows[budget] = read_jsonl(trainers.folder / name / "metrics.jsonl")
         weights[budget] = load_file(trainers.folder / name / "final" / "model.safetensors")
     assert [(row["micro_batches"], row["oversized_groups"]) for row in rows[10_000]] == [(1, 0)] * 3
     for at, row in enumerate(rows[20]):

@@ -27,25 +27,17 @@ FAMILY = "qwen2_5_vl"
 STAGES = (0, 1, 2, 3) if ALL else (1, 3)
 FEW = (1, 3) if ALL else (1,)
 EVERYWHERE = (0, 1, 2, 3)
+CRITIC = {"algorithm": GAE["algorithm"] | {"kl_in_reward": False}, "critic": {"learning_rate": 2e-3}}
+RECOMPUTED = {"model": {"gradient_checkpointing": True}, "trainer": {"packing": "separate"}}
 # name: stages, groups with images, groups that train, settings
 KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "mixed": (STAGES, (2,), EVERYWHERE, {}),
     "frozen": (STAGES if ALL else FEW, (2,), EVERYWHERE, {"model": {"freeze_vision_tower": True}}),
     "idle": ((1, 3), (2,), (2,), {}),  # the other rank has nothing to train
     "text": (FEW, (), EVERYWHERE, {}),
-    "critic": (
-        FEW,
-        (2,),
-        EVERYWHERE,
-        {"algorithm": GAE["algorithm"] | {"kl_in_reward": False}, "critic": {"learning_rate": 2e-3}},
-    ),
+    "critic": (FEW, (2,), EVERYWHERE, CRITIC),
     "lora": (FEW, (2,), EVERYWHERE, {"lora": {"r": 4}}),
-    "recomputed": (
-        (3,),
-        (2,),
-        EVERYWHERE,
-        {"model": {"gradient_checkpointing": True}, "trainer": {"packing": "separate"}},
-    ),
+    "recomputed": ((3,), (2,), EVERYWHERE, RECOMPUTED),
 }
 LAYOUTS = [(kind, stage) for kind, (stages, *_) in KINDS.items() for stage in stages]
 
@@ -79,7 +71,6 @@ def case_of(folder: Path, kind: str, stage: int) -> Case:
 
 
 def work(folder: Path) -> None:
-    """What each rank does."""
     worker = Worker(folder)
     family = json.loads((folder / "model" / "config.json").read_text())["model_type"]
     for kind, stage in LAYOUTS if family == FAMILY else [("mixed", stage) for stage in FEW]:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,8 @@ def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
     launcher = [sys.executable, "-m", "launcher.hosts.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port())]
     env = dict(os.environ)
     if on_gpu:
-        env |= {
-            "CUDA_VISIBLE_DEVICES": ",".join([str(visible_gpus(env)[0])] * RANKS),
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        }
+        twice = ",".join([str(visible_gpus(env)[0])] * RANKS)
+        env |= {"CUDA_VISIBLE_DEVICES": twice, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     record = measured(tmp_path, TOY, ["trainer.dist_backend=gloo"], launcher, env)
     note(record, record_property)
     assert record["ranks"] == RANKS
@@ -69,7 +68,7 @@ def test_nccl_reduces_between_two_gpus_in_one_of_three_ways(
 def _troubles(backend: str, device: str) -> list[str]:
     """What rank 0 found."""
     port = free_port()
-    return list(in_processes(_rank, *((rank, backend, device, port) for rank in range(RANKS)))[0])
+    return list(in_processes(*(partial(_rank, rank, backend, device, port) for rank in range(RANKS)))[0])
 
 
 def _rank(rank: int, backend: str, device: str, port: int) -> list[str]:

@@ -6,6 +6,7 @@ process of its own, for vLLM gives its memory back only with it.
 
 import contextlib
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def test_disturbed_weights_are_proven_and_one_stale_number_is_refused(
 ) -> None:
     if not on_gpu and dtype == "bfloat16":
         pytest.skip("half a billion parameters need a GPU")
-    [figures] = in_processes(_reloads, (shape, dtype, folder))
+    [figures] = in_processes(partial(_reloads, shape, dtype, folder))
     for name, value in figures.items():
         record_property(name, value)
 
@@ -36,7 +37,7 @@ def test_disturbed_weights_are_proven_and_one_stale_number_is_refused(
 def test_a_cache_that_slept_writes_the_same_tokens_and_takes_new_weights(
     on_gpu: bool, folder: Path, record_property: Record
 ) -> None:
-    [freed] = in_processes(_sleeps, (folder,))
+    [freed] = in_processes(partial(_sleeps, folder))
     record_property("memory freed asleep", f"{freed / 2**30:.2f} GiB")
     assert not on_gpu or freed >= _FREED * _CACHE["kv_cache_memory_bytes"]
 
@@ -47,20 +48,19 @@ class Pair:
     def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
         import torch
 
-        from common.config import Config
         from sampler.engine.engine import Engine
+        from tests.support.configs import config_in
         from tests.support.plain_policy import DevicePolicy
         from tools.benchmarks.cells import Cell, prepare
 
         self.scratch, model, on_gpu = scratch, prepare(Cell(shape)) / "model", torch.cuda.is_available()
-        settings = {
-            "run": {"output_dir": scratch / "run"},
-            "model": {"path": str(model), "dtype": dtype},
-            "data": {"train": "unused.jsonl", "max_prompt_length": 64},
-            "sampler": {"num_generations": 8, "max_completion_length": 64},
-            "vllm": {"max_model_len": 128} | (_CACHE | vllm if on_gpu else {}),
-        }
-        self.config = Config.model_validate(settings)
+        self.config = config_in(
+            scratch,
+            model={"path": str(model), "dtype": dtype},
+            data={"max_prompt_length": 64},
+            sampler={"num_generations": 8, "max_completion_length": 64},
+            vllm={"max_model_len": 128} | (_CACHE | vllm if on_gpu else {}),
+        )
         self.policy = DevicePolicy(model, dtype, "cuda" if on_gpu else "cpu")
         self.engine = Engine(self.config, torch.cuda.device_count())
 

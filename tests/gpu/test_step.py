@@ -58,7 +58,7 @@ def measured(
     """The record of tools/benchmarks/trainer_step.py, which runs the trainer's own engine."""
     out, steps = scratch / "step.jsonl", ("3", "--warmup", "1") if cell == TOY else ("5", "--warmup", "2")
     program = str(ROOT / "tools" / "benchmarks" / "trainer_step.py")
-    run([*launcher, program, "--cell", cell, "--steps", *steps, "--out", str(out), "--", *settings], env)
+    run([*launcher, program, "--cell", cell, "--steps", *steps, "--out", str(out), "--", *settings], env=env)
     return dict(json.loads(out.read_text().splitlines()[-1]))
 
 

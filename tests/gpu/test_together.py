@@ -26,7 +26,7 @@ def test_both_processes_on_one_gpu_start_step_and_end(on_gpu: bool, folder: Path
     if on_gpu:  # one GPU, whatever there is: that is what is tried
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     begun = time.time()
-    run([sys.executable, "-m", "launcher.run", str(config)], environment)
+    run([sys.executable, "-m", "launcher.run", str(config)], env=environment)
     made = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in made] == list(range(1, steps + 1)) and (folder / "run" / "final").is_dir()
     first_s = made[0]["time"] - begun

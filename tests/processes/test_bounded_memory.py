@@ -4,13 +4,10 @@ Two processes with the real Link and Inbox; groups are made by hand, of 16 KiB, 
 times what the bound allows.
 """
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,9 @@ import psutil
 import pytest
 
 from common.config import Config
-from common.paths import ROOT
 from common.types import Group
 from common.wire import channel, wire
+from tests.support.own_process import in_processes
 from tests.support.protocol_helpers import (
     LIMITS,
     FakeSampler,
@@ -66,12 +63,12 @@ class Growth:
         return self.most - self.start
 
 
-def train(folder: str, frozen: bool) -> None:
-    """Prints what happened. A frozen trainer credits once and then neither takes nor commits anything."""
+def train(folder: Path, frozen: bool) -> dict[str, Any]:
+    """What happened. A frozen trainer credits once and then neither takes nor commits anything."""
     growth = Growth()
     limits = replace(LIMITS, max_completion_length=TOKENS)
     ledger = Ledger(NUM_GROUPS, WINDOW)
-    with Inbox(flood_config(Path(folder)), "run", "life", limits, ledger, lambda _: None) as inbox:
+    with Inbox(flood_config(folder), "run", "life", limits, ledger, lambda _: None) as inbox:
         inbox.wait_for_sampler()
         inbox.commit(0, published(0))
         if frozen:
@@ -90,8 +87,8 @@ def train(folder: str, frozen: bool) -> None:
             (growth.begin if len(trained) <= WARM_UP else growth.look)()
         held, counters = len(ledger.held), dict(inbox.state.counters)
     in_order = trained == list(range(len(trained)))
-    print(json.dumps({"growth": growth.num_bytes, "held": held, "in_order": in_order, "counters": counters,
-                      "trained": len(trained)}))  # fmt: skip
+    found = {"held": held, "in_order": in_order, "counters": counters, "trained": len(trained)}
+    return found | {"growth": growth.num_bytes}
 
 
 class Flooding(FakeSampler):
@@ -107,38 +104,26 @@ class Flooding(FakeSampler):
         (self.growth.begin if len(self.produced) <= min(WARM_UP, WINDOW) else self.growth.look)()
 
 
-def sample(folder: str) -> None:
-    """Prints what happened when the trainer says goodbye."""
-    sampler = Flooding(flood_config(Path(folder)))
+def sample(folder: Path) -> dict[str, Any]:
+    """What happened when the trainer says goodbye."""
+    sampler = Flooding(flood_config(folder))
     sampler.run()
     assert sampler.ended is not None
-    print(json.dumps({"growth": sampler.growth.num_bytes, "made": len(sampler.produced),
-                      "counters": sampler.link.counters, "bye": sampler.ended.exit_code}))  # fmt: skip
+    found = {"made": len(sampler.produced), "counters": sampler.link.counters, "bye": sampler.ended.exit_code}
+    return found | {"growth": sampler.growth.num_bytes}
 
 
 def big_group() -> Group:
     return make_group(0, 0, *[make_rollout([3] * TOKENS)] * 2)
 
 
-def flood(frozen: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what the trainer printed, what the sampler printed)"""
-    with short_folder() as folder:
-        code = "import sys; from tests.processes.test_bounded_memory import sample, train; "
-        calls = [f"train({str(folder)!r}, {frozen})", f"sample({str(folder)!r})"]
-        commands = [[sys.executable, "-c", code + call] for call in calls]
-        with ThreadPoolExecutor(2) as threads:
-            both = list(threads.map(lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, text=True), commands))
-    for done in both:
-        assert done.returncode == 0, done.stderr
-    trainer, sampler = (json.loads(done.stdout) for done in both)
-    return trainer, sampler
-
-
 @pytest.fixture(scope="module")
-def floods() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """One with a slow trainer and one with a frozen one, at the same time: both mostly sleep."""
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(flood, (False, True)))
+def floods() -> list[list[dict[str, Any]]]:
+    """Trainer and sampler of a run with a slow trainer and of one with a frozen one, all at once: they mostly sleep."""
+    with short_folder() as slow, short_folder() as frozen:
+        of_slow = partial(train, slow, frozen=False), partial(sample, slow)
+        found = in_processes(*of_slow, partial(train, frozen, frozen=True), partial(sample, frozen))
+    return [found[:2], found[2:]]
 
 
 def require_bounded(trainer: dict[str, Any], sampler: dict[str, Any]) -> str:
@@ -154,7 +139,7 @@ def require_bounded(trainer: dict[str, Any], sampler: dict[str, Any]) -> str:
 
 
 def test_a_sampler_100_times_faster_than_the_trainer_fills_neither_process(
-    floods: list[tuple[dict[str, Any], dict[str, Any]]], figure: Callable[[str, str], None]
+    floods: list[list[dict[str, Any]]], figure: Callable[[str, str], None]
 ) -> None:
     trainer, sampler = floods[0]
     assert (trainer["trained"], sampler["made"], trainer["in_order"]) == (NUM_GROUPS, NUM_GROUPS, True)
@@ -164,7 +149,7 @@ def test_a_sampler_100_times_faster_than_the_trainer_fills_neither_process(
 
 
 def test_a_frozen_trainer_holds_one_window_and_nobody_grows(
-    floods: list[tuple[dict[str, Any], dict[str, Any]]], figure: Callable[[str, str], None]
+    floods: list[list[dict[str, Any]]], figure: Callable[[str, str], None]
 ) -> None:
     trainer, sampler = floods[1]
     assert trainer["held"] == sampler["made"] == WINDOW

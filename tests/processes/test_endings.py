@@ -4,6 +4,7 @@ The supervisor alone, with programs that know nothing of the protocol, is in tes
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,7 @@ CHOSEN = LONG if tier.ALL else SHORT
 @pytest.fixture(scope="module")
 def endings() -> dict[str, Ending]:
     """By the scenario's name."""
-    [found] = in_processes(run_all, (CHOSEN,))
+    [found] = in_processes(partial(run_all, CHOSEN))
     return {ending.name: ending for ending in found}
 
 

@@ -1,6 +1,5 @@
 """Each rollout's environment in a process of its own: what it does to itself, the others do not notice."""
 
-import contextlib
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from common.worker import owner
 from common.worker.server import can_confine_signals
 from environments import Done, Failed, Turn
 from environments.pool import EnvironmentPool
+from tests.support.own_process import alive
 from tests.support.speed import limit, overdue, until
 from tests.support.tier import count
 
@@ -344,11 +344,10 @@ def test_ten_thousand_steps_of_a_hostile_environment(file, tmp_path, monkeypatch
     commands = [""] * STEPS
     for i, command in enumerate(sorted(bad)):
         commands[int(i * STEPS / len(bad))] = command
-    monkeypatch.setenv("TANDEM_TEST_HOSTILE", str(tmp_path))
+    monkeypatch.setenv("TANDEM_TEST_TAG", str(tmp_path))
     deadline_s = max(PATIENT_S, limit(0.5))
-    given = settings(file, timeout_s=deadline_s)
     begun = time.monotonic()
-    with EnvironmentPool(given, columns=ROW) as pool:
+    with EnvironmentPool(settings(file, timeout_s=deadline_s), columns=ROW) as pool:
         replies = hostile_run(pool, commands)
     took_s = time.monotonic() - begun
     assert len(replies) == STEPS
@@ -357,20 +356,10 @@ def test_ten_thousand_steps_of_a_hostile_environment(file, tmp_path, monkeypatch
         assert getattr(reply, "kind", "") == expected, (command, reply)
     slowest = max(seconds for _, _, seconds in replies)
     assert not overdue(slowest - deadline_s, 1.0)
-    until(lambda: not with_variable("TANDEM_TEST_HOSTILE", str(tmp_path)), 5.0)
+    until(lambda: not alive(str(tmp_path)), 5.0)
     failures = sum(isinstance(reply, Failed) for _, reply, _ in replies)
     figure(
         "R15",
         f"{STEPS:,} steps, {len(bad)} hostile, {failures} failures in {took_s:.0f} s; slowest reply "
         f"{slowest - deadline_s:+.2f} s after its deadline",
     )
-
-
-def with_variable(name, value):
-    """The command lines of other processes that inherited an environment variable."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(name) == value:
-                found.append(process.cmdline())
-    return found

@@ -79,6 +79,11 @@ class Connections:
         file = str(self.folder / f"pid{host}")
         return f"import os, time, signal\n{before}\nopen({file!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
 
+    def two_sleepers(self, before: str = "") -> tuple[Started, list[int]]:
+        """What has started them, and their pids."""
+        process = self.start(self.sleeper(0, before), self.sleeper(1, before))
+        return process, [self.pid_of(i) for i in (0, 1)]
+
 
 @pytest.fixture(params=["stand-in", "sshd"])
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connections]:
@@ -129,25 +134,15 @@ def test_the_first_host_that_fails_says_how_all_end_and_nothing_stays(hosts: Con
     until(lambda: is_gone(other), 20)
 
 
-def test_a_signal_reaches_the_process_on_every_host(hosts: Connections) -> None:
-    handler = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"
-    process = hosts.start(hosts.sleeper(0, handler), hosts.sleeper(1, handler))
-    hosts.pid_of(0), hosts.pid_of(1)
-    process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == 130
-
-
 def test_a_killed_first_host_leaves_nothing_on_the_others(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
+    process, pids = hosts.two_sleepers()
     process.kill()
     process.communicate()
     until(lambda: all(map(is_gone, pids)), 20)
 
 
 def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connections) -> None:
-    process = hosts.start(hosts.sleeper(0), hosts.sleeper(1))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
+    process, pids = hosts.two_sleepers()
     agent = psutil.Process(pids[1]).parent()
     assert agent is not None
     agent.kill()
@@ -232,8 +227,11 @@ def test_a_folder_with_a_space_is_found_by_ssh_and_by_what_has_no_shell(hosts: C
     assert ended(process) == (0, "one\n")
 
 
-def quiet_start(hosts: Connections, moment: str) -> Started:
-    """All that a host can wait for before its process has begun."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["connecting", "the other connects", "run folder"])
+def test_a_signal_ends_what_has_not_begun_within_seconds(tmp_path: Path, moment: str, number: int) -> None:
+    """moment: all that a host can wait for before its process has begun."""
+    hosts = Connections(tmp_path)
     if moment == "connecting":
         (hosts.folder / "ssh").write_text("#!/bin/sh\nsleep 1000\n")
     elif moment == "the other connects":
@@ -241,13 +239,6 @@ def quiet_start(hosts: Connections, moment: str) -> Started:
     process = hosts.start("1", "1", proof="late" if moment == "run folder" else "proof", within_s=1000.0)
     until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, 20)
     time.sleep(0.5)
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["connecting", "the other connects", "run folder"])
-def test_a_signal_ends_what_has_not_begun_within_seconds(tmp_path: Path, moment: str, number: int) -> None:
-    process = quiet_start(Connections(tmp_path), moment)
     started = psutil.Process(process.pid).children(recursive=True)
     begun = time.monotonic()
     process.send_signal(number)
@@ -266,15 +257,14 @@ def test_processes_on_hosts_can_be_interrupted_whoever_started_them(hosts: Conne
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("role", ["what watches", "the process"])
+@pytest.mark.parametrize("role", ["what holds the links", "what watches", "the process"])
 def test_a_signal_on_one_host_reaches_the_processes_on_all(hosts: Connections, role: str, number: int) -> None:
     saves = "\n".join(f"signal.signal({n}, lambda *_: (print('saved', flush=True), os._exit(130)))" for n in (2, 15))
-    process = hosts.start(*(hosts.sleeper(i, saves) for i in (0, 1)))
-    pids = [hosts.pid_of(i) for i in (0, 1)]
+    process, pids = hosts.two_sleepers(saves)
     of_host = psutil.Process(pids[1])
     agent = of_host.parent()
     assert agent is not None
-    (agent if role == "what watches" else of_host).send_signal(number)
+    {"what holds the links": process, "what watches": agent, "the process": of_host}[role].send_signal(number)
     code, out = ended(process)
     assert code == 130 and out.split().count("saved") == 2
     until(lambda: all(map(is_gone, pids)), 20)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,20 +12,20 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from common.paths import ROOT
 from launcher.processes import killed
 from launcher.processes.killed import OomKills, oom_kills
 from launcher.resources.machine import memory_limit, shared_memory_bytes, usable_cores
 from tests.processes import test_supervisor
 from tests.processes.test_supervisor import WAITS, Run
+from tests.support.own_process import run
 
 MIB = 2**20
 
 
-def write(root: Path, **files: str) -> None:
-    """files: paths below root with __ for a slash."""
+def write(root: Path, files: dict[str, str]) -> None:
+    """files: texts by path below root."""
     for name, text in files.items():
-        path = root / name.replace("__", "/")
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
@@ -34,16 +33,14 @@ def write(root: Path, **files: str) -> None:
 def make_cgroup(root: Path, kills: int) -> Path:
     """The folder of our cgroup, which stands in another."""
     events = f"low 0\nhigh 0\nmax 7\noom 5\noom_kill {kills}\n"
-    write(root, proc__self__cgroup="4:memory:/job\n0::/a/b\n", proc__vmstat="pgfault 9\noom_kill 40\n")
-    folder = root / "sys/fs/cgroup/a/b"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.events").write_text(events)
-    return folder
+    write(root, {"proc/self/cgroup": "4:memory:/job\n0::/a/b\n", "proc/vmstat": "pgfault 9\noom_kill 40\n"})
+    write(root, {"sys/fs/cgroup/a/b/memory.events": events})
+    return root / "sys/fs/cgroup/a/b"
 
 
 def test_the_counter_is_that_of_our_cgroup_and_else_of_the_machine(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) is None
-    write(tmp_path, proc__vmstat="pgfault 9\noom_kill 40\n")
+    write(tmp_path, {"proc/vmstat": "pgfault 9\noom_kill 40\n"})
     assert oom_kills(tmp_path) == 40
     make_cgroup(tmp_path, 3)
     assert oom_kills(tmp_path) == 3
@@ -55,7 +52,7 @@ def test_the_limit_is_the_smallest_above_us_and_no_limit_is_the_machines_memory(
     assert memory_limit(tmp_path) == (psutil.virtual_memory().total, "the machine's memory")
     (folder.parent / "memory.max").write_text(f"{500 * MIB}\n")
     assert memory_limit(tmp_path) == (500 * MIB, f"the limit of the cgroup {folder.parent}")
-    write(tmp_path, proc__self__cgroup="0::/a/of/the/host\n")  # in a container, which does not have it
+    write(tmp_path, {"proc/self/cgroup": "0::/a/of/the/host\n"})  # in a container, which does not have it
     assert memory_limit(tmp_path) == (500 * MIB, f"the limit of the cgroup {folder.parent}")
 
 
@@ -74,8 +71,8 @@ def test_the_limit_is_the_smallest_above_us_and_no_limit_is_the_machines_memory(
 def test_memory_and_cores_are_those_of_the_container_in_both_kinds_of_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], memory: int | None, cores: int
 ) -> None:
-    write(tmp_path, proc__self__cgroup="4:memory:/job\n2:cpu,cpuacct:/job\n0::/a/b\n")
-    write(tmp_path, **{f"sys/fs/cgroup/{name}": text + "\n" for name, text in files.items()})
+    write(tmp_path, {"proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job\n0::/a/b\n"})
+    write(tmp_path, {f"sys/fs/cgroup/{name}": text + "\n" for name, text in files.items()})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert len(usable_cores(tmp_path)) == cores and set(usable_cores(tmp_path)) <= set(range(8))
     whole = psutil.virtual_memory().total
@@ -100,7 +97,7 @@ def a_control_group(controller: str, **files: str) -> Iterator[Path]:
 
 def in_group(folder: Path, code: str) -> str:
     enter = f"import os; open('{folder}/cgroup.procs', 'w').write(str(os.getpid())); {code}"
-    return subprocess.run([sys.executable, "-c", enter], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return run([sys.executable, "-c", enter])
 
 
 def test_a_real_limit_is_seen_by_doctor_and_its_kills_are_counted() -> None:
@@ -142,8 +139,8 @@ def test_a_limit_above_ours_bounds_what_dev_shm_may_hold_of_it(tmp_path: Path) -
         finally:
             inner.rmdir()
         assert int(said) <= 150
-    write(tmp_path, proc__self__cgroup="0::/a/b\n", sys__fs__cgroup__a__memory_max=f"{300 * MIB}", dev__shm__x="")
-    (tmp_path / "sys/fs/cgroup/a/memory_max").rename(tmp_path / "sys/fs/cgroup/a/memory.max")
+    files = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": f"{300 * MIB}", "dev/shm/x": ""}
+    write(tmp_path, files)
     assert shared_memory_bytes(tmp_path) == 150 * MIB
     shutil.rmtree(tmp_path / "dev")
     assert shared_memory_bytes(tmp_path) == 0

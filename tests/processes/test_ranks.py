@@ -13,6 +13,7 @@ import pytest
 
 from common.paths import ROOT
 from common.processes.exits import INTERRUPTED
+from tests.support.own_process import alive
 from tests.support.speed import is_gone, overdue, until
 
 HEAD = "import os, sys, time; from common import exits; rank = int(os.environ['RANK'])"
@@ -20,23 +21,17 @@ WAITS = "exits.die_with_parent(); exits.end_in_time(); open(f'up{rank}', 'w'); t
 
 
 def start(folder: Path, body: str) -> tuple[subprocess.Popen[bytes], str]:
-    program, mark = folder / "rank.py", uuid.uuid4().hex
+    program, tag = folder / "rank.py", uuid.uuid4().hex
     program.write_text(f"{HEAD}\ndef main():\n    {body}\nexits.leave(exits.run('rank', main))")
     command = [sys.executable, "-m", "launcher.hosts.ranks", "0", "2", "2", "127.0.0.1", "1", str(program)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TANDEM_RANKS_TEST": mark}
-    return subprocess.Popen(command, cwd=folder, env=env), mark
-
-
-def left(mark: str) -> list[int]:
-    found = psutil.process_iter(["environ", "status"])
-    environ = [(p.pid, p.info["environ"] or {}) for p in found if p.info["status"] != psutil.STATUS_ZOMBIE]
-    return [pid for pid, one in environ if one.get("TANDEM_RANKS_TEST") == mark]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TANDEM_TEST_TAG": tag}
+    return subprocess.Popen(command, cwd=folder, env=env), tag
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2, 0.3, None])
 def test_a_signal_at_any_moment_ends_all(tmp_path: Path, number: int, after_s: float | None) -> None:
-    process, mark = start(tmp_path, WAITS)
+    process, tag = start(tmp_path, WAITS)
     if after_s is None:
         until(lambda: len(list(tmp_path.glob("up*"))) == 2, 20)
         process.send_signal(signal.SIGUSR1)  # which shows stacks
@@ -44,7 +39,7 @@ def test_a_signal_at_any_moment_ends_all(tmp_path: Path, number: int, after_s: f
     process.send_signal(number)
     begun = time.monotonic()
     code = process.wait()
-    assert not overdue(time.monotonic() - begun, 5) and not left(mark)
+    assert not overdue(time.monotonic() - begun, 5) and not alive(tag)
     # before its first line a process dies of the signal itself, or of Python's own handler among imports
     assert code == INTERRUPTED or (after_s is not None and code in (-number, 1))
 
@@ -61,8 +56,8 @@ def test_a_signal_at_any_moment_ends_all(tmp_path: Path, number: int, after_s: f
     ],
 )
 def test_all_end_as_the_rank_that_knows_why(tmp_path: Path, body: str, code: int) -> None:
-    process, mark = start(tmp_path, body)
-    assert process.wait(timeout=60) == code and not left(mark)
+    process, tag = start(tmp_path, body)
+    assert process.wait(timeout=60) == code and not alive(tag)
 
 
 def test_a_rank_whose_launcher_is_gone_before_it_listens_ends() -> None:

@@ -9,7 +9,6 @@ a place in does not hold the next large one. The environment is launch.sh's.
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.paths import ROOT
 from launcher.resources.placement import placement
 from tests.support.configs import config_in
+from tests.support.own_process import run
 from tests.support.tier import full
 from tests.support.tiny import tiny_model
 
@@ -121,11 +120,7 @@ def grown(call: str, folder: Path, side: str) -> float:
     of_side = place.samplers[0].env if side == "sampler" else place.trainer_env
     environment = {**of_side, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     code = f"from tests.processes.test_resident_memory import replace_heads, sample, train; {call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    before, after = json.loads(done.stdout.splitlines()[-1])
+    before, after = json.loads(run([sys.executable, "-c", code], env=os.environ | environment).splitlines()[-1])
     return (after - before) / before
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,14 @@ import yaml
 from common.errors import UserError
 from common.paths import ROOT
 from launcher import slurm
-from tests.support.slurm import Slurm, real_slurm
+from tests.support.slurm import Slurm
 from tests.support.speed import until
 from tests.support.tier import full
 from trainer.engine.slurm_rank import set_rank
 
 SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "recipes").glob("*.yaml")])
-SRUN = {
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_ID": "31234",
-}
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "31234"}
+SRUN |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
 
 
 # ---- srun
@@ -130,11 +123,6 @@ def test_script_and_log_lie_beside_the_run_folder_and_options_of_sbatch_come_fir
 
 
 # ---- a real Slurm
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    yield from real_slurm(tmp_path_factory.mktemp("slurm"))
 
 
 WORKER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.paths import ROOT
-from tests.support.endings import alive
+from tests.support.own_process import alive
 from tests.support.speed import limit, until
 
 DRIVER = """

@@ -5,7 +5,6 @@ is installed: links to this one's packages, and a stamp. So `bash launch.sh …`
 the quick start's model in each clone; it is linked, too.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,21 +17,18 @@ from typing import Any
 import torch
 
 from common.paths import ROOT
+from report.run_log import read_jsonl
 from tests.support.speed import limit
 
 MADE_HERE = (".*cache*", ".git", ".venv", ".hypothesis", "runs", "__pycache__", "tests")
 BACKEND = "cpu" if torch.__version__.endswith("+cpu") else "gpu"
 
 
-def section(page: str, heading: str) -> str:
-    """A section of docs/<page>, without the sections below it. Raises ValueError if there is none."""
-    parts = re.split(r"^(## .*)$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
-    return parts[parts.index(f"## {heading}") + 1]
-
-
 def commands(page: str, heading: str) -> str:
-    """Every ```bash block of the section, as one script."""
-    return "\n".join(re.findall(r"^```bash\n(.*?)^```", section(page, heading), re.MULTILINE | re.DOTALL))
+    """Every ```bash block of a section of docs/<page>, as one script. Raises ValueError if there is no such section."""
+    parts = re.split(r"^(## .*)$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
+    section = parts[parts.index(f"## {heading}") + 1]
+    return "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
 
 
 class Clone:
@@ -72,4 +68,4 @@ class Clone:
         return done
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        return read_jsonl(self.folder / run / "metrics.jsonl")

@@ -30,6 +30,7 @@ from launcher.processes.processes import Child
 from launcher.processes.supervisor import Rules, Supervisor
 from launcher.resources.placement import placement
 from tests.support.ending_processes import HOLD_AT, PER_STEP, STEP_S
+from tests.support.own_process import alive
 from tests.support.speed import overdue, slowness
 
 INT, TERM, KILL, STOP, CONT, HUP = (getattr(signal, f"SIG{n}") for n in ("INT", "TERM", "KILL", "STOP", "CONT", "HUP"))
@@ -271,29 +272,22 @@ class Running:
             for path in (self.folder / "supervisor.log", *sorted((self.folder / "run" / "logs").glob("*")))
             if path.exists()
         )
-        for pid in alive(self.tag):  # of a scenario that failed
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in alive(self.tag):  # of a scenario that failed
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         return True
 
     def _left(self) -> list[str]:
         """Processes, locks that are held, and files outside the run folder or never finished inside it."""
         run = self.folder / "run"
         tag = durable.run_tag(run)
-        left = [f"process {pid}" for pid in alive(self.tag)]
+        left = [f"process {process.pid}" for process in alive(self.tag)]
         left += [f"lock {path}" for path in run.glob("lock.*") if _is_held(path)]
         left += [str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob(f"{tag}*")]
         unfinished = [p for p in run.rglob(".*") if p.name.startswith((durable.TEMPORARY, durable.TRASH))]
         if not self.scenario.is_abrupt and self.scenario.code not in (-9, 1):
             left += [str(path) for path in unfinished]
         return left
-
-
-def alive(tag: str) -> list[int]:
-    """Processes that carry TANDEM_TEST_TAG, but for what their parent has not asked for yet."""
-    everyone = psutil.process_iter(["environ", "status"])
-    tagged = [p for p in everyone if (p.info["environ"] or {}).get("TANDEM_TEST_TAG") == tag]
-    return [p.pid for p in tagged if p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def _is_held(path: Path) -> bool:

@@ -123,21 +123,17 @@ def settings(folder: Path, name: str, stage: int, **sections: dict[str, Any]) ->
         "run": {"output_dir": folder / name},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "reference": {"on": "sampler"},
-        "lora": {},
         "data": {"train": "unused.jsonl"},
         "sampler": {"num_generations": NUM_GENERATIONS, "temperature": TEMPERATURE, "max_completion_length": 12},
         "algorithm": {"beta": BETA},
-        "critic": {},
-        "eval": {},
         "trainer": TRAINER,
-        "channel": {},
         "weights": {"dir": folder / name / "weights"},
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }
-    chosen = {key: value | sections.get(key, {}) for key, value in common.items()}
-    for model in (chosen["critic"], chosen["reference"]):
-        if "path" in model:
-            model["path"] = str(folder / model["path"])
+    chosen = sections | {name: section | sections.get(name, {}) for name, section in common.items()}
+    for name in ("critic", "reference"):
+        if path := chosen.get(name, {}).get("path"):
+            chosen[name] = chosen[name] | {"path": str(folder / path)}
     return Config.model_validate(chosen)
 
 

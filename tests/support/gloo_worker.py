@@ -11,33 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import PeerEnded, UserError
 from model.cores import LENT_CORES
-from tests.support.gloo_data import (
-    CONSTANT_RATE,
-    GAE,
-    GROUP_PPO,
-    HALF_STAGES,
-    LAYOUTS,
-    MANY,
-    MICRO_BATCHES,
-    SUM_STAGES,
-    VARIANTS,
-    WHOLE_LAYOUTS,
-    Item,
-    Stream,
-    bare,
-    dead,
-    enormous,
-    group,
-    half_dead,
-    infinite_loss,
-    poisoned,
-    settings,
-    uneven,
-)
+from tests.support import gloo_data
+from tests.support.gloo_data import GAE, MANY, VARIANTS, WHOLE_LAYOUTS, Item, Stream, group, settings
 from tests.support.rank import Case, Worker, master_weights, run_hash, state_hash
 
 HALF = {"model": {"dtype": "bfloat16"}}
-STREAMS: dict[str, Stream] = {"skip": half_dead, "resample": half_dead}  # of variants; most train `group`
+STREAMS: dict[str, Stream] = dict.fromkeys(("skip", "resample"), gloo_data.half_dead)  # of variants; most train `group`
 
 
 class Collectives(TorchDispatchMode):
@@ -65,7 +44,7 @@ class GlooWorker(Worker):
 
     def skip(self, name: str, stage: int, stream: Stream, **sections: dict[str, Any]) -> None:
         """A step that is not finite, then a good one; and the good one alone."""
-        config = settings(self.folder, f"{name}{stage}", stage, **{"trainer": CONSTANT_RATE} | sections)
+        config = settings(self.folder, f"{name}{stage}", stage, **{"trainer": gloo_data.CONSTANT_RATE} | sections)
         trainer = self.trainer(config, stream)
         hashes = [run_hash(trainer, has_moments=False)]
         trainer.train_batch()
@@ -85,7 +64,7 @@ class GlooWorker(Worker):
 
     def accumulate(self, stage: int) -> None:
         """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""
-        for count in MICRO_BATCHES:
+        for count in gloo_data.MICRO_BATCHES:
             at_once = 32 // (self.exchange.world_size * count)
             trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
             self.one_batch(Case(f"sum{stage}_{count}", stage, sections=HALF | {"trainer": trainer}))
@@ -95,7 +74,7 @@ class GlooWorker(Worker):
         sections = {
             "algorithm": GAE["algorithm"] | {"num_iterations": 2},
             "critic": GAE["critic"] | {"critic_warmup_steps": 3},
-            "trainer": CONSTANT_RATE | {"max_steps": 4},
+            "trainer": gloo_data.FOUR_STEPS,
             "data": {"eval": "unused.jsonl"},
             "eval": {"steps": 1},
         }
@@ -124,41 +103,41 @@ class GlooWorker(Worker):
         """What depends on it."""
         no_kl = {"algorithm": {"beta": 0.0}}
         self.begin(stage)
-        self.one_batch(Case(f"uneven{stage}", stage, uneven, no_kl))
-        self.one_batch(Case(f"dead{stage}", stage, dead, no_kl))
-        self.skip("nan", stage, poisoned)
-        self.skip("inf", stage, infinite_loss)
-        self.skip("critic_inf", stage, infinite_loss, algorithm={"adv_estimator": "gae"})
-        self.skip("value_inf", stage, enormous, **GAE)
+        self.one_batch(Case(f"uneven{stage}", stage, gloo_data.uneven, no_kl))
+        self.one_batch(Case(f"dead{stage}", stage, gloo_data.dead, no_kl))
+        self.skip("nan", stage, gloo_data.poisoned)
+        self.skip("inf", stage, gloo_data.infinite_loss)
+        self.skip("critic_inf", stage, gloo_data.infinite_loss, algorithm={"adv_estimator": "gae"})
+        self.skip("value_inf", stage, gloo_data.enormous, **GAE)
         if stage in (0, 1):
-            self.skip("nan_half", stage, poisoned, **HALF)
+            self.skip("nan_half", stage, gloo_data.poisoned, **HALF)
 
     def at_one_stage(self) -> None:
         """What does not, at the default one of several ranks; and what gathers under ZeRO-3."""
         for stage in (1, 3):
             sections = {"algorithm": {"beta": 0.0, "adv_estimator": "gae"}}
-            self.one_batch(Case(f"critic_uneven{stage}", stage, uneven, sections))
-        self.skip("critic_nan_half", 1, poisoned, **HALF, **GAE)
+            self.one_batch(Case(f"critic_uneven{stage}", stage, gloo_data.uneven, sections))
+        self.skip("critic_nan_half", 1, gloo_data.poisoned, **HALF, **GAE)
         self.warm_up()
         for name, sections in VARIANTS.items():
-            stream = bare if "reference" in sections else STREAMS.get(name, group)
+            stream = gloo_data.bare if "reference" in sections else STREAMS.get(name, group)
             self.one_batch(Case(name, 1, stream, sections))
         self.lent_cores()
         resampled = {"algorithm": {"dead_groups": "resample", "beta": 0.0}}
-        self.one_batch(Case("all_dead", 1, dead, resampled))
-        for stage in SUM_STAGES:
+        self.one_batch(Case("all_dead", 1, gloo_data.dead, resampled))
+        for stage in gloo_data.SUM_STAGES:
             self.accumulate(stage)
         self.end()
 
 
 def trained(ranks: int) -> list[tuple[str, int, dict[str, Any]]]:
     """(name, ZeRO stage, settings) of three steps with a checkpoint after each."""
-    stages = [stage for of, stage in LAYOUTS if of == ranks]
+    stages = [stage for of, stage in gloo_data.LAYOUTS if of == ranks]
     found = [(f"train{stage}", stage, {}) for stage in stages]
     found += [(f"critic{stage}", stage, GAE) for stage in stages if (ranks, stage) in WHOLE_LAYOUTS]
     if ranks in MANY:
-        found += [(f"half{stage}", stage, HALF) for stage in HALF_STAGES]
-        found += [("critic_half1", 1, HALF | GAE), ("segments1", 1, GROUP_PPO)]
+        found += [(f"half{stage}", stage, HALF) for stage in gloo_data.HALF_STAGES]
+        found += [("critic_half1", 1, HALF | GAE), ("segments1", 1, gloo_data.GROUP_PPO)]
     return found
 
 

@@ -43,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         if trouble == "hang":
             self.server.over.wait(60)
             return
-        text = trouble if len(trouble) > 4 else json.dumps({"scores": scores_of(asked)})
+        completions = json.loads(asked["messages"][1]["content"])["completions"]
+        text = trouble if len(trouble) > 4 else json.dumps({"scores": [len(text) / 10 for text in completions]})
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
         reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]
         reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -58,7 +59,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
-
-
-def scores_of(asked: Any) -> list[float]:
-    return [len(text) / 10 for text in json.loads(asked["messages"][1]["content"])["completions"]]

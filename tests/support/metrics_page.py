@@ -1,9 +1,10 @@
 """The metrics that docs/metrics.md explains."""
 
 import re
-from pathlib import Path
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+from common.paths import ROOT
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def documented() -> set[str]:

@@ -45,3 +45,8 @@ def two_hosts(kind: str = "addresses") -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         for folder in etc:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()

@@ -77,15 +77,13 @@ class PlainTraining:
         self.steps.append({"loss": loss, "grad_norm": norm, "learning_rate": rate, "applied": True})
 
     def scores(self, group: Group) -> list[tuple[Tensor, Tensor]]:
-        """(log-probs, entropies) of what the model wrote of every completion."""
-        prompt = group.prompt_ids.tolist()
-        return [self._scores(prompt, r) for r in group.rollouts]
-
-    def _scores(self, prompt: list[int], rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Each sequence for itself."""
-        parts = [dense_scores(self.model, *of, TEMPERATURE) for of in branches(prompt, rollout)]
-        logprobs, entropies = (torch.cat(x)[own(rollout)] for x in zip(*parts, strict=True))
-        return logprobs, entropies
+        """(log-probs, entropies) of what the model wrote of every completion, each sequence for itself."""
+        found = []
+        for r in group.rollouts:
+            parts = [dense_scores(self.model, *of, TEMPERATURE) for of in branches(group.prompt_ids.tolist(), r)]
+            logprobs, entropies = (torch.cat(x)[own(r)] for x in zip(*parts, strict=True))
+            found.append((logprobs, entropies))
+        return found
 
     def backward(self, groups: Sequence[Group], batch: Sequence[Group] | None = None) -> float:
         """Leaves d loss / d parameters in .grad and returns the loss."""

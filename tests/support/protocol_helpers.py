@@ -99,15 +99,10 @@ def published(version: int) -> Published:
     return Published(version, f"/weights/{version}", "0" * 64)
 
 
-def hurry(monkeypatch: pytest.MonkeyPatch, beat_s: float = 0.02) -> None:
-    """Beats and resends many times a second, so that a test of a lost message takes no seconds."""
-    monkeypatch.setattr(channel, "BEAT_S", beat_s)
-    monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 2 * beat_s)
-
-
 def hurried_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    """For a fixture."""
-    hurry(monkeypatch)
+    """For a fixture: beats and resends many times a second, so that a test of a lost message takes no seconds."""
+    monkeypatch.setattr(channel, "BEAT_S", 0.02)
+    monkeypatch.setattr(link_module, "_RESEND_AFTER_S", 0.04)
     with short_folder() as folder:
         yield make_config(folder)
 

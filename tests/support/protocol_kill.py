@@ -1,15 +1,15 @@
-"""The real protocol under SIGKILL: python -m tests.support.protocol_kill --kills 60 [--links 10]
+"""The real protocol under SIGKILL.
 
 A judge starts one trainer and two samplers made of the real Ledger, Inbox, Link, wire, weights and durable; only the
 engines are fake. Every life of a process is armed with the next failpoint, at a hit drawn at random, until the wanted
-number of kills has happened. Weights follow from the groups that were trained, as on one layout, and with --rounds from
+number of kills has happened. Weights follow from the groups that were trained, as on one layout, and with `rounds` from
 the life of the trainer, too, as where processors round differently. A group's tokens follow from its id and the weights
 it was sampled with, so the trainer knows a wrong one. Every third group has an image, of a colour that follows from its
 id, and every fifth a rollout of two turns. Every fourth is dead and the next one takes its slot. The trainer's state is
 what a checkpoint holds: the cursor and, in the place of weights, the list of groups taken. In the end that list must be
 0 … N − 1: none lost, none doubled, in order.
 
-With --links a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too:
+With `links` a bad network (lossy_proxy.py) is between them, a process of its own, which is killed that many times too:
 all connections end, and what was on its way is lost.
 
 Counted beside: groups that a trainer had accepted and that were begun anew for a later life of it.
@@ -17,7 +17,6 @@ Counted beside: groups that a trainer had accepted and that were begun anew for 
 The judge imports everything once and forks, so that a life costs milliseconds.
 """
 
-import argparse
 import json
 import os
 import random
@@ -277,12 +276,14 @@ def live(role: str, folder: Path, armed: str) -> int:
     raise AssertionError("unreachable")
 
 
-def judge(folder: Path, kills: int, seed: int, deadline_s: float, links: int = 0) -> dict[str, Any]:
+def judge(folder: Path, kills: int, links: int, deadline_s: float, rounds: bool = False) -> dict[str, Any]:
     """Runs to the end. Raises AssertionError when a process ends in any way but a kill or, in the end, success."""
-    rng, start = random.Random(seed), time.monotonic()
+    rng, start = random.Random(1), time.monotonic()
     plan = {"trainer": kills - 2 * (kills // 4), "s0": kills // 4, "s1": kills // 4, LINKS: links}
     if links:
         (folder / LINKS).touch()
+    if rounds:
+        (folder / ROUNDS).touch()
     killed: Counter[str] = Counter()
     lives: Counter[str] = Counter()
     running: dict[int, tuple[str, str]] = {}
@@ -332,17 +333,3 @@ def judge(folder: Path, kills: int, seed: int, deadline_s: float, links: int = 0
         "exactly_once_in_order": trained == list(range(len(trained))),
         "leftovers": sorted(p.name for p in folder.rglob("*") if p.name.startswith((durable.TEMPORARY, durable.TRASH))),
     }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--links", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--deadline_s", type=float, default=240.0)
-    parser.add_argument("--rounds", action="store_true")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tandem-kill-") as name:
-        if arguments.rounds:
-            (Path(name) / ROUNDS).touch()
-        print(json.dumps(judge(Path(name), arguments.kills, arguments.seed, arguments.deadline_s, arguments.links)))

@@ -85,11 +85,12 @@ class Slurm:
             process.wait()
 
 
-def real_slurm(folder: Path) -> Iterator[Slurm]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if missing or os.geteuid():
         pytest.skip(f"needs root and a Slurm: apt-get install slurm-wlm munge; missing are {missing}")
-    slurm = Slurm(folder)
+    slurm = Slurm(tmp_path_factory.mktemp("slurm"))
     try:
         yield slurm
     finally:

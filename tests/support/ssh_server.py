@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,8 +39,8 @@ Host *
 
 
 @contextmanager
-def ssh_server(folder: Path, address: str, port: int, inside: Sequence[str] = ()) -> Iterator[str]:
-    """What TANDEM_SSH is to be. inside: words before its command, which set the network it listens in."""
+def ssh_server(folder: Path, address: str, port: int) -> Iterator[str]:
+    """What TANDEM_SSH is to be."""
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     if sshd is None or shutil.which("ssh") is None:
         pytest.skip("no sshd here; apt-get install openssh-server")
@@ -56,7 +56,7 @@ def ssh_server(folder: Path, address: str, port: int, inside: Sequence[str] = ()
     if makes_separation:
         _SEPARATION.mkdir(mode=0o755)
     log = folder / "log"
-    command = [*inside, sshd, "-D", "-f", str(folder / "server"), "-E", str(log)]
+    command = [sshd, "-D", "-f", str(folder / "server"), "-E", str(log)]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         until(lambda: server.poll() is not None or (log.exists() and "Server listening" in log.read_text()), 20)

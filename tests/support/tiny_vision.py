@@ -1,6 +1,5 @@
 """Random vision models small enough for any test, in folders like real ones, and the plainest way to score them."""
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from common.types import EncodedImage
 from model.files.images import ImageFormat, decode_patches, image_format
 from tests.support.tiny import randomise_vectors
+from tests.support.vision import file_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 310, 311, 312, 313
@@ -45,13 +46,9 @@ _TOWERS = {
     | {"patch_size": 16, "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     | {"out_hidden_size": 64, "num_position_embeddings": 64},
 }
-_DELTA = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-}  # as vLLM's kernel has them
 _HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64}
-_HYBRID |= _DELTA | {"linear_value_head_dim": 128}
+_HYBRID |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}  # as vLLM's kernel has them
+_HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 
 
 def vision_config(family: str, tied: bool = True, **text: Any) -> Any:
@@ -100,12 +97,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def random_image(rng: np.random.Generator, form: ImageFormat, rows: int, columns: int) -> EncodedImage:
     """Noise of rows × columns image tokens."""
-    from PIL import Image
-
     pixels = rng.integers(0, 256, (rows * form.factor, columns * form.factor, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return EncodedImage(file.getvalue(), (1, rows * form.merge_size, columns * form.merge_size))
+    return EncodedImage(file_of(Image.fromarray(pixels)), (1, rows * form.merge_size, columns * form.merge_size))
 
 
 def words(rng: np.random.Generator, count: int) -> list[int]:

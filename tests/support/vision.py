@@ -59,7 +59,6 @@ def write_vision_settings(folder: Path, vision: Vision, **changes: Any) -> None:
 
 def write_tokenizer(folder: Path, size: int, special: dict[int, str]) -> None:
     """`size` tokens that are words w0, w1, …, but for the special ones by id."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = [special.get(i, f"w{i}") for i in range(size)]
