@@ -53,8 +53,6 @@ def test_the_policys_start_gets_a_head_of_zeros_and_a_reward_model_keeps_its_own
 
 @pytest.mark.parametrize("packing", ["shared", "separate"])
 def test_values_of_a_row_equal_a_dense_forward_per_completion(folder: Path, packing: Any) -> None:
-    from transformers import AutoModelForSequenceClassification
-
     groups = [([5, 6, 7], [[8, 9], [8], [3, 4, 5]]), ([2], [[1, 1, 1, 1], [7]])]
     model = ValueModel(load_value_model(settings(folder, folder / "reward")))
     found = model(pack(groups, packing))

@@ -59,6 +59,10 @@ def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplat
 # ---- columns ----------------------------------------------------------------------------------------------------
 
 
+def base64_of(file: bytes) -> str:
+    return base64.b64encode(file).decode()
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -69,37 +73,24 @@ def made(given: Problem, tokenizer: Any, vision: Vision, template: PromptTemplat
         ({"bytes": RED, "path": "gone.png"}, (RED,)),
         ([{"bytes": None, "path": "blue.jpg"}], (BLUE,)),
         ("blue.jpg", (BLUE,)),
+        # written as text
+        ([f"data:image/png;base64,{base64_of(RED)}"], (RED,)),
+        ([f"DATA:;base64,{quote(base64_of(RED))}"], (RED,)),
+        ([base64_of(BLUE)], (BLUE,)),
+        ([base64.urlsafe_b64encode(RED).decode().rstrip("=")], (RED,)),
+        (["\n".join(textwrap.wrap(base64_of(RED), 76))], (RED,)),
+        ([{"bytes": base64_of(RED), "path": None}], (RED,)),
+        ([{"bytes": [*RED], "path": None}], (RED,)),
+        ([{"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64_of(BLUE)}"}}], (BLUE,)),
+        ([{"type": "image", "image": "blue.jpg"}], (BLUE,)),
+        ("file:HERE/blue.jpg", (BLUE,)),
+        ([memoryview(RED)], (RED,)),
     ],
 )
 def test_a_column_is_one_image_or_a_list_of_them_in_any_form(tmp_path: Path, value: Any, expected: Any) -> None:
     (tmp_path / "blue.jpg").write_bytes(BLUE)
-    assert tuple(map(read_file, sources(value, tmp_path))) == expected
-
-
-def base64_of(file: bytes) -> str:
-    return base64.b64encode(file).decode()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (f"data:image/png;base64,{base64_of(RED)}", RED),
-        (f"DATA:;base64,{quote(base64_of(RED))}", RED),
-        (base64_of(BLUE), BLUE),
-        (base64.urlsafe_b64encode(RED).decode().rstrip("="), RED),
-        ("\n".join(textwrap.wrap(base64_of(RED), 76)), RED),
-        ({"bytes": base64_of(RED), "path": None}, RED),
-        ({"bytes": [*RED], "path": None}, RED),
-        ({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64_of(BLUE)}"}}, BLUE),
-        ({"type": "image", "image": "blue.jpg"}, BLUE),
-        ("file:HERE/blue.jpg", BLUE),
-        (memoryview(RED), RED),
-    ],
-)
-def test_an_image_may_be_written_as_text(tmp_path: Path, value: Any, expected: bytes) -> None:
-    (tmp_path / "blue.jpg").write_bytes(BLUE)
     value = value.replace("HERE", f"//{tmp_path}") if isinstance(value, str) else value
-    assert list(map(read_file, sources([value], tmp_path))) == [expected]
+    assert tuple(map(read_file, sources(value, tmp_path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,12 +137,9 @@ def test_paths_in_a_file_count_from_its_folder_and_rows_without_an_image_are_cou
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown, blind = load(tmp_path, "red.png", [])
-    assert (shown.images, shown.columns, blind.images) == (
-        (tmp_path / "red.png",),
-        {"question": "?", "answer": "4"},
-        (),
-    )
-    assert whole_row(shown, "images") == {"question": "?", "answer": "4", "images": [RED]}
+    row = {"question": "?", "answer": "4"}
+    assert (shown.images, shown.columns, blind.images) == ((tmp_path / "red.png",), row, ())
+    assert whole_row(shown, "images") == row | {"images": [RED]}
     assert "data.train: 1 of 2 rows have no image" in capsys.readouterr().err
 
 

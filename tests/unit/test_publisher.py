@@ -21,6 +21,7 @@ from model.reference import Reference
 from tests.support.configs import config_in
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
+from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
 from trainer.save.publisher import Publisher, writes_behind
@@ -49,12 +50,11 @@ class Bench:
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
-        self.rank_zero, self.seconds = RankZero(), defaultdict[str, float](float)
+        self.rank_zero: Any = RankZero()
+        self.seconds = defaultdict[str, float](float)
         ranks: Any = OneRank()
-        rank_zero: Any = self.rank_zero
-        behind: Any = OneRank() if writes_behind(config) else None
-        ends = ranks, behind, rank_zero
-        self.publisher = Publisher(config, self.policy, *ends, self.seconds)
+        behind = ranks if writes_behind(config) else None
+        self.publisher = Publisher(config, self.policy, ranks, behind, self.rank_zero, self.seconds)
         self.publish(0)
 
     def publish(self, version: int, eval_id: str | None = None) -> None:
@@ -133,11 +133,7 @@ def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path, max_staleness=1)
-
-    def forbidden(*_: Any) -> None:
-        raise PermissionError("weights.dir is gone")
-
-    monkeypatch.setattr(weights, "commit", forbidden)
+    monkeypatch.setattr(weights, "commit", raising(PermissionError("weights.dir is gone")))
     bench.publish(1)
     with pytest.raises(PermissionError, match=r"weights\.dir is gone"):
         bench.publish(2)
@@ -176,10 +172,8 @@ class Follower:
         self.restart()
 
     def restart(self) -> None:
-        self.reference, tokenizer = (
-            Reference(self.config, torch.device("cpu")),
-            AutoTokenizer.from_pretrained(self.config.model.path),
-        )
+        self.reference = Reference(self.config, torch.device("cpu"))
+        tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
         ranks: Any = OneRank()
         self.moving = moving_reference.MovingReference(self.config, self.policy, ranks, tokenizer, self.reference)
 

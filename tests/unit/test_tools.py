@@ -20,6 +20,7 @@ from environments.tools import Call, answer_calls
 from rewards import text_of
 from rewards.pool import RewardPool
 from sampler.turns.tool_calls import CallReader, parser_of
+from tests.support.python_file import python_file
 from tests.support.speed import limit
 from tests.support.vision import byte_tokenizer
 
@@ -79,11 +80,7 @@ def turns(completions, environment_rewards, **kwargs):
 '''
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trl") / "trl_tools.py"
-    path.write_text(TRL)
-    return path
+file = python_file(TRL)
 
 
 def call(name, **arguments):
