@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,6 @@ from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.write_version import Changes
 
 
-class RankZero:
-    """What a publisher wants of a GroupSource; `credited` are (cursor, version, eval_id)."""
-
-    incarnation = "ab12"
-
-    def __init__(self) -> None:
-        self.credited: list[tuple[int, int, str | None]] = []
-
-    def commit(self, cursor: int, published: weights.Published, eval_id: str | None, _: int) -> None:
-        self.credited.append((cursor, published.version, eval_id))
-
-    def versions_in_use(self) -> list[int]:
-        return []
-
-
 class Bench:
     """A publisher of a plain policy in `folder`, and all that it says and counts."""
 
@@ -50,7 +36,9 @@ class Bench:
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
-        self.rank_zero: Any = RankZero()
+        credited = list[tuple[int, int, str | None]]()  # (cursor, version, eval_id)
+        self.rank_zero: Any = SimpleNamespace(incarnation="ab12", versions_in_use=list, credited=credited)
+        self.rank_zero.commit = lambda cursor, new, eval_id, _: credited.append((cursor, new.version, eval_id))
         self.seconds = defaultdict[str, float](float)
         ranks: Any = OneRank()
         behind = ranks if writes_behind(config) else None

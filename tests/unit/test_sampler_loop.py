@@ -33,6 +33,7 @@ class OneStepEngine:
 
     def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
         self.on_cpu, self._at_once = on_cpu, at_once
+        self.events: list[Any] = []  # of a RestingEngine
         self.running: dict[Any, int] = {}
         self.shown: dict[Any, Any] = {}  # the images of each prompt
 
@@ -288,10 +289,6 @@ SLEEPING: dict[str, Any] = {"vllm": {"enable_sleep_mode": True}, "trainer": {"ma
 
 class RestingEngine(OneStepEngine):
     """Writes down what it does, into `events`."""
-
-    def __init__(self, on_cpu: bool, at_once: int | None = None) -> None:
-        super().__init__(on_cpu, at_once)
-        self.events: list[Any] = []
 
     def submit(self, key: Any, *given: Any) -> None:
         self.events.append("submit")
