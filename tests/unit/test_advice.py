@@ -40,11 +40,7 @@ class R(NamedTuple):
     series: Series
     words: tuple[str, ...]
     silent: tuple[Series, ...] = ()
-    settings: dict[str, Any] | None = None
-
-    @property
-    def sections(self) -> dict[str, Any]:
-        return self.settings or {}
+    sections: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
 
 
 def waiting(who: str, seconds: float) -> Series:

@@ -623,13 +623,6 @@ def test_the_engine_looks_for_texts_where_one_of_several_sources_has_an_agent(tm
     assert [looks_for_texts(config_in(tmp_path, data={"train": s})) for s in (sources, sources[1:])] == [True, False]
 
 
-def test_a_command_has_ended_though_something_that_it_left_holds_its_output(tmp_path: Path) -> None:
-    agent = ["sh", "-c", f"sleep 99 & exec python3 {ROOT}/tests/support/agents/program.py"]
-    model = Model(lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
-    sampled = played(config(tmp_path, rollout={"agent": agent}), model)
-    assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
-
-
 @pytest.mark.parametrize(
     ("command", "named"),
     [("echo 1; exit 3", "exit code 3; its last line: b'1"), ("echo words", "expected a reward"), (":", "without")],

@@ -15,6 +15,7 @@ from common.types import Forks
 from model import attention, devices
 from model.packing import Packing, pack
 from tests.support.protocol_helpers import make_rollout
+from tests.support.threads import threads
 from tests.support.tiny import branches, randomise_vectors
 
 VOCAB = 61
@@ -25,10 +26,8 @@ SHAPES = [(5, (3, 1, 4)), (1, (2, 2)), (7, (6,)), (4, (1, 1, 1, 9))]
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     attention.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 def make_model(family: str, attn_implementation: str = "sdpa", **changes: Any) -> Any:

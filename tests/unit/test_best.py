@@ -146,8 +146,8 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
     assert alone(config, [*earlier, record(2, 4)]).stops_early, "resumed after its end, it stops again"
 
 
-def samples(right: int, n: int = 10) -> tuple[EvalSample, ...]:
-    return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(n))
+def samples(right: int) -> tuple[EvalSample, ...]:
+    return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(10))
 
 
 def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, log: MetricsLog, right: Any) -> Any:

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,15 +135,6 @@ def test_a_completion_ends_where_the_real_template_ends_the_last_turn(name, tmp_
     assert tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer).own)) == ["</s>", ENDS[name]]
 
 
-class BeginsTexts:
-    """A tokenizer that puts token 1, <s>, before each text."""
-
-    bos_token_id, bos_token = 1, "<s>"
-
-    def __call__(self, text):
-        return {"input_ids": [1, 7]}
-
-
 @pytest.mark.parametrize(
     ("template", "text", "said"),
     [
@@ -158,5 +150,6 @@ def test_a_first_token_that_tokenizer_and_template_disagree_about_is_said(templa
     if template is not None:
         path = tmp_path / "t.jinja"
         path.write_text(template)
-    found = about_first_token(BeginsTexts(), PromptTemplate(chat_template=path), text)
+    begins_texts = Mock(return_value={"input_ids": [1, 7]}, bos_token_id=1, bos_token="<s>")  # before each text
+    found = about_first_token(begins_texts, PromptTemplate(chat_template=path), text)
     assert found is None if said is None else said in found

@@ -20,6 +20,7 @@ from rewards.probes import EMPTY, FORMS, OTHER, UNFINISHED, probes
 from rewards.tally import GoldRow
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES
+from tests.support.python_file import python_file
 from tests.support.speed import limit
 from tests.support.tier import full
 from tests.support.vision import byte_tokenizer
@@ -46,17 +47,13 @@ GIVES = {
 }
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("check") / "mine.py"
-    functions = [
-        f"def {name}(completions, answer):\n    return [{gives} for c, a in zip(completions, answer)]\n"
-        for name, gives in GIVES.items()
-    ]
-    path.write_text(
-        "import re\nimport time\nfrom tandem.rewards.answers import is_right as right\n" + "".join(functions)
-    )
-    return path
+FUNCTIONS = [
+    f"def {name}(completions, answer):\n    return [{gives} for c, a in zip(completions, answer)]\n"
+    for name, gives in GIVES.items()
+]
+file = python_file(
+    "import re\nimport time\nfrom tandem.rewards.answers import is_right as right\n" + "".join(FUNCTIONS)
+)
 
 
 def gold(file, *names, answers=("4", "5", "60"), **settings):

@@ -88,14 +88,14 @@ def test_signs_that_flip_in_pairs_swapped_rows_and_swapped_chunks_are_noticed() 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_tensor_is_finite_unless_one_number_is_not_however_large_its_sum(dtype: torch.dtype) -> None:
-    tensor = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
-    assert all_finite(tensor) and all_finite(-tensor) and all_finite(random(5, dtype=dtype))
+    largest = torch.full((3003,), torch.finfo(dtype).max, dtype=dtype)  # their sum and their norm overflow
+    assert all_finite(largest) and all_finite(-largest) and all_finite(random(5, dtype=dtype))
     for bad in (float("nan"), float("inf"), -float("inf")):
-        spoiled = random(500, dtype=dtype)
-        spoiled[77] = bad
-        assert not all_finite(spoiled)
-        spoiled[78] = -bad
-        assert not all_finite(spoiled)
+        for spoiled in (random(500, dtype=dtype), largest.clone()):
+            spoiled[77] = bad
+            assert not all_finite(spoiled)
+            spoiled[78] = -bad
+            assert not all_finite(spoiled)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

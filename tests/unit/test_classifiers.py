@@ -53,8 +53,6 @@ def test_the_policys_start_gets_a_head_of_zeros_and_a_reward_model_keeps_its_own
 
 @pytest.mark.parametrize("packing", ["shared", "separate"])
 def test_values_of_a_row_equal_a_dense_forward_per_completion(folder: Path, packing: Any) -> None:
-    from transformers import AutoModelForSequenceClassification
-
     groups = [([5, 6, 7], [[8, 9], [8], [3, 4, 5]]), ([2], [[1, 1, 1, 1], [7]])]
     model = ValueModel(load_value_model(settings(folder, folder / "reward")))
     found = model(pack(groups, packing))
@@ -74,20 +72,6 @@ def test_values_are_float32_where_the_weights_are_bfloat16(folder: Path) -> None
     assert not torch.equal(values, values.bfloat16().float())
 
 
-def spoiled(kind: str, folder: Path, path: Path) -> None:
-    """A folder that cannot be a critic."""
-    from transformers import AutoConfig, Qwen2ForSequenceClassification
-
-    if kind == "two labels":
-        settings = AutoConfig.from_pretrained(folder / "model", num_labels=2)
-        Qwen2ForSequenceClassification(settings).save_pretrained(path)
-    if kind == "a layer without a weight":
-        weights = load_file(folder / "reward" / "model.safetensors")
-        del weights["model.layers.1.mlp.up_proj.weight"]
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text((folder / "reward" / "config.json").read_text())
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -97,7 +81,13 @@ def spoiled(kind: str, folder: Path, path: Path) -> None:
     ],
 )
 def test_what_is_no_critic_is_refused_with_what_to_do(folder: Path, tmp_path: Path, kind: str, said: str) -> None:
-    spoiled(kind, folder, tmp_path)
+    if kind == "two labels":
+        AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=2).save_pretrained(tmp_path)
+    if kind == "a layer without a weight":
+        weights = load_file(folder / "reward" / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text((folder / "reward" / "config.json").read_text())
     with pytest.raises(UserError, match=said):
         load_value_model(settings(folder, tmp_path))
 

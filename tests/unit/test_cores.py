@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from model.cores import LENT_CORES, Cores, LentCores, lent_cores
+from tests.support.threads import threads
 from tests.unit.test_batch_training import Run, config
 from trainer.group_receiver import GroupReceiver
 
@@ -20,11 +21,9 @@ NOW = os.sched_getaffinity(0)
 
 @pytest.fixture(autouse=True)
 def one_thread_on_one_core() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(NOW)})
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
     os.sched_setaffinity(0, NOW)
 
 

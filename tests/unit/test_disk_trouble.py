@@ -25,8 +25,9 @@ from common.processes import exits
 from sampler.engine.verify import checked_tensors
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
+from tests.support.raising import raising
 from tests.support.tiny import tiny_model
-from tests.unit.test_checkpoint_faults import ONE_RANK, leftovers, resumed_step, save
+from tests.unit.test_checkpoint_faults import ONE_RANK, resumed_step, save
 from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
 from trainer.save.disk import DiskTrouble, patiently, together, write_folder
@@ -86,7 +87,7 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
         save(tmp_path / "checkpoints", 2)
     assert 1740 < clock[0] <= 1800
     if reason == "File too large":  # where deleting works
-        assert leftovers(tmp_path / "checkpoints") == [], "what a failed attempt wrote keeps the disk full"
+        assert [*tmp_path.glob("checkpoints/.*")] == [], "what a failed attempt wrote keeps the disk full"
     assert resumed_step(tmp_path) == 1
     with ExitStack() as trouble:
         trouble.enter_context(TROUBLES[reason]())
@@ -126,7 +127,7 @@ def test_what_a_killed_process_left_of_a_folder_gets_into_no_other(tmp_path: Pat
     (tmp_path / ".tmp-final" / "torn").touch()
     write_folder(ONE_RANK, tmp_path / "final", lambda folder: (folder / "whole").touch())
     assert [path.name for path in (tmp_path / "final").iterdir()] == ["whole"]
-    assert leftovers(tmp_path) == []
+    assert [*tmp_path.glob(".*")] == []
 
 
 def test_a_full_disk_is_locked_all_the_same(tmp_path: Path) -> None:
@@ -137,12 +138,8 @@ def test_a_full_disk_is_locked_all_the_same(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
     monkeypatch.setattr(disk, "interrupted", lambda: True)
     ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
-
-    def attempt() -> None:
-        raise DiskTrouble("rank 0: full")
-
     with pytest.raises(Interrupted):
-        patiently(ranks, "it", attempt)
+        patiently(ranks, "it", raising(DiskTrouble("rank 0: full")))
     assert clock == [1]
 
 
@@ -173,9 +170,7 @@ def test_trouble_is_found_under_the_error_that_hides_it() -> None:
 
 
 def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:
-    def work() -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    work = raising(PermissionError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError):
         patiently(ONE_RANK, "it", lambda: together(ONE_RANK, work))
 

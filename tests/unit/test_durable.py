@@ -13,6 +13,7 @@ from common import durable, failpoints
 from common.errors import UserError
 from common.failpoints import failpoint
 from common.paths import ROOT
+from tests.support.raising import raising
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
@@ -116,10 +117,7 @@ def test_a_lock_in_a_place_that_cannot_be_written_is_the_users_to_fix(old: Path)
 def test_a_file_system_without_locks_is_not_taken_for_a_lock_that_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(durable.fcntl, "flock", refuse)
+    monkeypatch.setattr(durable.fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     for lock in (durable.lock(tmp_path / "lock", RuntimeError), durable.waiting_lock(tmp_path / "lock", "waiting")):
         with pytest.raises(UserError, match=r"cannot lock .*/lock: No locks available; mount .* -o flock"):
             lock.__enter__()

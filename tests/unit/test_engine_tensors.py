@@ -196,7 +196,7 @@ Tensors = dict[str, torch.Tensor]
 class Mixture(nn.Module):
     """Two layers as vLLM has them: experts in one tensor, a state's A = −exp(A_log), a norm; nothing declared."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(tie_word_embeddings=False)
         self.model = nn.Module()
@@ -209,6 +209,7 @@ class Mixture(nn.Module):
             layer.mlp.experts.w2 = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, WIDTH))
             layer.mixer.A = nn.Parameter(torch.zeros(3))
             layer.norm.weight = nn.Parameter(torch.zeros(HIDDEN))
+        self.load(mixture(seed))
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
@@ -242,12 +243,11 @@ def mixture(seed: int, scale: float = 1.0) -> Tensors:
     return found
 
 
-class MixtureWorker(WeightExtension):
+class Worker(WeightExtension):
     """skips: parts of names that a damaged loader passes over in silence."""
 
-    def __init__(self, *skips: str) -> None:
-        self.model_runner, self.skips, self.loads = SimpleNamespace(model=Mixture()), skips, 0
-        self.model_runner.model.load(mixture(9))
+    def __init__(self, model: Any) -> None:
+        self.model_runner, self.skips, self.loads = SimpleNamespace(model=model), tuple[str, ...](), 0
 
     def reload_weights(self, weights_iterator: Any) -> None:  # type: ignore[override]
         self.loads += 1
@@ -263,7 +263,7 @@ COMPUTED = {f"model.layers.{i}.mamba.A_log" for i in range(2)}
 
 @pytest.mark.parametrize("scale", [1.0, 0.0], ids=["random", "all equal at first"])
 def test_experts_are_found_by_their_checksums_and_must_stay_where_they_were_found(scale: float) -> None:
-    worker = MixtureWorker()
+    worker = Worker(Mixture(9))
     for seed, of_seed in enumerate((scale, 1.0, 1.0)):
         tensors = mixture(seed, of_seed)
         proof = worker.take(tensors)
@@ -287,7 +287,7 @@ HALF: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("kind", HALF)
 def test_a_load_that_brings_a_part_is_refused_by_name(kind: str, is_first: bool) -> None:
     """At an engine's first load, too: its sampler may have started again in the middle of a run."""
-    worker, tensors = MixtureWorker(), mixture(5)
+    worker, tensors = Worker(Mixture(9)), mixture(5)
     if not is_first:
         assert worker.take(mixture(4)).wrong == []
     worker.skips = HALF[kind]
@@ -333,9 +333,8 @@ SWAPPED: dict[str, Spoil] = {
 @pytest.mark.parametrize("is_first", [True, False], ids=["at first", "later"])
 @pytest.mark.parametrize("kind", SWAPPED)
 def test_experts_in_each_others_places_are_no_other_layout(kind: str, is_first: bool) -> None:
-    model, layout, tensors = Mixture(), Layout(), mixture(2)
+    model, layout, tensors = Mixture(1), Layout(), mixture(2)
     if not is_first:
-        model.load(mixture(1))
         assert prove(model, expected(mixture(1)), layout, mixture(1)).wrong == []
     model.load(tensors)
     SWAPPED[kind](model)
@@ -344,8 +343,7 @@ def test_experts_in_each_others_places_are_no_other_layout(kind: str, is_first: 
 
 
 def test_experts_that_are_published_in_one_tensor_may_be_transposed() -> None:
-    model, tensors = Mixture(), mixture(1)
-    model.load(tensors)
+    model, tensors = Mixture(1), mixture(1)
     for i in range(2):
         for name, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
             each = [torch.cat([tensors.pop(EXPERT.format(i, e, p)) for p in parts]).T for e in range(EXPERTS)]
@@ -380,8 +378,7 @@ def kernel(model: Any, reorder: Callable[[torch.Tensor], torch.Tensor], layers: 
 def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_numbers_are(
     kind: str, reorder: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    model, tensors = Mixture(), mixture(2)
-    model.load(mixture(1) if kind == "old" else tensors)
+    model, tensors = Mixture(1 if kind == "old" else 2), mixture(2)
     if kind in SWAPPED:
         SWAPPED[kind](model)
     kernel(model, reorder, 1 if kind == "one layer alone" else 2)
@@ -397,12 +394,12 @@ def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_nu
 
 
 @pytest.mark.parametrize("moved", ["rows", "numbers"])
-def test_a_single_tensor_whose_rows_were_exchanged_is_wrong_and_one_in_blocks_is_unproven(moved: str) -> None:
-    model, tensors = Model(), published()
-    model.load(tensors)
+def test_a_single_tensor_whose_rows_were_exchanged_is_wrong_and_one_in_blocks_is_unproven(
+    moved: str, model: Model
+) -> None:
     w = model.model.o_proj.weight.data
     w.copy_(w[[1, 0, *range(2, HIDDEN)]] if moved == "rows" else in_blocks(w))
-    proof = prove(model, expected(tensors), None, tensors)
+    proof = prove(model, expected(published()), None, published())
     assert bool(proof.wrong) is (moved == "rows")
     assert ("model.o_proj.weight" in proof.unproven) is (moved == "numbers")
 
@@ -472,21 +469,18 @@ def test_a_matrix_beside_a_layer_s_weight_is_not_asked_what_the_layer_multiplies
     assert (proof.proven, proof.wrong) == (set(tensors), [])
 
 
-def test_a_packed_part_of_a_matrix_is_left_to_the_canary() -> None:
+def test_a_packed_part_of_a_matrix_is_left_to_the_canary(model: Model) -> None:
     """With tensor parallelism on a CPU: its product is a part of the published one's."""
-    model, tensors = Model(), published()
-    model.load(tensors)
     layer: Any = model.model.gate_up_proj
     layer.weight.data, layer.output_partition_sizes, layer.tp_size = layer.weight.data[:6].clone(), [3, 3], 2
     multiplying(layer)
-    proof = prove(model, expected(tensors), None, tensors)
+    proof = prove(model, expected(published()), None, published())
     assert proof.wrong == [] and {"model.gate_proj.weight", "model.up_proj.weight"} == proof.unproven.keys()
 
 
 @pytest.mark.parametrize("kind", ["right", "old"])
 def test_a_tensor_of_fewer_bits_must_be_the_published_one_rounded(kind: str) -> None:
-    model, tensors = Mixture(), mixture(1)
-    model.load(mixture(3) if kind == "old" else tensors)
+    model, tensors = Mixture(3 if kind == "old" else 1), mixture(1)
     for layer in model.model.layers:
         layer.norm.weight.data = layer.norm.weight.data.bfloat16()
     proof = prove(model, expected(tensors), None, tensors)
@@ -498,8 +492,7 @@ def test_a_tensor_of_fewer_bits_must_be_the_published_one_rounded(kind: str) -> 
 
 
 def test_what_was_compared_once_must_be_comparable_for_ever() -> None:
-    model, layout = Mixture(), Layout()
-    model.load(mixture(1))
+    model, layout = Mixture(1), Layout()
     assert prove(model, expected(mixture(1)), layout).wrong == []
     packed(model.model.layers[0].norm)
     [said] = prove(model, expected(mixture(1)), layout).wrong
@@ -509,20 +502,9 @@ def test_what_was_compared_once_must_be_comparable_for_ever() -> None:
 # ---- the worker's own part ------------------------------------------------------------------------------------------
 
 
-class Worker(WeightExtension):
-    """A worker whose head has the embedding's weight."""
-
-    def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(model=Model())
-
-    def reload_weights(self, weights_iterator: Any) -> None:  # type: ignore[override]
-        model = self.model_runner.model
-        model.load(dict(weights_iterator))
-
-
 @pytest.mark.parametrize("in_memory", [True, False], ids=["tensors", "a folder"])
 def test_a_reload_is_proven_and_a_tied_head_is_the_embedding(tmp_path: Path, in_memory: bool) -> None:
-    worker, names = Worker(), sorted(published())
+    worker, names = Worker(Model()), sorted(published())
     for seed in range(2):
         tensors = published(seed)
         for i, part in enumerate((names[:4], names[4:])):
@@ -593,10 +575,9 @@ def test_adapters_are_proven_slice_by_slice(sees: bool) -> None:
     assert proof.narrow == {"model.layers.0.act_fn.beta"}, "what the base computes with, and the canary may be off by"
 
 
-def test_what_vllm_makes_of_published_tensors_must_be_made_anew_by_every_load() -> None:
+def test_what_vllm_makes_of_published_tensors_must_be_made_anew_by_every_load(model: Model) -> None:
     """Halves of latent attention's kv_b_proj: nothing is published for them, and stale ones would be used."""
-    model, tensors, layout = Model(), published(), Layout()
-    model.load(tensors)
+    tensors, layout = published(), Layout()
     model.model.W_UV = nn.Parameter(torch.ones(2, 3))
     assert prove(model, expected(tensors), layout).wrong == []
     spoil(model, layout)

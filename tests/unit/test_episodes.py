@@ -258,11 +258,6 @@ def asked(episode: Episode, *ids: int) -> Episode:
     return episode.asked(PROMPT, np.array(ids, np.int32))
 
 
-def after(*ids: int) -> Episode:
-    """A rollout of one turn."""
-    return Episode(9, 100).sampled(turn(*ids), "").answered(seen())
-
-
 @pytest.mark.parametrize(
     ("ids", "observed", "forks"),
     [
@@ -277,7 +272,7 @@ def after(*ids: int) -> Episode:
     ],
 )
 def test_a_turn_behind_other_tokens_forks_where_they_end_to_be_the_same(ids: Any, observed: Any, forks: Any) -> None:
-    found = asked(after(30, END), *ids)
+    found = asked(Episode(9, 100).sampled(turn(30, END), "").answered(seen()), *ids)
     assert found.token_ids.tolist() == [30, END, *observed] and found.forks == forks
     assert found.sequence(PROMPT).tolist() == list(ids)
     played = found.sampled(turn(40, END), "").answered(Done(1.0)).played()

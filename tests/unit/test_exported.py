@@ -2,7 +2,6 @@
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from model.tokenizer import load_tokenizer
 from tests.support.configs import config_of
 from tests.support.kinds import KINDS, model_of_kind, save_kind
 from tests.support.plain_policy import OneRank
+from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.save.checkpoint import save_model
@@ -128,11 +128,6 @@ def engine_of(folder: Path) -> Any:
     return engine_around(model, config=config_of({"path": str(folder)}))
 
 
-def edited(folder: Path, name: str, **changes: Any) -> None:
-    known = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(known | changes))
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -147,7 +142,7 @@ def test_a_file_that_transformers_reads_and_refuses_to_write_is_copied_and_named
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, changes: dict[str, Any]
 ) -> None:
     given = tiny_model(tmp_path / "given")
-    edited(given, name, **changes)
+    (given / name).write_text(json.dumps(json.loads((given / name).read_text()) | changes))
     engine, tokenizer = engine_of(given), load_tokenizer(str(given))
     assert save_model(engine, OneRank(), tokenizer, tmp_path / "final") == []  # type: ignore[arg-type]
     assert (tmp_path / "final" / name).read_bytes() == (given / name).read_bytes()
@@ -157,13 +152,6 @@ def test_a_file_that_transformers_reads_and_refuses_to_write_is_copied_and_named
     assert "cannot be saved" in (said := capsys.readouterr().err) and "the model's own is copied" in said
     save_model(engine, OneRank(), tokenizer, tmp_path / "again")  # type: ignore[arg-type]
     assert "cannot be saved" not in capsys.readouterr().err, "once"
-
-
-def raising(error: Exception) -> Callable[..., None]:
-    def save_pretrained(*_: Any, **__: Any) -> None:
-        raise error
-
-    return save_pretrained
 
 
 def test_what_has_no_file_to_copy_is_missing_and_the_weights_are_there(tmp_path: Path) -> None:

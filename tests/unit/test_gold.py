@@ -36,7 +36,13 @@ KINDS = {  # of other notations than the golds of the table
 
 
 @pytest.mark.parametrize(
-    ("kind", "gold"), [(kind, gold) for kind, golds in KINDS.items() for gold in golds.split(" ;")]
+    ("kind", "gold"),
+    [
+        *((kind, gold) for kind, golds in KINDS.items() for gold in golds.split(" ;")),
+        *(("number", gold) for gold in (5, -3, 0.5, 1e-05)),  # a column of numbers or truths is judged as such
+        ("text", True),
+        ("text", [None, "Paris", "7"]),  # the first that can be judged decides
+    ],
 )
 def test_a_gold_answer_is_of_one_kind(kind, gold):
     assert gold_kind(gold).name == kind
@@ -55,14 +61,6 @@ def test_a_gold_answer_is_of_one_kind(kind, gold):
 )
 def test_what_cannot_be_judged_has_a_reason(gold, reason):
     assert gold_kind(gold) == (None, reason)
-
-
-def test_of_several_right_answers_the_first_that_can_be_judged_decides():
-    assert gold_kind([None, "Paris", "7"]).name == "text"
-
-
-def test_a_column_of_numbers_or_truths_is_judged_as_such():
-    assert [gold_kind(gold).name for gold in (5, -3, 0.5, 1e-05, True)] == ["number"] * 4 + ["text"]
 
 
 @pytest.mark.parametrize("line", LINES, ids=[line.gold for line in LINES])

@@ -22,16 +22,11 @@ SIZES = {"train": 7473, "test": 1319}
 pytestmark = pytest.mark.skipif(not (GSM8K.is_dir() and QWEN.is_dir()), reason="no rows and tokenizer in ../shared")
 
 
-def gold_answers(split):
-    """(answer column, gold as an int) read without the code under test: every gold of GSM8K is an integer."""
-    for line in (GSM8K / f"{split}.jsonl").read_text().splitlines():
-        column = json.loads(line)["answer"]
-        yield column, int(column[column.index("####") + 4 :].replace(",", ""))
-
-
 @pytest.mark.parametrize("split", SIZES)
 def test_every_gold_answer_earns_both_rewards_in_every_notation_and_any_other_number_nothing(split):
-    columns, golds = zip(*gold_answers(split), strict=True)
+    columns = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").read_text().splitlines()]
+    # without the code under test: every gold of GSM8K is an integer
+    golds = [int(column[column.index("####") + 4 :].replace(",", "")) for column in columns]
     assert len(columns) == SIZES[split]
     right = [[notation.format(gold) for gold in golds] for notation in ("{}", "{:,}", "{}.00", " **{}** dollars")]
     right.append([f"${gold:,}.".replace("$-", "-$") for gold in golds])

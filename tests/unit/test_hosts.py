@@ -65,9 +65,8 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
     ],
 )
 def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=re.escape(says)):
         read_hosts(written(tmp_path, text))
-    assert says in str(refused.value)
 
 
 def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> None:

@@ -66,18 +66,16 @@ def trees() -> dict[str, ast.Module]:
 @cache
 def imports(tree: ast.AST) -> list[str]:
     """Every imported module, wherever the import stands, and modules imported by a name in a call."""
-    return list(_imports(tree))
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
+    found = list[str]()
     for node in walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where a module comes from"
-            yield str(node.module)
+            found.append(str(node.module))
         elif isinstance(node, ast.Call) and called(node) in ("__import__", "import_module", "importlib.import_module"):
-            yield node.args[0].value if isinstance(node.args[0], ast.Constant) else "a computed name"
+            found.append(node.args[0].value if isinstance(node.args[0], ast.Constant) else "a computed name")
+    return found
 
 
 def room(module: str) -> str:

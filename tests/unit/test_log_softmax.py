@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from model import log_softmax
 from model.log_softmax import LogSoftmaxAt
+from tests.support.raising import raising
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +147,8 @@ def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch
 
 def compiling(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Tensor:
     """Log-probs where the compiler ends with this error."""
-
-    def broken(*_: Any) -> Any:
-        raise error
-
     monkeypatch.setattr(log_softmax, "_compiles", lambda _: True)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: raising(error))
     logits, targets, _ = problem(4, 50)
     return LogSoftmaxAt.apply(logits, targets, None, 1.0, False, False)[0]
 

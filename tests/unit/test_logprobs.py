@@ -16,6 +16,7 @@ from model import attention
 from model.layout import hidden_at_sources
 from model.logprobs import load_causal_lm, score_logprobs, score_norms, token_terms
 from model.packing import pack, select
+from tests.support.threads import threads
 from tests.support.tiny import tiny_model
 
 QWEN_VOCAB = 151_936
@@ -161,11 +162,7 @@ def test_two_threads_give_the_gradient_of_one_however_many_completions_share_a_t
         at_sources = hidden_at_sources(base, row)
         return torch.autograd.grad(at_sources, hidden, given)[0]
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         wanted = gradient()
-        torch.set_num_threads(2)
+    with threads(2):
         assert all(torch.equal(gradient(), wanted) for _ in range(30))
-    finally:
-        torch.set_num_threads(threads)

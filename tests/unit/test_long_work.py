@@ -91,10 +91,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             yield world
 
 
-class Enough(Exception):
-    pass
-
-
 def load_for_long(world: World) -> None:
     """Longer than stall_timeout_s too: each beat shows that more is done."""
 
@@ -110,11 +106,11 @@ def load_for_long(world: World) -> None:
 def score_for_long(world: World) -> None:
     def score() -> None:
         world.work(WORK_S)
-        raise Enough
+        raise LookupError("enough")
 
     world.engine.version = 8
     world.sampler.send_scored, world.sampler.start_leased_work = score, lambda: None  # type: ignore[method-assign]
-    with pytest.raises(Enough):
+    with pytest.raises(LookupError, match="enough"):
         world.sampler.run()
 
 

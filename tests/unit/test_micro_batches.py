@@ -109,10 +109,6 @@ def check(rounds: list[Round], works: Sequence[Work], ranks: int, budget: Budget
     assert all(any(found) for found in rounds) or not trained
 
 
-def loads_of(rounds: Sequence[Round], works: Sequence[Work], ranks: int) -> list[float]:
-    return [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
-
-
 @given(SIZES, st.integers(1, 8), BUDGETS)
 def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches(
     tokens: list[int], ranks: int, budget: Budget
@@ -129,7 +125,8 @@ def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches
 @given(SIZES, st.integers(1, 8), st.integers(30, 400))
 def test_no_rank_is_behind_another_by_more_than_the_costliest_group(tokens: list[int], ranks: int, budget: int) -> None:
     works = works_of(tokens)
-    loads = loads_of(plan(works, ranks, Budget(1, budget)), works, ranks)
+    rounds = plan(works, ranks, Budget(1, budget))
+    loads = [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(one.cost for one in works) + 1e-9
 
 

@@ -18,7 +18,7 @@ from common.config import Config, load
 from common.redact import redacted
 from report.model_card import hub_id, write_model_card
 from report.run_log import MetricsLog
-from tests.unit.test_checkpoint_faults import ONE_RANK, SmallEngine, tokenizer
+from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine
 from trainer.save import checkpoint
 
 SETTINGS: dict[str, Any] = {
@@ -148,7 +148,7 @@ def commit_final(run: Path, number: int) -> None:
     """A model and a card of this number."""
     engine: Any = SmallEngine(number)
     card = partial(durable.write_file, data=str(number).encode())
-    checkpoint.commit_final(engine, ONE_RANK, tokenizer(), run, describe=lambda folder: card(folder / "README.md"))
+    checkpoint.commit_final(engine, ONE_RANK, TOKENIZER, run, describe=lambda folder: card(folder / "README.md"))
 
 
 def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(

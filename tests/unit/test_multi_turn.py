@@ -146,13 +146,10 @@ def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(
     assert re.search("the model's embedding has no row for '.+'", reason)
 
 
-def tools(path: Path) -> list[str]:
-    path.write_text("\n".join(f'def {name}() -> str:\n    """{name}"""\n    return "42"\n' for name in ("f", "g")))
-    return [f"{path}:f", f"{path}:g"]
-
-
 def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_turn(tmp_path: Path) -> None:
-    given = config(tmp_path, tools=tools(tmp_path / "two.py"))
+    two = "\n".join(f'def {name}() -> str:\n    """{name}"""\n    return "42"\n' for name in "fg")
+    (tmp_path / "two.py").write_text(two)
+    given = config(tmp_path, tools=[f"{tmp_path}/two.py:f", f"{tmp_path}/two.py:g"])
     template = given.prompt.chat_template
     assert template is not None
     own = template.read_text() + "{% if add_generation_prompt and mood %}{{ mood }} {% endif %}"

@@ -1,5 +1,7 @@
 """Packing: the documented example, and what must hold for any groups."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,20 +18,16 @@ groups_of_tokens = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_s
 Groups = list[tuple[list[int], list[list[int]]]]
 
 
-def test_the_documented_example() -> None:
-    row = pack([([5, 6, 7], [[8, 9], [8]])])
+@pytest.mark.parametrize("of", [list, lambda ids: np.array(ids, np.int32)], ids=["lists", "arrays from the wire"])
+def test_the_documented_example(of: Any) -> None:
+    row = pack([(of([5, 6, 7]), [of([8, 9]), of([8])])])
+    assert row.input_ids.dtype == row.target_ids.dtype == torch.int64
     assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 8]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert row.target_ids.tolist() == [8, 9, 8]
     assert row.source_index.tolist() == [2, 3, 2]
     assert row.lengths == (2, 1)
     assert row.spans == (Span(start=0, prompt=3, completions=(2, 1)),)
-
-
-def test_arrays_from_the_wire_pack_like_lists() -> None:
-    row = pack([(np.array([5, 6, 7], np.int32), [np.array([8, 9], np.int32), np.array([8], np.int32)])])
-    assert row.input_ids.tolist() == [[5, 6, 7, 8, 9, 8]]
-    assert row.input_ids.dtype == row.target_ids.dtype == torch.int64
 
 
 def test_separate_every_completion_is_a_padded_row() -> None:

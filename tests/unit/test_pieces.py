@@ -17,7 +17,7 @@ from common.files import pieces
 from common.processes import watchdog
 from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
-from tests.unit.test_checkpoint_faults import SmallEngine, progress, resumed_step, save, tokenizer
+from tests.unit.test_checkpoint_faults import TOKENIZER, SmallEngine, progress, resumed_step, save
 from trainer.save import checkpoint, disk, resume
 from trainer.save.disk import DiskTrouble, together
 from trainer.save.model_files import write_tensors
@@ -117,7 +117,7 @@ def test_a_save_and_a_resume_of_many_times_the_watchdogs_limit_report_each_piece
     one = on_ranks(1, lambda ranks: ranks)[0]
     slow(LIMIT_S / 8)
     begun = time.monotonic()
-    checkpoint.save(engine, one, tokenizer(), checkpoints, progress(1), 2)  # type: ignore[arg-type]
+    checkpoint.save(engine, one, TOKENIZER, checkpoints, progress(1), 2)  # type: ignore[arg-type]
     assert time.monotonic() - begun > 2 * LIMIT_S
     assert len([text for text in heard if text.startswith("writing model.safetensors")]) >= 8
     assert "tandem: writing model.safetensors, 0 MiB so far\n" in capsys.readouterr().err
@@ -150,8 +150,7 @@ def test_each_rank_reads_its_part_and_a_flipped_byte_of_any_part_makes_all_take_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints, read = tmp_path / "checkpoints", list[str]()
-    for step in (1, 2):
-        save(checkpoints, step)
+    save(checkpoints, 1, 2)
     names = sorted(str(p.relative_to(checkpoints / "step_000002")) for p in checkpoints.glob("step_000002/**/*.*"))
     record = pieces.record
     monkeypatch.setattr(pieces, "record", lambda path: (read.append(path.name), record(path))[1])

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,11 @@ from model.reference import Reference
 from tests.support.configs import config_in
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.protocol_helpers import make_config
+from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
 from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.write_version import Changes
-
-
-class RankZero:
-    """What a publisher wants of a GroupSource; `credited` are (cursor, version, eval_id)."""
-
-    incarnation = "ab12"
-
-    def __init__(self) -> None:
-        self.credited: list[tuple[int, int, str | None]] = []
-
-    def commit(self, cursor: int, published: weights.Published, eval_id: str | None, _: int) -> None:
-        self.credited.append((cursor, published.version, eval_id))
-
-    def versions_in_use(self) -> list[int]:
-        return []
 
 
 class Bench:
@@ -49,12 +36,13 @@ class Bench:
         config = make_config(folder, trainer=trainer, weights={"dir": folder / "weights"}, vllm=vllm or {})
         self.policy: Any = PlainPolicy(tiny_model(folder / "model"))
         self.policy.device = torch.device("cpu")
-        self.rank_zero, self.seconds = RankZero(), defaultdict[str, float](float)
+        credited = list[tuple[int, int, str | None]]()  # (cursor, version, eval_id)
+        self.rank_zero: Any = SimpleNamespace(incarnation="ab12", versions_in_use=list, credited=credited)
+        self.rank_zero.commit = lambda cursor, new, eval_id, _: credited.append((cursor, new.version, eval_id))
+        self.seconds = defaultdict[str, float](float)
         ranks: Any = OneRank()
-        rank_zero: Any = self.rank_zero
-        behind: Any = OneRank() if writes_behind(config) else None
-        ends = ranks, behind, rank_zero
-        self.publisher = Publisher(config, self.policy, *ends, self.seconds)
+        behind = ranks if writes_behind(config) else None
+        self.publisher = Publisher(config, self.policy, ranks, behind, self.rank_zero, self.seconds)
         self.publish(0)
 
     def publish(self, version: int, eval_id: str | None = None) -> None:
@@ -133,11 +121,7 @@ def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path, max_staleness=1)
-
-    def forbidden(*_: Any) -> None:
-        raise PermissionError("weights.dir is gone")
-
-    monkeypatch.setattr(weights, "commit", forbidden)
+    monkeypatch.setattr(weights, "commit", raising(PermissionError("weights.dir is gone")))
     bench.publish(1)
     with pytest.raises(PermissionError, match=r"weights\.dir is gone"):
         bench.publish(2)
@@ -176,10 +160,8 @@ class Follower:
         self.restart()
 
     def restart(self) -> None:
-        self.reference, tokenizer = (
-            Reference(self.config, torch.device("cpu")),
-            AutoTokenizer.from_pretrained(self.config.model.path),
-        )
+        self.reference = Reference(self.config, torch.device("cpu"))
+        tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
         ranks: Any = OneRank()
         self.moving = moving_reference.MovingReference(self.config, self.policy, ranks, tokenizer, self.reference)
 

@@ -182,19 +182,14 @@ def test_prompts_begin_as_the_model_was_trained_once_and_it_is_said(tmp_path, ca
     assert "prompts do not begin with <s>" in capsys.readouterr().err
 
 
-def saved(tokenizer, folder, named=None):
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
-    if named is not None:
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    return {"model": {"path": str(folder)}}
-
-
 def test_a_completion_ends_at_every_end_that_model_tokenizer_and_template_have(tmp_path):
     base = byte_tokenizer("<|im_start|>", "<|im_end|>", "<|endoftext|>", "</answer>")
     base.eos_token = "<|endoftext|>"  # as a base model's, whose template for chats ends in another
     im_end, end, tag = (base.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>", "</answer>"))
-    model = saved(base, tmp_path, named=[end, 7])
+    base.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 7]}))
+    model = {"model": {"path": str(tmp_path)}}
     config = config_of(**model, prompt={"chat_template": CHATML}, sampler={"stop": ["</answer>", "\n\n", 9]})
     found = ends(config)
     assert found.own == (end, 7, im_end) and found.ids == (end, 7, im_end, tag, 9) and found.texts == ("\n\n",)

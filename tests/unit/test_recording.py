@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.types import Group, Tombstone
 from tests.support.gloo_data import group
 from tests.support.protocol_helpers import received
+from tests.support.raising import raising
 from tests.support.tiny import in_forks, random_group
 from tests.unit.test_wire import same
 from trainer.link import recording
@@ -125,9 +126,6 @@ def test_a_full_disk_loses_no_record_and_leaves_none_in_half(tmp_path: Path, mon
 def test_an_error_that_waiting_does_not_cure_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(tmp_path / "groups", cursor=0)
 
-    def refused(*_: object) -> int:
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-
-    monkeypatch.setattr(os, "pwrite", refused)
+    monkeypatch.setattr(os, "pwrite", raising(OSError(errno.EBADF, os.strerror(errno.EBADF))))
     with pytest.raises(OSError, match="Bad file descriptor"):
         recorder.append([received(item) for item in ITEMS[:1]])

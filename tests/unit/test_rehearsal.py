@@ -18,8 +18,9 @@ from sampler import rehearsal as of_sampler
 from sampler.turns.task import Task
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
+from tests.support.raising import raising
 from tests.support.tiny import tiny_model
-from tests.unit.test_exported import engine_of, raising
+from tests.unit.test_exported import engine_of
 from trainer import rehearsal
 
 

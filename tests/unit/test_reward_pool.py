@@ -20,6 +20,7 @@ from rewards.load import Load
 from rewards.pool import RewardFailure, RewardPool
 from sampler.start import try_rewards
 from tests.support.configs import config_of
+from tests.support.python_file import python_file
 from tests.support.speed import is_gone, limit, overdue, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,11 +46,7 @@ def sees(completions, images):
 """
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(REWARD)
-    return path
+file = python_file(REWARD)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from sampler.turns.episode import Played
 from sampler.turns.episodes import Sampled, SingleTurns
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
+from tests.support.raising import raising
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
 PROMPT = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
@@ -32,6 +33,7 @@ class OneStepEngine:
 
     def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
         self.on_cpu, self._at_once = on_cpu, at_once
+        self.events: list[Any] = []  # of a RestingEngine
         self.running: dict[Any, int] = {}
         self.shown: dict[Any, Any] = {}  # the images of each prompt
 
@@ -153,10 +155,7 @@ def test_a_failed_reward_costs_one_held_out_problem_and_not_its_chunk(tmp_path: 
 def test_weights_that_stay_refused_end_the_process_and_those_of_the_start_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, error: type[Exception]
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise BadWeights("tensor embed is not finite")
-
-    monkeypatch.setattr("sampler.loop.reload", refuse)
+    monkeypatch.setattr("sampler.loop.reload", raising(BadWeights("tensor embed is not finite")))
     monkeypatch.setattr("sampler.loop.time.sleep", lambda _: None)
     loop = Loop(tmp_path)
     loop.engine.version = None  # type: ignore[assignment]
@@ -290,10 +289,6 @@ SLEEPING: dict[str, Any] = {"vllm": {"enable_sleep_mode": True}, "trainer": {"ma
 
 class RestingEngine(OneStepEngine):
     """Writes down what it does, into `events`."""
-
-    def __init__(self, on_cpu: bool, at_once: int | None = None) -> None:
-        super().__init__(on_cpu, at_once)
-        self.events: list[Any] = []
 
     def submit(self, key: Any, *given: Any) -> None:
         self.events.append("submit")

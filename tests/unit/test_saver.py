@@ -10,6 +10,7 @@ import pytest
 from common.errors import Interrupted, OutOfTime
 from common.processes import exits
 from tests.support.configs import config_of
+from tests.support.raising import raising
 from trainer.loop import Trainer
 from trainer.save import saver as saver_module
 from trainer.save.checkpoint import Progress
@@ -39,15 +40,11 @@ class Run:
         self.saver.save_if_due(Progress("run", 0, 0, step, step, 0, 0, {}))
 
 
-def refuse(_: bool) -> bool:
-    raise AssertionError("a collective that is not needed")
-
-
 @pytest.mark.parametrize(
     ("save_steps", "agree", "minutes", "saved"),
     [
         (None, lambda value: value, [4] * 9, [3, 6, 9]),  # batches end after 4, 8, 12 …
-        (3, refuse, [1000] * 6, [3, 6]),
+        (3, raising(AssertionError("a collective that is not needed")), [1000] * 6, [3, 6]),
         (None, lambda mine: not mine, [1, 1000], [1]),
     ],
     ids=["ten minutes after the last", "with steps nobody is asked", "rank 0's clock decides"],

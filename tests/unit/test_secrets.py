@@ -14,6 +14,7 @@ from common.redact import redacted, redacted_words
 from launcher.processes.processes import Child, Running
 from model.files.folder import check_model_folder
 from model.tokenizer import load_tokenizer
+from tests.support.raising import raising
 
 CANARY = "canary-5f1e"
 
@@ -96,10 +97,7 @@ def test_a_password_in_an_address_is_in_no_message(kind: type[Exception]) -> Non
 
 
 def test_a_traceback_shows_no_password_of_an_address(capfd: pytest.CaptureFixture[str]) -> None:
-    def main() -> None:
-        raise RuntimeError(f"cannot open https://me:{CANARY}@host/a")
-
-    assert exits.run("sampler", main) == 1
+    assert exits.run("sampler", raising(RuntimeError(f"cannot open https://me:{CANARY}@host/a"))) == 1
     shown = capfd.readouterr().err
     assert CANARY not in shown and "RuntimeError: cannot open https://***@host/a" in shown
 

@@ -129,21 +129,13 @@ def test_a_cache_given_in_bytes_is_what_the_plan_counts() -> None:
 
 def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     """`launch.sh run` on a machine with one faked GPU, up to the start of both processes."""
-    started = []
-
-    class Stopped:
-        def __init__(self, samplers: Any, *_: Any) -> None:
-            started.extend(samplers)
-
-        def run(self) -> int:
-            return 0
-
+    started: list[Any] = []
     stand_ins = {
         "visible_gpus": lambda _: (0,),
         "this_machine": lambda _: CARD,
         "require_models": lambda _: None,
         "read_dims": lambda *_: SMALL,
-        "Supervisor": Stopped,
+        "Supervisor": lambda samplers, *_: SimpleNamespace(run=lambda: started.extend(samplers) or 0),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(launcher_run, name, stand_in)

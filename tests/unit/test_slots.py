@@ -1,6 +1,6 @@
 """How the slots of a batch fill from the stream, and what each handling of dead groups leaves to train."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,29 +21,21 @@ def config(size: int, **algorithm: Any) -> Config:
     return config_of(sampler={"num_generations": 2}, trainer={"prompts_per_step": size}, algorithm=algorithm)
 
 
-def alive(group_id: int) -> Group:
-    return make_group(group_id, 0, make_rollout(reward=1.0), make_rollout(reward=0.0))
-
-
-def dead(group_id: int) -> Group:
-    return make_group(group_id, 0, make_rollout(reward=0.1), make_rollout(reward=0.1))
-
-
-def stream(kinds: str) -> Callable[[int], Group | Tombstone]:
-    """ "aD!" = an alive group, a dead one, a tombstone; what comes behind is alive."""
-
-    def at(group_id: int) -> Group | Tombstone:
-        kind = kinds[group_id - FIRST] if group_id - FIRST < len(kinds) else "a"
-        return Tombstone(group_id, 0, "killed") if kind == "!" else {"a": alive, "D": dead}[kind](group_id)
-
-    return at
-
-
 class Source:
-    """A stream that gives what was asked for, as far as it was admitted."""
+    """A stream that gives what was asked for, as far as it was admitted.
+
+    kinds: "aD!" = an alive group, a dead one, a tombstone; what comes behind is alive.
+    """
 
     def __init__(self, kinds: str, size: int):
-        self.admitted, self.received, self._at = FIRST + size, list[int](), stream(kinds)
+        self.admitted, self.received, self._kinds = FIRST + size, list[int](), kinds
+
+    def _at(self, group_id: int) -> Group | Tombstone:
+        kind = self._kinds[group_id - FIRST] if group_id - FIRST < len(self._kinds) else "a"
+        if kind == "!":
+            return Tombstone(group_id, 0, "killed")
+        rewards = (1.0, 0.0) if kind == "a" else (0.1, 0.1)
+        return make_group(group_id, 0, *(make_rollout(reward=reward) for reward in rewards))
 
     def receive(self, ids: Sequence[int]) -> list[Group | Tombstone]:
         assert max(ids) < self.admitted, "nobody was asked for this group"

@@ -133,7 +133,6 @@ def test_held_out_sets_have_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"train": [{"path": "a.jsonl", "wieght": 2}]}, "Extra inputs"),
         ({"train": [{"path": "a.jsonl", "weight": 0}]}, "greater than 0"),
         ({"train": [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]}, "some without"),
         ({"train": [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}]}, "two sources named 'a'"),

@@ -38,7 +38,7 @@ def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0
 def micro_batch(
     groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
 ) -> MicroBatch:
-    config = settings(scale_rewards=scale_rewards, beta=beta, **more)
+    config = config_of(algorithm={"scale_rewards": scale_rewards, "beta": beta} | more)
     return tensors.micro_batch(scored(groups, config), over, config.algorithm)
 
 
@@ -48,10 +48,6 @@ def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experien
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
     return tensors.num_tokens([Experience(g) for g in groups], algorithm)
-
-
-def settings(**algorithm: Any) -> Config:
-    return config_of(algorithm=algorithm)
 
 
 def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:

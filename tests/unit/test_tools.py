@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from datetime import date
 from decimal import Decimal
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from environments.tools import Call, answer_calls
 from rewards import text_of
 from rewards.pool import RewardPool
 from sampler.turns.tool_calls import CallReader, parser_of
+from tests.support.python_file import python_file
 from tests.support.speed import limit
 from tests.support.vision import byte_tokenizer
 
@@ -79,11 +80,7 @@ def turns(completions, environment_rewards, **kwargs):
 '''
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trl") / "trl_tools.py"
-    path.write_text(TRL)
-    return path
+file = python_file(TRL)
 
 
 def call(name, **arguments):
@@ -299,11 +296,6 @@ def test_what_no_message_can_hold_is_left_out_of_an_environments_state():
     assert Instance(mine, None).state() == {"counter": 4, "huge": 2**70}
 
 
-@dataclass
-class Point:
-    x: int
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -317,7 +309,7 @@ class Point:
         (24, "24"),
         (np.float64(0.5), "0.5"),
         ({"rows": np.array([1, 2])}, '{"rows": [1, 2]}'),
-        (Point(1), '{"x": 1}'),
+        (make_dataclass("Point", ["x"])(1), '{"x": 1}'),
         ({"when": date(2024, 2, 29)}, '{"when": "2024-02-29"}'),
         (Decimal("0.10"), "0.10"),
     ],

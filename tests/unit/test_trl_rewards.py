@@ -10,6 +10,7 @@ from common.errors import UserError
 from rewards import RewardError, score_completions
 from rewards.find import bind
 from rewards.pool import RewardFailure, RewardPool
+from tests.support.python_file import python_file
 from tests.support.speed import limit
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,11 +52,7 @@ def scaled(completions, factor, ground_truth=None, **kwargs):  # reward_kwargs s
 """
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
-    path.write_text(FUNCTIONS)
-    return path
+file = python_file(FUNCTIONS)
 
 
 # Of two completions; None: it does not apply

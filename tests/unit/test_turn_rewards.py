@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,9 @@ ENVELOPE = Envelope("run", "life", "s0")
 SAID = Turn([{"role": "user", "content": "Higher."}])
 
 
-class Answers:
-    """An environment whose step returns what it is given."""
-
-    def __init__(self, *given: Any) -> None:
-        self.given = list(given)
-
-    def reset(self) -> None:
-        pass
-
-    def step(self, completion: str) -> Any:
-        return self.given.pop(0)
+def stepped(given: Any) -> Turn | Done:
+    """Of an environment whose step returns what it is given."""
+    return Instance(SimpleNamespace(step=lambda _: given), None).step("7")
 
 
 def settings(estimator: str = "gigpo", scale: str | None = "none", gamma: float = 0.5, **algorithm: Any) -> Config:
@@ -89,14 +82,14 @@ GROUP = Group(
     ],
 )
 def test_step_may_return_a_reward_beside_its_text(given: Any, messages: list[str], reward: float | None) -> None:
-    turn = Instance(Answers(given), None).step("7")
+    turn = stepped(given)
     assert isinstance(turn, Turn) and ([m["content"] for m in turn.messages], turn.reward) == (messages, reward)
 
 
 @pytest.mark.parametrize("given", [("Higher.", math.nan), ("Higher.", "0.5"), (None, 0.5), ("a", 0.5, True)])
 def test_what_is_no_text_with_a_number_fails_the_rollout(given: Any) -> None:
     with pytest.raises(BrokenEnvironment, match="step"):
-        Instance(Answers(given), None).step("7")
+        stepped(given)
 
 
 def played(*replies: Turn | Done) -> Any:

@@ -12,12 +12,12 @@ from common.errors import UserError
 from common.paths import ROOT
 from common.types import Problem, Prompt, sequences
 from environments import Message, Turn
-from sampler.engine.completions import Completion
 from sampler.prompts.chat_template import render
 from sampler.prompts.prompts import begun_in
 from sampler.turns.episode import Episode
 from sampler.turns.turns import TurnTemplate
 from tests.unit.test_chat_template import NO_TRL, REAL
+from tests.unit.test_episodes import turn
 
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}
 TEMPLATES |= {path.stem: path for path in REAL if path.stem.startswith("qwen3_5")}
@@ -100,9 +100,8 @@ class Conversation:
         self.episode, self.asked = Episode(9, 10_000), [text]
 
     def says(self, text: str, *seen: Message, end: str = END) -> None:
-        ids = np.array(tokens(text + end), np.int32)
         begun = self.template.begun if self.episode.num_turns else self.prompt.begun
-        self.episode = self.episode.sampled(Completion(ids, np.zeros(len(ids), np.float32), "stop"), begun + text)
+        self.episode = self.episode.sampled(turn(*tokens(text + end)), begun + text)
         self.episode = self.episode.answered(Turn(list(seen)))
         ids = self.template.conversation(self.prompt, self.episode.said())
         self.episode = self.episode.asked(self.prompt.token_ids, ids)
@@ -159,7 +158,7 @@ def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sa
     ]
     for i in range(1, 4):
         assert talk.asked[i] == talk.render([*ASK, *said[: 2 * i]])
-    played = talk.episode.sampled(turn_of(1), "").played()
+    played = talk.episode.sampled(turn(1), "").played()
     mask = np.ones(len(played.token_ids), bool)
     mask[np.r_[tuple(slice(*span) for span in played.observed)]] = False
     assert text_of(played.token_ids[mask][:-1]) == "".join(texts)
@@ -168,16 +167,12 @@ def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sa
 def test_a_turn_whose_text_stays_keeps_its_sampled_ids_and_extends_the_sequence() -> None:
     """Nothing to drop: as it would be without rewriting, though sampled ids are not those of the tokenizer."""
     talk = Conversation("qwen3")
-    talk.episode = talk.episode.sampled(turn_of(*[tokens(c)[0] for c in "408"], tokens(END)[0]), "408")
+    talk.episode = talk.episode.sampled(turn(*[tokens(c)[0] for c in "408"], tokens(END)[0]), "408")
     talk.episode = talk.episode.answered(Turn([USER]))
     ids = talk.template.conversation(talk.prompt, talk.episode.said())
     expected = of("chatml", "user").continuation(tokens(END)[0], [USER])
     assert ids.tolist() == [*talk.prompt.token_ids, *talk.episode.token_ids, *expected]
     assert talk.episode.asked(talk.prompt.token_ids, ids).forks == ()
-
-
-def turn_of(*ids: int) -> Completion:
-    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop")
 
 
 @pytest.mark.parametrize(

@@ -78,21 +78,26 @@ def test_an_estimator_that_gives_no_finite_number_each_is_refused_before_the_fir
         try_own_estimator(config(f"{file}:estimator"))
 
 
-def objective(loss: str, **algorithm: Any) -> tuple[list[float], list[float]]:
-    """Objective and gradient of two tokens with π = .5, .25, π_old = .25, .25, π_ref = .5, .5 and A = 2, −1."""
-    logprobs = logs(0.5, 0.25).requires_grad_()
-    settings = Algorithm(loss=loss, **algorithm)
-    ref = logs(0.5, 0.5) if "beta" in algorithm else None
-    advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    found, terms = token_objective(logprobs, logs(0.25, 0.25), ref, advantages, [1, 1], settings)
+TWO_TOKENS = ([0.5, 0.25], [0.25, 0.25], [2.0, -1.0], [1, 1])  # π, π_old, A, lengths
+
+
+def objective(
+    loss: str, probs: list[float], old: list[float], advantages: list[float], lengths: list[int], **algorithm: Any
+) -> tuple[list[float], list[float]]:
+    """Objective of every token and its derivative by log π, in float64; π_ref is .5 where it counts."""
+    logprobs = logs(*probs).requires_grad_()
+    ref = logs(*[0.5] * len(probs)) if "beta" in algorithm else None
+    given = torch.tensor(advantages, dtype=torch.float64)
+    found, terms = token_objective(logprobs, logs(*old), ref, given, lengths, Algorithm(loss=loss, **algorithm))
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
-    assert terms.ratio.tolist() == pytest.approx([2.0, 1.0])
+    ratios = [min(p / o, math.exp(20)) for p, o in zip(probs, old, strict=True)]
+    assert terms.ratio.tolist() == pytest.approx(ratios)
     return found.tolist(), gradient.tolist()
 
 
 def test_a_loss_of_a_file_takes_the_place_of_the_clipped_objective(tmp_path: Path) -> None:
     file = write(tmp_path, "def plain(logprobs, advantages):", "    return advantages * logprobs")
-    found, gradient = objective(f"{file}:plain")
+    found, gradient = objective(f"{file}:plain", *TWO_TOKENS)
     assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
     assert gradient == [2.0, -1.0]
     # it may have one without an advantage, so groups of equal rewards are trained too
@@ -103,7 +108,7 @@ def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Pa
     body = "return (logprobs - old_logprobs).exp() * advantages"
     file = write(tmp_path, "def ratio(logprobs, old_logprobs, advantages):", f"    {body}")
     # k1 = log π − log π_ref = 0, −ln 2; the ratio is 2, 1
-    found, _ = objective(f"{file}:ratio", beta=0.5, kl_estimator="k1")
+    found, _ = objective(f"{file}:ratio", *TWO_TOKENS, beta=0.5, kl_estimator="k1")
     assert found == pytest.approx([4.0, -1.0 + 0.5 * math.log(2)])
     # with a correction π_old is the trainer's own, the ratio 1, and the weight min(2, 1.5), 1
     mode = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
@@ -124,9 +129,9 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_fi
         "    return advantages * logprobs - settings.beta * kl",
         "def filled(logprobs, ref_logprobs): return logprobs - ref_logprobs",
     )
-    found, _ = objective(f"{file}:mine", beta=0.5)
+    found, _ = objective(f"{file}:mine", *TWO_TOKENS, beta=0.5)
     assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25) - 0.5 * math.log(2) ** 2])
-    assert objective(f"{file}:mine")[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
+    assert objective(f"{file}:mine", *TWO_TOKENS)[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
     settings = Algorithm(loss=f"{file}:filled", beta=0.5)
     found, _ = token_objective(logs(0.5).requires_grad_(), logs(0.5), None, torch.zeros(1), [1], settings)
     assert found.tolist() == [0.0]
@@ -174,25 +179,13 @@ def test_a_signature_is_checked_when_the_file_is_loaded(tmp_path: Path) -> None:
 FILE = f"{ROOT}/configs/recipes/objectives.py"
 
 
-def of_recipe(
-    name: str, probs: list[float], old: list[float], advantages: list[float], lengths: list[int], **settings: Any
-) -> tuple[list[float], list[float]]:
-    """(J_t of every token, its derivative by log π_θ), in float64."""
-    logprobs = logs(*probs).requires_grad_()
-    algorithm = Algorithm(loss=f"{FILE}:{name}", **settings)
-    given = torch.tensor(advantages, dtype=torch.float64)
-    found, _ = token_objective(logprobs, logs(*old), None, given, lengths, algorithm)
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
-    return found.tolist(), gradient.tolist()
-
-
 def near(*values: float) -> Any:
     return pytest.approx(list(values), abs=1e-12)
 
 
 def test_sapo_is_a_sigmoid_around_the_ratio_one_and_a_plain_policy_gradient_there() -> None:
     # ratios 1, 2 and 1/2; d/dlog π of 4/τ·σ(τ(r − 1)) is 4·σ·(1 − σ)·r, which is 1 at r = 1 for any τ
-    found, slope = of_recipe("sapo", [0.5, 0.5, 0.25], [0.5, 0.25, 0.5], [1.0, 1.0, -2.0], [2, 1])
+    found, slope = objective(f"{FILE}:sapo", [0.5, 0.5, 0.25], [0.5, 0.25, 0.5], [1.0, 1.0, -2.0], [2, 1])
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1.05 * 0.5))
     assert found == near(2.0, 4 * up, -2 * 4 / 1.05 * down)
     assert slope == near(1.0, 4 * up * (1 - up) * 2, -2 * 4 * down * (1 - down) * 0.5)
@@ -201,24 +194,26 @@ def test_sapo_is_a_sigmoid_around_the_ratio_one_and_a_plain_policy_gradient_ther
 def test_vespo_weighs_a_completion_by_a_gamma_density_of_its_whole_ratio() -> None:
     # w = 2 · ½ · 2 = 2 with A = 1: 2² · e^(3·(1 − 2)); w = ½ with A = −1: ½³ · e^(2·½)
     probs, old = [0.5, 0.25, 0.5, 0.25], [0.25, 0.5, 0.25, 0.5]
-    found, slope = of_recipe("vespo", probs, old, [1.0, 1.0, 1.0, -1.0], [3, 1], loss_type="dapo")
+    found, slope = objective(f"{FILE}:vespo", probs, old, [1.0, 1.0, 1.0, -1.0], [3, 1], loss_type="dapo")
     up, down = 4 * math.exp(-3), math.exp(1) / 8
     assert slope == near(up, up, up, -down)
     assert found == near(*(up * math.log(p) for p in probs[:3]), -down * math.log(0.25))
-    assert of_recipe("vespo", [1e-300, 1.0], [1.0, 1e-300], [1.0, -1.0], [1, 1])[1] == [0.0, 0.0]
+    assert objective(f"{FILE}:vespo", [1e-300, 1.0], [1.0, 1e-300], [1.0, -1.0], [1, 1])[1] == [0.0, 0.0]
 
 
 def test_dppo_stops_where_a_probability_has_moved_and_not_where_a_ratio_has() -> None:
     # moved by .3 > .28, .2, 1e-4 (ratio 11), −.3 < −.2 and +.3 with A < 0; then ratio 30, capped at 20
     probs, old = [0.8, 0.5, 11e-5, 0.2, 0.8, 0.3], [0.5, 0.3, 1e-5, 0.5, 0.5, 0.01]
-    _, slope = of_recipe("dppo", probs, old, [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [6], epsilon=0.2, epsilon_high=0.28)
+    _, slope = objective(
+        f"{FILE}:dppo", probs, old, [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [6], epsilon=0.2, epsilon_high=0.28
+    )
     assert slope == near(0.0, 0.5 / 0.3, 11.0, 0.0, -1.6, -20.0)
 
 
 def test_the_off_policy_mask_drops_a_worse_completion_that_the_policy_has_left_and_no_better_one() -> None:
     # mean of log π_old − log π: log 2 / 2 = .35 twice, then log(.5/.46) = .083 below δ = .1
     probs, old = [0.25, 0.5, 0.25, 0.5, 0.46], [0.5, 0.5, 0.5, 0.5, 0.5]
-    found, slope = of_recipe("off_policy_mask", probs, old, [-1.0, -1.0, 1.0, 1.0, -1.0], [2, 2, 1])
+    found, slope = objective(f"{FILE}:off_policy_mask", probs, old, [-1.0, -1.0, 1.0, 1.0, -1.0], [2, 2, 1])
     assert found == near(0.0, 0.0, 0.5, 1.0, -0.92)
     assert slope == near(0.0, 0.0, 0.5, 1.0, -0.92)
 

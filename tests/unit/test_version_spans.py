@@ -1,6 +1,5 @@
 """Groups whose tokens are of several versions: on the wire, in recordings, in the window, in micro-batches."""
 
-import dataclasses
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,8 +187,8 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
         return make_group(group_id, 0, mixed(reward=1.0), mixed(*spans, reward=0.0), mixed((0, 1), reward=0.5))
 
     run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
-    run.step(0, at_version(1))
-    run.step(1, at_version(2))
+    for index in (0, 1):
+        run.step(index, Progress("run", 0, 0, index + 1, 0, 0, 0, {}))
     first, second = run.batches
     assert first.policy_versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     logprobs = (first.row.target_ids / -10 - 1).tolist()  # what the pass at version 1 found
@@ -198,10 +197,6 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
     known = second.sampled_logprobs.isnan().logical_not()
     assert known.tolist() == [False] * 4 + [True] * 5
     assert second.sampled_logprobs[known].tolist() == logprobs[4:]
-
-
-def at_version(version: int) -> Progress:
-    return dataclasses.replace(Progress("run", 0, 0, 0, 0, 0, 0, {}), policy_version=version)
 
 
 def test_metrics_of_a_step_by_hand() -> None:
