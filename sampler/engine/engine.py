@@ -1,10 +1,8 @@
 """Runs vLLM in this process: submits prompts, steps the engine, and collects completions with their log-probs.
 
-Only this file, completions.py, weight_loader.py, vllm_insides.py and vllm_cpu_worker.py import vllm. The engine runs
-in-process (one process, real exceptions, no process left behind by a SIGKILL), and is stepped by the sampler's loop.
-Each sampling parameter is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
-generation_config.json, and the trainer's ratio would compare two different distributions. Text is left out: token ids
-go in, token ids come out.
+The engine runs in-process (real exceptions, no process left behind by a SIGKILL), stepped by the sampler's loop. Each
+sampling parameter is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
+generation_config.json, and the trainer's ratio would compare two different distributions.
 """
 
 from __future__ import annotations
@@ -106,9 +104,7 @@ class Engine:
             self._llm.collective_rpc("compute_rows_once")
 
     def _record_routing(self) -> None:
-        from vllm.forward_context import get_forward_context
-
-        self._llm.collective_rpc("record_routing", args=(get_forward_context,))
+        self._llm.collective_rpc("record_routing")
         routing.deliver(self._engine.engine_core, lambda ids: self._llm.collective_rpc("routing_of", args=(ids,))[0])
 
     @property

@@ -79,10 +79,6 @@ class Layout:
     proven: set[str] = field(default_factory=set)
     loads: int = 0  # number of compared loads
 
-    @property
-    def is_new(self) -> bool:
-        return not self.loads
-
 
 def kind_of(name: str) -> str:
     return NUMBER.sub("*", name)
@@ -202,14 +198,13 @@ class EngineModel:
         held, given = self.tensors[there].data, self.published[name]
         return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.float().exp(), rtol=1e-6, atol=0)
 
-    def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
-        """Returns whether a tensor contains the first row of a part, or the first number of a vector."""
-        first = self.published[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
-        whole = self.value(there)
-        if not whole.numel():
-            return True  # multiplies_by has compared it in any order
-        rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
-        return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
+    def has_whole_rows(self, engine_name: str, part: Part) -> bool:
+        """Returns whether a tensor contains the first row of a part; True for a vector and for a packed matrix."""
+        whole = self.value(engine_name)
+        if not whole.numel() or len(part.info.shape) < 2:
+            return True  # multiplies_by has compared a packed matrix in any order
+        first, rows = self.published[part.name].flatten(1)[0], whole.flatten(1) if whole.ndim > 1 else whole[:, None]
+        return rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any())
 
     def possible(self, name: str) -> Iterator[Rule]:
         """Yields the rules that a tensor's shape allows in its layer."""

@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,8 +137,8 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
     """
     expected, taken = engine.expected, dict[int, None]()
     for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
-        if layout.is_new and (there := engine.misplaced(name)):
-            proof.wrong.append(f"the engine's {there} holds the published {name}, which is no place of it")
+        if not layout.loads and (home := engine.misplaced(name)):
+            proof.wrong.append(_misplaced(home, name))
     for name in homeless:
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
         near = {there: engine.parameters[there] for there in free if layer_of(there) == layer_of(name)}
@@ -146,7 +146,7 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
         split = [there for there in near if _is_split(engine.module(there))]
         same = [there for there, p in near.items() if p.numel() == size and id(p) not in taken]
         slots = [there for there, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
-        if name in layout.computed or (layout.is_new and not packed and not split and (same or slots)):
+        if name in layout.computed or (not layout.loads and not packed and not split and (same or slots)):
             homes = [layout.computed.setdefault(name, (same or slots or [""])[0])]
             proof.unproven[name] = f"{homes[0]}: vLLM computes with it as it loads it"
             if homes[0] not in near or near[homes[0]].isnan().any():
@@ -180,14 +180,14 @@ def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], fr
             if layer_of(name) == layer:
                 kinds[kind_of(name)].append(name)
         of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
-        sums |= {sum(of_kinds[kind] for kind in chosen) % 2**64: [name for kind in chosen for name in kinds[kind]]
-                 for chosen in _subsets(kinds)}  # fmt: skip
+        for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in (1, 2, 3)):
+            sums[sum(of_kinds[kind] for kind in chosen) % 2**64] = [name for kind in chosen for name in kinds[kind]]
     for there in whole_ones if sums else ():
         whole = as_published(engine.value(there), engine.expected[homeless[0]])
         if not (chosen := sums.get(unordered_sum(whole))):
             continue
         if layer_of(there) != layer_of(chosen[0]) or not same_numbers(whole, {n: published[n] for n in chosen}):
-            proof.wrong.append(f"the engine's {there} holds the published {chosen[0]}, which is no place of it")
+            proof.wrong.append(_misplaced(there, chosen[0]))
         homes[there] = [Part(name, engine.expected[name]) for name in chosen]
         free.remove(there)
     found = {part.name for parts in homes.values() for part in parts}
@@ -195,12 +195,6 @@ def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], fr
     proof.wrong += [f"the engine does not hold the published {name}, as it holds others of its kind" for name in lost]
     homeless[:] = [name for name in homeless if name not in found and name not in lost]
     return homes
-
-
-def _subsets(kinds: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yields each subset of one, two or three kinds."""
-    for count in range(1, min(len(kinds), 3) + 1):
-        yield from itertools.combinations(kinds, count)
 
 
 def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]) -> None:
@@ -215,7 +209,7 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
     for name, parts in rearranged.items():
         for part in parts:
             kind = kind_of(part.name)
-            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, [part])):
+            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, part)):
                 proof.unproven[part.name] = f"{name}: vLLM has rearranged it"
             else:
                 proof.wrong.append(_other(name, part))
@@ -235,6 +229,10 @@ def _judge_computed(proof: Proof, engine: EngineModel, layout: Layout) -> None:
 
 def _other(name: str, part: Part) -> str:
     return f"the engine's {name} does not hold the published {part.name}"
+
+
+def _misplaced(engine_name: str, published: str) -> str:
+    return f"the engine's {engine_name} holds the published {published}, which belongs elsewhere"
 
 
 def spoil(model: Any, layout: Layout) -> None:
@@ -268,13 +266,9 @@ def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) 
         proof.wrong += [_other(name, part) for part in others]
     elif any(not engine.multiplies_by(name, part) for part in parts):
         proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
-    if sum(t.numel() for t in held) < whole.numel() and sum(map(_nonzeros, held)) < _nonzeros(whole):
+    if sum(t.numel() for t in held) < whole.numel() and sum(t.count_nonzero() for t in held) < whole.count_nonzero():
         proof.wrong.append(f"the engine's {name} has numbers that are neither published nor zero")
     return []
-
-
-def _nonzeros(tensor: Tensor) -> int:
-    return int(tensor.count_nonzero())
 
 
 PACKED = "vLLM packed it for a CPU"

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ def checked_tensors(
     """
     from model.checksum import all_finite, describe
 
-    tensors = _mapped(folder, manifest)
+    tensors = mapped_tensors(folder / name for name in manifest.files if name.endswith(".safetensors"))
     missing = sorted(manifest.tensors.keys() - tensors.keys())
     extra = sorted(tensors.keys() - manifest.tensors.keys())
     if missing or extra:
@@ -101,16 +101,17 @@ def checked_tensors(
     return tensors
 
 
-def _mapped(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Returns the tensors of safetensors files, mapped into memory. Raises BadWeights."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+    for file in files:
         try:
-            tensors |= load_file(folder / name)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise BadWeights(f"{name} is not a whole safetensors file: {error}") from None
+            raise BadWeights(f"{file.name} is not a whole safetensors file: {error}") from None
     return tensors
 
 

@@ -68,11 +68,11 @@ def spare_other_models(model: Any) -> None:
             type(module).do_not_compile = True
 
 
-def metadata_of_step() -> Any:
-    """Returns the attention metadata of the present step, by layer; None outside of a step."""
+def step_context() -> Any:
+    """Returns vLLM's context of the present step, such as its attention metadata by layer."""
     from vllm.forward_context import get_forward_context
 
-    return get_forward_context().attn_metadata
+    return get_forward_context()
 
 
 def forget_packed_experts(model: Any) -> None:
