@@ -90,10 +90,8 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
-            arguments |= {
-                "worker_cls": "sampler.engine.vllm_cpu_worker.CpuWorker",
-                "kv_cache_memory_bytes": _MAX_CPU_CACHE,
-            }
+            arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
+            arguments["kv_cache_memory_bytes"] = _MAX_CPU_CACHE
     if config.algorithm.router_replay:
         arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
     parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)

@@ -1,7 +1,4 @@
-"""Copies a published version into a private folder and checks every byte, while the engine may still decode.
-
-A failure in this step costs nothing: the engine was not touched and keeps its present weights.
-"""
+"""Copies a published version into a private folder and checks every byte, while the engine may still decode."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class Fetched:
 def fetch(
     published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
 ) -> Fetched:
-    """Copies and checks a published version. Raises BadWeights. The caller deletes the folder.
-
-    last: the version that was fetched before, of which this one may be a delta.
-    """
+    """Copies and checks a version, perhaps a delta of `last`. Raises BadWeights. The caller deletes the folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
     lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")

@@ -56,12 +56,11 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     """
     start = time.monotonic()
     fetched = fetcher.finish(published) if fetcher else fetch(published, config)
-    begun = time.monotonic()
+    fetched_s = time.monotonic()
     try:
-        proof = engine.weights.load(
-            fetched.folder, expected_tensors(fetched, config), fetched.tensors, published.version
-        )
-        loaded = time.monotonic()
+        expected = expected_tensors(fetched, config)
+        proof = engine.weights.load(fetched.folder, expected, fetched.tensors, published.version)
+        loaded_s = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
     except (Retryable, UserError):
@@ -84,13 +83,13 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     failpoint("sampler.reloaded")
     now = time.monotonic()
     return {
-        "sync/reload_s": fetched.seconds + now - begun,
+        "sync/reload_s": fetched.seconds + now - fetched_s,
         "sync/verify_s": fetched.seconds,
         "sync/stall_s": now - start,
-        "sync/load_s": loaded - begun - proof.seconds,
+        "sync/load_s": loaded_s - fetched_s - proof.seconds,
         "sync/prove_s": proof.seconds,
         "sync/unproven_tensors": len(proof.unproven),
-        "sync/canary_s": now - loaded,
+        "sync/canary_s": now - loaded_s,
         "sync/canary_rms": _rms(x),
         "sync/canary_max_diff": _largest(x),
         "mismatch/canary/mean_abs_prob_diff": float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),

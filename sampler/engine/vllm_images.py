@@ -16,10 +16,8 @@ _CANARY_TOKENS = 4  # tokens of the canary's image
 
 def has_tower(config: Config) -> bool:
     """Returns whether vLLM will load a vision model; text models are recognised without a look at their files."""
-    data = config.data
-    return data.image_key is not None or (
-        data.limit_images == 0 and sees_images(config.model.path, config.model.revision)
-    )
+    data, model = config.data, config.model
+    return data.image_key is not None or (data.limit_images == 0 and sees_images(model.path, model.revision))
 
 
 def image_arguments(config: Config) -> dict[str, Any]:
