@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.processes.exits import say
 from environments import Message
 from model.files.folder import NO_CHAT_TEMPLATE
-from sampler.prompts.messages import read
+from sampler.prompts.messages import read, with_arguments
 
 TURN_MARK = "⟦turn⟧"  # placeholder for the text of a turn; no template writes it itself
 
@@ -30,12 +30,7 @@ _FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 Way = Callable[[Message], Message]
 
 _KEPT = ("role", "type", "id", "tool_call_id")  # fields that templates branch on
-
-
-def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
-    """Raises UserError if neither the tokenizer nor the config has a chat template."""
-    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
-        raise UserError(NO_CHAT_TEMPLATE)
+_as_json = functools.partial(json.dumps, ensure_ascii=False)
 
 
 def render(
@@ -124,16 +119,10 @@ def _said(choice: Sequence[bool], message: Message) -> Message:
         made |= {} if without_thought else dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if calls := made.get("tool_calls"):
         made["content"] = made["content"] or None if calls_alone else made["content"]
-        made["tool_calls"] = [_in_json(call) for call in calls] if calls_in_json else calls
+        made["tool_calls"] = [with_arguments(call, _as_json) for call in calls] if calls_in_json else calls
     if in_parts and made["content"]:
         made["content"] = [{"type": "text", "text": made["content"]}]
     return made
-
-
-def _in_json(call: Any) -> Any:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _in_json(call["function"])}
-    return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
 
 
 def _lost(message: Message, text: str) -> Iterator[str]:
@@ -145,7 +134,9 @@ def _lost(message: Message, text: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
-    """Raises UserError for arguments and tools that the template does not read."""
+    """Raises UserError if there is no template, and for arguments and tools that it does not read."""
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise UserError(NO_CHAT_TEMPLATE)
     ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
     if taken := ours & set(arguments):
         raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +43,7 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.problems)
 
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> Prompts: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Prompts:
-        if isinstance(place, slice):
-            return Prompts(self.problems[place], self.largest[place], self.make)
+    def __getitem__(self, place: int) -> Prompt:  # type: ignore[override]  # no slices: see `only`
         early = self._early.pop(place, None)
         return early.result() if early else self.make(self.problems[place])
 
