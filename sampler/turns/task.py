@@ -1,7 +1,6 @@
-"""Defines what a lease asks for, without I/O: which problem, and how its completions are sampled.
+"""Defines what a lease asks for: which problem, and how its completions are sampled.
 
-Group g is problem permutation(seed, epoch)[g mod N] with sampling seeds hash(seed, g): whoever holds the weights can
-produce the contents of a lost group again.
+Both are functions of the seed and the group's number, so whoever holds the weights can make a lost group again.
 """
 
 from __future__ import annotations

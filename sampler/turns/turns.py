@@ -31,7 +31,7 @@ from sampler.prompts.messages import arguments_of, tools_of
 from sampler.prompts.prompts import begun_in
 from sampler.turns.tool_calls import CallReader
 
-Render = Callable[..., str]  # (messages, number of them that need not be shown) -> text with the generation prompt
+Render = Callable[..., str]  # (messages, history=number that need not be shown) -> text with the generation prompt
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
@@ -181,7 +181,7 @@ class TurnTemplate:
                 continue
             before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
             ids += [*self._behind(last, whole[done:start].removesuffix(before)), *turn.tolist()]
-            last, done = ids[-1], (end := start + len(said)) + _alike(whole[end:], behind)
+            last, done = ids[-1], (end := start + len(said)) + _common_length(whole[end:], behind)
         return whole, np.array([*ids, *self._behind(last, whole[done:])], np.int32)
 
     def _behind(self, last_id: int, text: str) -> list[int]:
@@ -192,7 +192,7 @@ class TurnTemplate:
         """Returns the text of a turn between the generation prompt and the turn's own text."""
         turn = [{"role": "assistant", "content": TURN_MARK}, {"role": "user", "content": "Seen."}]
         before = self.render([*prompt, *turn]).partition(TURN_MARK)[0]
-        return before[_alike(before, self.render(prompt)) :]
+        return before[_common_length(before, self.render(prompt)) :]
 
     def _rewrites(self, prompt: Sequence[Message], turn: str, role: str) -> str:
         """Compares many turns rendered as a whole and in pieces. Returns how the texts differ, or ""."""
@@ -207,7 +207,7 @@ class TurnTemplate:
             ) from error
         if whole == pieces:
             return ""
-        at = _alike(pieces, whole)
+        at = _common_length(pieces, whole)
         expected, found = pieces[at : at + _SHOWN], whole[at : at + _SHOWN]
         return f"after {turn!r} and a message of the role {role!r} it writes {expected!r} as {found!r}"
 
@@ -218,7 +218,7 @@ def _marked(message: Message, mark: str) -> Message:
     return {**message, "content": said + mark + text[len(said) :]}
 
 
-def _alike(one: str, other: str) -> int:
+def _common_length(one: str, other: str) -> int:
     """Returns the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
