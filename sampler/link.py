@@ -41,7 +41,7 @@ class Link:
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
-        self._begun, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
+        self._started_s, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
         self._spoke_at = -channel.BEAT_S
         self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
@@ -60,10 +60,9 @@ class Link:
         """Sends a beat about long work before the hello, if due: the trainer waits as long as there is progress."""
         self._pieces += 1
         now = time.monotonic()
-        if now - self._begun > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
+        if now - self._started_s > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
             self._spoke_at = now
-            envelope = wire.Envelope("", "", self._envelope.sampler_id)
-            self._send(wire.encode(envelope, wire.Beat(doing, self._pieces, None, {})))
+            self._send(wire.encode(self._envelope, wire.Beat(doing, self._pieces, None, {})))
 
     @property
     def is_credited(self) -> bool:
@@ -141,9 +140,7 @@ class Link:
     def send_eval(self, result: EvalResult) -> None:
         self._send(wire.encode(self._envelope, result))
 
-    def beat(
-        self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool = False
-    ) -> None:
+    def beat(self, phase: str, progress: int, version: int | None, stats: dict[str, float], now: bool = False) -> None:
         """Sends the progress, if due or `now`: BEAT to the trainer that gave the work, HELLO to a new one.
 
         During a reload or a long scoring no message is received, so the trainer may have been replaced meanwhile.
@@ -152,7 +149,7 @@ class Link:
             return
         self._spoke_at = time.monotonic()
         if self.credit is not None:
-            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
+            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, version, stats)))
         if not self.is_credited:
             assert self._hello is not None, "introduced"
             self._heard_at = min(self._heard_at, self._spoke_at)
