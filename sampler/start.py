@@ -103,7 +103,7 @@ def _run(config: Config, sampler_id: str) -> None:
         train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(evaluation)
         parts = parts_of(config, train_prompts.problems)
         task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer), parts)
-        hello = wire.Hello(
+        link.hello = wire.Hello(
             pid=os.getpid(),
             dataset_fingerprint=fingerprint(train_prompts.problems, config.data),
             tokenizer_hash=_fingerprint_tokenizer(tokenizer),
@@ -114,7 +114,6 @@ def _run(config: Config, sampler_id: str) -> None:
             eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
         preparation.close()
-        link.introduce(hello)
         try:
             with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, multi_turns, min(len(tokenizer), vocabulary(config.model)))
