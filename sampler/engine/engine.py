@@ -23,10 +23,10 @@ from common.types import EncodedImage
 from model import cpu
 from model.files.folder import load_config
 from model.files.images import as_picture, vision_of
-from sampler.engine import routing, vllm_images, vllm_insides
+from sampler.engine import routing, vllm_insides
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.completions import Completion, SamplingParams, completions_of
-from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, set_environment
+from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, has_tower, set_environment
 from sampler.engine.in_flight import InFlight
 from sampler.engine.weight_loader import WeightLoader
 
@@ -47,7 +47,7 @@ def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
     vllm_insides.rotate_every_head()
     if "enable_lora" in arguments:
         vllm_insides.run_experts_without_adapters()
-    if vllm_images.has_tower(config):
+    if has_tower(config):
         vllm_insides.show_images_alone()
     else:
         vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())

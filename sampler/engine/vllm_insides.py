@@ -317,11 +317,10 @@ def _register_class(architecture: str) -> None:
 
 
 def _stand_in_for_torchvision() -> None:
-    """Replaces torchvision image code, once in a process, by transformers' for PIL and numpy: no video is shown."""
-    if sys.modules.get(_NEEDS_TORCHVISION) is None or sys.modules[_NEEDS_TORCHVISION].__name__ != _PIL:
-        pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-        pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
-        sys.modules[_NEEDS_TORCHVISION] = pil
+    """Replaces torchvision's image code by transformers' for PIL and numpy: no video is shown."""
+    pil = importlib.import_module(_PIL)
+    pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
+    sys.modules[_NEEDS_TORCHVISION] = pil
 
 
 def show_images_alone() -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Config
 from common.files.weights import TensorInfo
+from sampler.engine.engine_arguments import has_tower
 from sampler.engine.engine_tensors import Proof, of_ranks
 from sampler.engine.in_flight import InFlight
-from sampler.engine.vllm_images import has_tower
 
 if TYPE_CHECKING:
     from torch import Tensor
