@@ -43,9 +43,7 @@ def make_prompt(
 ) -> Prompt:
     """Returns the prompt of a problem and its images, encoded, with tools and template arguments of its own columns.
 
-    vision: the model's, where data.image_key is given. Raises UserError for a tokenizer without a chat template, for a
-    row that is neither text nor chat messages, for one with more or fewer images than places for them, or with one that
-    cannot be decoded, and for tools that the run does not have.
+    vision: the model's, where data.image_key is given. Raises UserError for a row that makes no prompt.
     """
     images = encode_problem(problem, vision.form, config.data) if vision else ()
     text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)

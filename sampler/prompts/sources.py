@@ -40,11 +40,8 @@ _SUBSETS_THERE = re.compile(
 def read_rows(spec: str) -> list[dict[str, Any]]:
     """Returns the rows, at least one, of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
 
-    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table.
-
-    The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
-    UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
-    data set that is not found or cannot be read.
+    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table. The split
+    follows the last `@` and may be a slice; without it, it is train or the only one. Raises UserError.
     """
     source, split = _split_off(spec)
     parts = _take(_splits(source), split, source)
