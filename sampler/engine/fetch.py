@@ -61,7 +61,7 @@ def fetch(
     whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
     private = scratch_dir(config, sum(size for _, each in lineage for size in each.files.values()) + whole)
     try:
-        manifest = _take(lineage, private, progressed, last)
+        manifest = _fill_folder(lineage, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
         files = _opened(private) if config.weights.full_every > 1 else {}
     except BaseException:
@@ -71,7 +71,7 @@ def fetch(
     return Fetched(manifest, private, tensors, time.monotonic() - start, kept)
 
 
-def _take(
+def _fill_folder(
     lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
 ) -> Manifest:
     """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""

@@ -217,11 +217,11 @@ class Episodes:
             try:
                 if isinstance(reset, Failed):
                     raise ValueError(reset.reason)
-                theirs = prompt_of(own, reset)
+                reset_messages = prompt_of(own, reset)
                 if messages is None:
-                    asked = group.prompt if theirs == list(own) else self._reprompt(group.prompt, theirs)
-                    group.prompt, messages = replace(asked, for_rewards=theirs), theirs
-                if theirs != messages:
+                    asked = group.prompt if reset_messages == list(own) else self._reprompt(group.prompt, reset_messages)
+                    group.prompt, messages = replace(asked, for_rewards=reset_messages), reset_messages
+                if reset_messages != messages:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
@@ -247,9 +247,9 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, Played)]
-    said: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
-    of_row: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
+    outputs: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
+    extra: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
     if played:
-        of_row["environment_rewards"] = [c.environment_reward for c in played]
-        of_row["environments"] = [c.environment_state for c in played]
-    pool.submit(key, prompt.for_rewards, said, ids, columns, policy_version, **of_row)
+        extra["environment_rewards"] = [c.environment_reward for c in played]
+        extra["environments"] = [c.environment_state for c in played]
+    pool.submit(key, prompt.for_rewards, outputs, ids, columns, policy_version, **extra)
