@@ -130,11 +130,9 @@ def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
 
     In vLLM's Qwen2-VL only the language model declares them.
     """
-    declared = getattr(model, "packed_modules_mapping", None) or getattr(
-        language_model(model), "packed_modules_mapping", None
-    )
-    joined = {whole: parts for whole, parts in (declared or {}).items() if len(parts) > 1}
-    return {part: (whole, i) for whole, parts in joined.items() for i, part in enumerate(parts)}
+    declared = [getattr(each, "packed_modules_mapping", None) for each in (model, language_model(model))]
+    fused = {whole: parts for whole, parts in (declared[0] or declared[1] or {}).items() if len(parts) > 1}
+    return {part: (whole, i) for whole, parts in fused.items() for i, part in enumerate(parts)}
 
 
 def is_made_of_others(parameter: str) -> bool:

@@ -217,11 +217,11 @@ class Episodes:
             try:
                 if isinstance(reset, Failed):
                     raise ValueError(reset.reason)
-                reset_messages = prompt_of(own, reset)
+                given = prompt_of(own, reset)
                 if messages is None:
-                    asked = group.prompt if reset_messages == list(own) else self._reprompt(group.prompt, reset_messages)
-                    group.prompt, messages = replace(asked, for_rewards=reset_messages), reset_messages
-                if reset_messages != messages:
+                    asked = group.prompt if given == list(own) else self._reprompt(group.prompt, given)
+                    group.prompt, messages = replace(asked, for_rewards=given), given
+                if given != messages:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )

@@ -64,7 +64,7 @@ class Task:
         """Starts to make the requested prompts that have images in parallel: each takes a tenth of a second."""
         for prompts, place in (self._place(key, config) for key in keys):
             if isinstance(prompts, Prompts):
-                prompts.begin([place])
+                prompts.begin(place)
 
 
 def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> list[tuple[Fraction | int, int]]:
@@ -72,7 +72,7 @@ def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> 
     sizes = Counter(problem.source for problem in problems)
     given = {entry.label: entry for entry in entries(getattr(config.data, of))}
     if empty := [label for label in given if not sizes[label]]:
-        raise UserError(f"data.{of}: no row of source {empty[0]!r} is left, for what is said above; take it out")
+        raise UserError(f"data.{of}: no row of source {empty[0]!r} is left, see the lines above; take the source out")
     return [(Fraction(str(e.weight)) if e.weight else sizes[label], sizes[label]) for label, e in given.items()]
 
 

@@ -387,7 +387,8 @@ def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when
     prompts, _ = make_prompts(rows, tokenizer, config, vision)
     prompts.only([1, 2])[0]
     assert encoded == [0, 1], "the first, to look at it, and the one that was asked for"
-    prompts.begin([2, 3])
+    prompts.begin(2)
+    prompts.begin(3)
     assert [len(prompts[i].images) for i in (3, 2)] == [1, 1] and sorted(encoded) == [0, 1, 2, 3]
 
 
