@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config import Config
 from common.errors import Retryable
@@ -30,6 +30,7 @@ from common.processes.certain_errors import certain, would_repeat
 from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
 from common.wire import wire
+from model.reference import Reference
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import in_flight
@@ -42,9 +43,6 @@ from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
-
-if TYPE_CHECKING:
-    from model.reference import Reference
 
 _MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that

@@ -18,7 +18,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +30,9 @@ from common.processes.certain_errors import certain, would_repeat
 from common.processes.exits import say
 from common.types import EncodedImage
 from model.files.folder import experts_in
+from sampler.engine.engine import Engine
+from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetched, Fetcher, fetch
-
-if TYPE_CHECKING:
-    from sampler.engine.engine import Engine
-    from sampler.engine.engine_tensors import Proof
-
 
 # Bounds of the canary's differences: RMS, largest. float32: 1e-6 and 1e-5 are normal, TF32 in attention has 5e-4 and
 # 2e-3. bfloat16: RMS 0.03 to 0.04, and good engines have single outliers: the largest is only shown. A mixture's

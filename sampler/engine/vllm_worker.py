@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.files.weights import TensorInfo
 from common.processes.exits import die_with_parent
@@ -22,9 +23,6 @@ from sampler.engine.engine_tensors import Proof, prove, prove_adapters, spoil
 from sampler.engine.routing import Routing
 from sampler.engine.verify import mapped_tensors
 from sampler.engine.vllm_insides import step_context
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class WeightExtension:

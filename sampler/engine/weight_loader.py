@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from common.config import Config
 from common.files.weights import TensorInfo
 from sampler.engine.engine_arguments import has_tower
 from sampler.engine.engine_tensors import Proof, of_ranks
 from sampler.engine.in_flight import InFlight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class WeightLoader:

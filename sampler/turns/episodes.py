@@ -31,8 +31,6 @@ PATIENCE_S = 0.05  # wait for a reply while nothing decodes
 MIN_ROLLOUTS = 2  # rollouts of a group; fewer have no standard deviation and train nothing
 MAX_REASON = 500  # characters, the limit of the wire format
 
-Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
-
 
 @dataclass(frozen=True)
 class Sampled:
@@ -105,7 +103,7 @@ class Episodes:
         pool: EnvironmentPool,
         template: Any,  # a TurnTemplate, or for agents a Chat
         decode: Decode,
-        reprompt: Reprompt,
+        reprompt: Callable[[Prompt, Sequence[Message]], Prompt],
     ):
         self._config, self._engine, self._pool, self._template = config, engine, pool, template
         self._decode, self._reprompt = decode, reprompt
