@@ -180,11 +180,10 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     """Scores made-up completions of a few rows before anything heavy is imported; words and an end stand for tokens.
 
     Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Logs a
-    line when right, wrong and cut-off completions all score the same. Functions that read an environment's state cannot
-    be called without one, and are not tried.
+    line when right, wrong and cut-off completions all score the same. Functions of environments' states are not tried.
     """
     if "environments" in pool.wanted.names:
-        return
+        return  # they cannot be called without one
     tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
     for problem in tried:
         made_up = probes(problem.columns.get("answer"))

@@ -45,9 +45,7 @@ _NARROW_BOUND = 0.01  # largest difference of an engine that has fewer bits in p
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
     """Loads a published version. Raises BadWeights (old weights untouched), or Retryable (the engine is unusable).
 
-    For version 0 it raises UserError in place of Retryable. Returns its figures under the names of their metrics
-    (docs/metrics.md). In seconds: reload, the total; verify, before the engine is touched; stall, when the engine did
-    not decode, of it load, prove and canary.
+    For version 0 it raises UserError in place of Retryable. Returns its figures by their metrics (docs/metrics.md).
     """
     start = time.monotonic()
     fetched = fetcher.finish(published) if fetcher else fetch(published, config)

@@ -32,8 +32,7 @@ def copy_files(
     checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps
     the files of adapters open. progressed: called every few MB.
 
-    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or shorter than
-    announced.
+    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or too short.
     """
     if manifest.version != published.version:
         raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")

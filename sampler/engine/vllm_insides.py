@@ -291,10 +291,7 @@ def run_experts_without_adapters() -> None:
 
 
 def load_without_torchvision(architectures: Iterable[str]) -> None:
-    """Registers text models, such as Qwen3.5, whose file imports torchvision's image code; before vllm.LLM loads one.
-
-    With torchvision installed it does nothing.
-    """
+    """Registers text models, such as Qwen3.5, whose file imports torchvision's image code; before vllm.LLM starts."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm import ModelRegistry
@@ -326,8 +323,7 @@ def show_images_alone() -> None:
 
     transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
     imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get transformers' code for PIL
-    and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
-    (model/files/images.py).
+    and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG.
     """
     _stand_in_for_torchvision()
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor

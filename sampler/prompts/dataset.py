@@ -67,10 +67,8 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
         )
     if empty:
         places = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
-        say(
-            f"{option}: {len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left out: row "
-            f"{places}"
-        )
+        what = f"{len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left out"
+        say(f"{option}: {what}: row {places}")
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 
 

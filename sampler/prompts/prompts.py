@@ -43,8 +43,7 @@ def make_prompt(
 ) -> Prompt:
     """Returns the prompt of a problem and its images, encoded, with tools and template arguments of its own columns.
 
-    vision: the model's, where data.image_key is given. tools: JSON schemas that the chat template shows. Raises
-    UserError for a row that makes no prompt.
+    vision: the model's, with data.image_key. tools: JSON schemas for the chat template. Raises UserError.
     """
     images = encode_problem(problem, vision.form, config.data) if vision else ()
     text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)

@@ -194,7 +194,7 @@ class Episodes:
             group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
             return
         group.running[i] = episode
-        if group.running[i].finish_reason == "length":
+        if episode.finish_reason == "length":
             self._pool.finish((key, i))
         else:
             self._submit(key, group, i)
