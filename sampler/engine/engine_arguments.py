@@ -9,7 +9,6 @@ from common.config import Config
 from model.files import lora
 from model.files.images import sees_images, vision_of
 from model.tokenizer import load_tokenizer
-from sampler.engine import in_flight
 from sampler.prompts.reading import Ends, ends_of
 
 _MAX_CPU_CACHE = 16 << 30  # bytes
@@ -121,5 +120,6 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = _MAX_CPU_CACHE
     if config.algorithm.router_replay:
         arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
-    parts = lora.engine_arguments(config) | _image_arguments(config) | in_flight.engine_arguments(config)
-    return arguments | parts | config.vllm
+    if config.sampler.in_flight_updates:  # asynchronous scheduling could run a step on old weights during a load
+        arguments |= {"scheduling_policy": "priority", "async_scheduling": False}
+    return arguments | lora.engine_arguments(config) | _image_arguments(config) | config.vllm

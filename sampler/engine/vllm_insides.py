@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 _NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _SLOT = 0  # slot of the only adapter
 
 
@@ -313,7 +312,7 @@ def _register_class(architecture: str) -> None:
 
 def _stand_in_for_torchvision() -> None:
     """Replaces torchvision's image code by transformers' for PIL and numpy: no video is shown."""
-    pil = importlib.import_module(_PIL)
+    pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
     sys.modules[_NEEDS_TORCHVISION] = pil
 
