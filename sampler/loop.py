@@ -235,8 +235,7 @@ class Sampler:
             finished = True
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1
-                scores = scores.reason
-            self._finish(key, scores)
+            self._finish(key, scores.reason if isinstance(scores, RewardFailure) else scores)
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
