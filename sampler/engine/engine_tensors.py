@@ -180,8 +180,8 @@ def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], fr
             if layer_of(name) == layer:
                 kinds[kind_of(name)].append(name)
         of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
-        for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in (1, 2, 3)):
-            sums[sum(of_kinds[kind] for kind in chosen) % 2**64] = [name for kind in chosen for name in kinds[kind]]
+        for some in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in (1, 2, 3)):
+            sums[sum(of_kinds[kind] for kind in some) % 2**64] = [name for kind in some for name in kinds[kind]]
     for home in whole_ones if sums else ():
         whole = as_published(engine.value(home), engine.expected[homeless[0]])
         if not (chosen := sums.get(unordered_sum(whole))):
