@@ -29,27 +29,23 @@ _HELLO_AFTER_S = 3.0  # time of three missed credits: a restarted trainer does n
 
 class Link:
     """The connection to the trainer, used by the sampler's only thread.
-    `introduce` gives the `hello` unless the constructor does; `transport` is ZeroMQ by the config, unless given."""
+    `hello` must be set before the first `beat`; `transport` is ZeroMQ by the config, unless given."""
 
     def __init__(
         self, config: Config, sampler_id: str, hello: wire.Hello | None = None, transport: Transport | None = None
     ):
         self._config = config
-        self._hello = hello
+        self.hello = hello  # known once the rows are read
         self._given = transport
         self._envelope = wire.Envelope("", "", sampler_id)
         self._trainer_log = config.run.output_dir / "logs" / "trainer.log"
         self._past_incarnations: set[str] = set()  # trainers that were replaced by a later start
         self._outbox: dict[int, tuple[list[bytes], float]] = {}  # group id -> frames, when they were sent
-        self._begun, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
+        self._started_s, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
         self._spoke_at = -channel.BEAT_S
         self._heard_at = math.inf  # nobody can have answered before the first hello
         self.credit: wire.Credit | None = None
         self.counters: collections.Counter[str] = collections.Counter()
-
-    def introduce(self, hello: wire.Hello) -> None:
-        """Sets the HELLO message, which is known once the rows are read."""
-        self._hello = hello
 
     @functools.cached_property
     def _transport(self) -> Transport:
@@ -60,15 +56,9 @@ class Link:
         """Sends a beat about long work before the hello, if due: the trainer waits as long as there is progress."""
         self._pieces += 1
         now = time.monotonic()
-        if now - self._begun > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
+        if now - self._started_s > _SILENT_S and now - self._spoke_at > channel.BEAT_S:
             self._spoke_at = now
-            envelope = wire.Envelope("", "", self._envelope.sampler_id)
-            self._send(wire.encode(envelope, wire.Beat(doing, self._pieces, None, {})))
-
-    @property
-    def is_credited(self) -> bool:
-        patience_s = min(_HELLO_AFTER_S, channel.LOST_AFTER_S)
-        return self.credit is not None and time.monotonic() - self._heard_at < patience_s
+            self._send(wire.encode(self._envelope, wire.Beat(doing, self._pieces, None, {})))
 
     def receive(self, timeout_s: float) -> bool:
         """Handles all messages, waiting at most timeout_s for the first. Returns whether the trainer was restarted.
@@ -83,7 +73,7 @@ class Link:
             except WireError as error:
                 self.counters[f"refused/{error.reason}"] += 1
                 if error.reason not in _EXPECTED and self.counters[f"refused/{error.reason}"] == 1:
-                    say(f"a message of the trainer is refused: {error}. More of this kind are not said")
+                    say(f"a message of the trainer is refused: {error}. Further ones of this kind are not reported")
         self._check_deadline()
         return is_new_trainer
 
@@ -141,9 +131,7 @@ class Link:
     def send_eval(self, result: EvalResult) -> None:
         self._send(wire.encode(self._envelope, result))
 
-    def beat(
-        self, phase: str, progress: int, loaded_version: int | None, stats: dict[str, float], now: bool = False
-    ) -> None:
+    def beat(self, phase: str, progress: int, version: int | None, stats: dict[str, float], now: bool = False) -> None:
         """Sends the progress, if due or `now`: BEAT to the trainer that gave the work, HELLO to a new one.
 
         During a reload or a long scoring no message is received, so the trainer may have been replaced meanwhile.
@@ -152,11 +140,11 @@ class Link:
             return
         self._spoke_at = time.monotonic()
         if self.credit is not None:
-            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, loaded_version, stats)))
-        if not self.is_credited:
-            assert self._hello is not None, "introduced"
+            self._send(wire.encode(self._envelope, wire.Beat(phase, progress, version, stats)))
+        if self.credit is None or self._spoke_at - self._heard_at >= min(_HELLO_AFTER_S, channel.LOST_AFTER_S):
+            assert self.hello is not None, "set before the first beat"
             self._heard_at = min(self._heard_at, self._spoke_at)
-            self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self._hello))
+            self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self.hello))
 
     def say_goodbye(self, reason: str, exit_code: int) -> None:
         self._send(wire.encode(self._envelope, wire.Bye(reason[:500], exit_code)))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config import Config
 from common.errors import Retryable
@@ -30,6 +30,7 @@ from common.processes.certain_errors import certain, would_repeat
 from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
 from common.wire import wire
+from model.reference import Reference
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import in_flight
@@ -39,15 +40,11 @@ from sampler.engine.reload import reload
 from sampler.held_out import HeldOut
 from sampler.link import Link
 from sampler.turns.episode import as_rollout
-from sampler.turns.episodes import Sampled, SingleTurns, submit_rewards, too_few
+from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
-if TYPE_CHECKING:
-    from model.reference import Reference
-
 _MAX_BAD_WEIGHTS = 3
-_MAX_REASON = 500  # characters
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 
 
@@ -195,7 +192,7 @@ class Sampler:
             if not would_repeat(error):
                 raise
             self._working[key] = Sampled(prompt, ())
-            self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:_MAX_REASON])
+            self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:MAX_REASON])
 
     def generate(self) -> None:
         """Runs one engine step and submits finished prompts for rewards, which run while the engine goes on."""
@@ -235,10 +232,10 @@ class Sampler:
             if key not in self._working:
                 continue  # requested by a trainer that is gone
             report_progress("sending groups")
+            finished = True
             if isinstance(scores, RewardFailure):
                 self.stats["total/reward_failures"] += 1
             self._finish(key, scores.reason if isinstance(scores, RewardFailure) else scores)
-            finished = True
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
@@ -260,11 +257,9 @@ class Sampler:
         failpoint("sampler.scored")
         prompt, completions = sampled.prompt, sampled.completions
         start = time.monotonic()
-        ids = [c.token_ids for c in completions]
         ref_logprobs: list[Any] = [None] * len(completions)
         if self.reference is not None:
-            masks = [c.sampling_mask for c in completions]
-            forks = [c.forks for c in completions]
+            ids, masks, forks = zip(*[(c.token_ids, c.sampling_mask, c.forks) for c in completions], strict=True)
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images, forks)
             self.stats["total/reference_s"] += time.monotonic() - start
         weight = self.config.of_source(prompt.problem.source).rewards.environment_weight

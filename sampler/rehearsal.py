@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +20,10 @@ from common.processes.certain_errors import said_once
 from common.processes.exits import say
 from common.processes.watchdog import report_progress
 from common.types import Prompt
+from model.reference import Reference
 from sampler.engine.completions import SamplingParams
 from sampler.engine.engine import Engine
 from sampler.turns.task import GroupKey, Task, held_out_params, sampling_params
-
-if TYPE_CHECKING:
-    from model.reference import Reference
 
 _SAMPLED = 2  # tokens of each completion: the second is decoded from the cache
 

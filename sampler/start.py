@@ -70,41 +70,40 @@ def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManage
 def _run(config: Config, sampler_id: str) -> None:
     link = Link(config, sampler_id)
     with contextlib.ExitStack() as stack:
-        heard = stack.enter_context(contextlib.ExitStack())
-        heard.enter_context(progress_heard_by(link.prepare))
+        preparation = stack.enter_context(contextlib.ExitStack())
+        preparation.enter_context(progress_heard_by(link.prepare))
         problems = load_data("data.train", config.data.train, config.data)
         held_out = load_data("data.eval", config.data.eval, config.data) if config.data.eval else []
         parts_of(config, problems)
         parts_of(config, held_out, "eval")
-        rows = {of: [[p for p in some if p.source == of] for some in (problems, held_out)] for of in config.of_sources}
+        sources = config.of_sources
+        rows = {label: [[p for p in some if p.source == label] for some in (problems, held_out)] for label in sources}
         columns = {  # a source need not have held-out rows
-            of: [name for name in (own or theirs)[0].columns if not theirs or name in theirs[0].columns]
-            for of, (own, theirs) in rows.items()
+            label: [name for name in (own or others)[0].columns if not others or name in others[0].columns]
+            for label, (own, others) in rows.items()
         }
-        wanted = [columns[of] for of, one in config.of_sources.items() if one.rewards.names == config.rewards.names]
+        wanted = [columns[label] for label, one in sources.items() if one.rewards.names == config.rewards.names]
         offered = [name for name in dict.fromkeys(chain(*columns.values())) if all(name in own for own in wanted)]
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, offered, steps, image_key))
-        each = {}
-        for label, settings in config.of_sources.items():
-            own, theirs = rows[label]
-            each[label] = judged("data.train", own, settings), judged("data.eval", theirs, settings)
-            for some in filter(None, each[label]):
-                try_rewards(pool, some, settings)
+        for label, (own, others) in rows.items():
+            rows[label] = [judged("data.train", own, sources[label]), judged("data.eval", others, sources[label])]
+            for some in filter(None, rows[label]):
+                try_rewards(pool, some, sources[label])
         with said_once(f"the tokenizer of {config.model.path} does not load"):
             tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
-        multi_turns, train, others = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
-        for label, (own, theirs) in each.items():
-            settings, [first, *_] = config.of_source(label), [*own, *theirs]
+        multi_turns, train, evaluation = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
+        for label, (own, others) in rows.items():
+            settings, [first, *_] = sources[label], [*own, *others]
             multi_turns[label] = multi_turn = stack.enter_context(opened(settings, tokenizer, first, columns[label]))
             tools = multi_turn.pool.tools if multi_turn else None
             train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
-            others[label] = prompts_of("data.eval", theirs, tokenizer, settings, tools)
-        train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(others)
+            evaluation[label] = prompts_of("data.eval", others, tokenizer, settings, tools)
+        train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(evaluation)
         parts = parts_of(config, train_prompts.problems)
         task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer), parts)
-        hello = wire.Hello(
+        link.hello = wire.Hello(
             pid=os.getpid(),
             dataset_fingerprint=fingerprint(train_prompts.problems, config.data),
             tokenizer_hash=_fingerprint_tokenizer(tokenizer),
@@ -114,16 +113,12 @@ def _run(config: Config, sampler_id: str) -> None:
             incarnation=secrets.token_hex(8),
             eval_fingerprint=fingerprint(held_out_prompts.problems, config.data),
         )
-        heard.close()
-        link.introduce(hello)
+        preparation.close()
         try:
             with out_of_memory.with_memory_advice("sampler"):
                 _sample(config, task, link, pool, multi_turns, min(len(tokenizer), vocabulary(config.model)))
-        except UserError as error:
-            link.say_goodbye(str(error), USER_ERROR)
-            raise
-        except (Retryable, KeyboardInterrupt) as error:
-            link.say_goodbye(str(error) or "interrupted", RETRYABLE)
+        except (UserError, Retryable, KeyboardInterrupt) as error:
+            link.say_goodbye(str(error) or "interrupted", USER_ERROR if isinstance(error, UserError) else RETRYABLE)
             raise
 
 
@@ -133,7 +128,7 @@ def _sample(
     link: Link,
     pool: RewardPool,
     multi_turns: Mapping[str, MultiTurn | None],
-    vocabulary_size: int,
+    vocab_size: int,
 ) -> None:
     from model import devices
     from model.reference import Reference
@@ -150,7 +145,7 @@ def _sample(
     with said_once(f"the sampler does not start with {config.model.path}"):
         if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
             reference = Reference(config, devices.first())
-            reference.check_vocabulary(vocabulary_size)
+            reference.check_vocabulary(vocab_size)
         engine = Engine(config, num_gpus)
         rehearse(config, task, engine, reference)
         turns = turns_of(engine, task.decode, multi_turns)
@@ -163,7 +158,7 @@ def judged(option: str, problems: list[Problem], config: Config) -> list[Problem
     judges = [name for name in names if name in JUDGES]
     columns = dict.fromkeys(JUDGES[name] for name in judges)
     reasons = ([unreadable(problem.columns.get(column)) for column in columns] for problem in problems)
-    why = {place: of_row[0] for place, of_row in enumerate(reasons) if of_row and all(of_row)}
+    why = {place: given[0] for place, given in enumerate(reasons) if given and all(given)}
     if not why:
         return problems
     rows = "; ".join(f"row {problems[place].index}: {reason}" for place, reason in [*why.items()][:3])
@@ -185,23 +180,21 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
     """Scores made-up completions of a few rows before anything heavy is imported; words and an end stand for tokens.
 
     Raises UserError when the functions raise, or return something else than numbers, on every row that is tried. Logs a
-    line when right, wrong and cut-off completions all score the same. Functions that read an environment's state cannot
-    be called without one, and are not tried.
+    line when right, wrong and cut-off completions all score the same. Functions of environments' states are not tried.
     """
     if "environments" in pool.wanted.names:
-        return
+        return  # they cannot be called without one
     tried, reason = problems[:: max(1, len(problems) // _ROWS_TRIED)][:_ROWS_TRIED], ""
     for problem in tried:
         made_up = probes(problem.columns.get("answer"))
-        texts = [
-            made_up[i % len(made_up)].text or "I" for i in range(max(len(made_up), config.sampler.num_generations))
-        ]
+        count = max(len(made_up), config.sampler.num_generations)
+        texts = [made_up[i % len(made_up)].text or "I" for i in range(count)]
         ids = [list(range(len(text.split()) + 1)) for text in texts]
-        said: dict[str, Any] = {"scored_by": problem.scored_by}
+        options: dict[str, Any] = {"scored_by": problem.scored_by}
         if config.rollout.is_multi_turn:  # rewards of an environment that likes every second completion
-            said["environment_rewards"] = [float(i % 2) for i in range(len(texts))]
+            options["environment_rewards"] = [float(i % 2) for i in range(count)]
         row = whole_row(problem, pool.image_key)
-        pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **said)
+        pool.submit("trial", shown_to_rewards(problem, config), texts, ids, row, **options)
         [(_, scores)] = pool.ready(timeout_s=pool.patience_s)
         if not isinstance(scores, RewardFailure):
             if len(made_up) > 1 and len({total for _, total in scores}) == 1 and config.learns_from_rewards:

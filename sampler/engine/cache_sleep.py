@@ -21,7 +21,6 @@ from typing import Any
 
 from common.errors import Retryable
 
-_CACHE = "kv_cache"
 _SETTLING_STEPS = 4  # one step reports what finished; each step takes one of the up to two batches on their way
 
 
@@ -47,7 +46,7 @@ class CacheSleep:
         if not self.is_asleep:
             return
         try:
-            is_awake = self._llm.wake_up(tags=[_CACHE])
+            is_awake = self._llm.wake_up(tags=["kv_cache"])
         except Exception as error:
             raise Retryable(f"vLLM's cache could not wake: {error}; set vllm.enable_sleep_mode=false") from error
         if not is_awake:

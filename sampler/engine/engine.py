@@ -1,10 +1,8 @@
 """Runs vLLM in this process: submits prompts, steps the engine, and collects completions with their log-probs.
 
-Only this file, completions.py, weight_loader.py, vllm_insides.py and vllm_cpu_worker.py import vllm. The engine runs
-in-process (one process, real exceptions, no process left behind by a SIGKILL), and is stepped by the sampler's loop.
-Each sampling parameter is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
-generation_config.json, and the trainer's ratio would compare two different distributions. Text is left out: token ids
-go in, token ids come out.
+The engine runs in-process (real exceptions, no process left behind by a SIGKILL), stepped by the sampler's loop. Each
+sampling parameter is given explicitly: vLLM would otherwise take temperature, top-k and penalties from the model's
+generation_config.json, and the trainer's ratio would compare two different distributions.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from common.types import EncodedImage
 from model import cpu
 from model.files.folder import load_config
 from model.files.images import as_picture, vision_of
-from sampler.engine import routing, vllm_images, vllm_insides
+from sampler.engine import routing, vllm_insides
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.completions import Completion, SamplingParams, completions_of
-from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, set_environment
+from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, has_tower, set_environment
 from sampler.engine.in_flight import InFlight
 from sampler.engine.weight_loader import WeightLoader
 
@@ -49,7 +47,7 @@ def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
     vllm_insides.rotate_every_head()
     if "enable_lora" in arguments:
         vllm_insides.run_experts_without_adapters()
-    if vllm_images.has_tower(config):
+    if has_tower(config):
         vllm_insides.show_images_alone()
     else:
         vllm_insides.load_without_torchvision(load_config(config.model).architectures or ())
@@ -106,9 +104,7 @@ class Engine:
             self._llm.collective_rpc("compute_rows_once")
 
     def _record_routing(self) -> None:
-        from vllm.forward_context import get_forward_context
-
-        self._llm.collective_rpc("record_routing", args=(get_forward_context,))
+        self._llm.collective_rpc("record_routing")
         routing.deliver(self._engine.engine_core, lambda ids: self._llm.collective_rpc("routing_of", args=(ids,))[0])
 
     @property

@@ -7,12 +7,12 @@ from typing import Any
 
 from common.config import Config
 from model.files import lora
+from model.files.images import sees_images, vision_of
 from model.tokenizer import load_tokenizer
-from sampler.engine import in_flight
-from sampler.engine.vllm_images import image_arguments
 from sampler.prompts.reading import Ends, ends_of
 
 _MAX_CPU_CACHE = 16 << 30  # bytes
+_CANARY_IMAGE_TOKENS = 4  # tokens of the canary's image
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
 
@@ -68,6 +68,32 @@ def looks_for_texts(config: Config) -> bool:
     return agents or any(isinstance(stop, str) for stop in config.sampler.stop)
 
 
+def has_tower(config: Config) -> bool:
+    """Returns whether vLLM will load a vision model; text models are recognised without a look at their files."""
+    data, model = config.data, config.model
+    return data.image_key is not None or (data.limit_images == 0 and sees_images(model.path, model.revision))
+
+
+def _image_arguments(config: Config) -> dict[str, Any]:
+    """Returns vllm.LLM's arguments for images; {} for a text model. vLLM expands each image's one token itself."""
+    if not has_tower(config):
+        return {}
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": False,  # vLLM finds an image's place by the text of its token
+        "limit_mm_per_prompt": {"image": config.data.limit_images, "video": 0},
+        "mm_processor_cache_gb": 0,  # an image is asked for once in an epoch
+        "mm_device_do_normalize": False,  # it rounds otherwise, and not at all for a model without a processor_class
+    }
+    vision = vision_of(config)
+    if vision is None:
+        return arguments
+    token = vision.form.factor**2
+    largest = min(config.data.max_pixels, max(config.data.max_prompt_length, _CANARY_IMAGE_TOKENS) * token)
+    # images are resized already; the limits bound the memory of the largest
+    sizes = {"do_resize": False, "min_pixels": token, "max_pixels": max(largest, _CANARY_IMAGE_TOKENS * token)}
+    return arguments | {"mm_processor_kwargs": sizes}
+
+
 def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
     """Returns vllm.LLM's arguments: the sampler's, overridden by the user's `vllm:` section."""
     arguments: dict[str, Any] = {
@@ -90,11 +116,10 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
-            arguments |= {
-                "worker_cls": "sampler.engine.vllm_cpu_worker.CpuWorker",
-                "kv_cache_memory_bytes": _MAX_CPU_CACHE,
-            }
+            arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
+            arguments["kv_cache_memory_bytes"] = _MAX_CPU_CACHE
     if config.algorithm.router_replay:
         arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
-    parts = lora.engine_arguments(config) | image_arguments(config) | in_flight.engine_arguments(config)
-    return arguments | parts | config.vllm
+    if config.sampler.in_flight_updates:  # asynchronous scheduling could run a step on old weights during a load
+        arguments |= {"scheduling_policy": "priority", "async_scheduling": False}
+    return arguments | lora.engine_arguments(config) | _image_arguments(config) | config.vllm

@@ -79,10 +79,6 @@ class Layout:
     proven: set[str] = field(default_factory=set)
     loads: int = 0  # number of compared loads
 
-    @property
-    def is_new(self) -> bool:
-        return not self.loads
-
 
 def kind_of(name: str) -> str:
     return NUMBER.sub("*", name)
@@ -150,23 +146,23 @@ class EngineModel:
         return self._of_layer.get((rule.kind, layer_of(name)))
 
     def holds(self, rule: Rule, name: str) -> bool:
-        there, info = self.at(rule, name), self.expected[name]
-        if there is None or self.tensors[there].numel():
-            return there is not None and rule.part(name, info).is_in(self.value(there))
-        return self.shows_product(there, name) and self.multiplies_by(there, rule.part(name, info))
+        home, info = self.at(rule, name), self.expected[name]
+        if home is None or self.tensors[home].numel():
+            return home is not None and rule.part(name, info).is_in(self.value(home))
+        return self.shows_product(home, name) and self.multiplies_by(home, rule.part(name, info))
 
-    def multiplies_by(self, there: str, part: Part, is_rearranged: bool = False) -> bool:
+    def multiplies_by(self, home: str, part: Part, is_rearranged: bool = False) -> bool:
         """Returns whether a layer on a CPU computes with the rows of a published matrix; True where that is unknown.
 
         is_rearranged: accepts its rows in any order, as in vLLM's Llama 4, or its columns as rows, as in GPT-2.
         """
-        compute, matrix = vllm_insides.product(self.module(there)), self.published.get(part.name)
-        is_its = there.endswith(".weight") and part.slot is None and not part.turned
+        compute, matrix = vllm_insides.product(self.module(home)), self.published.get(part.name)
+        is_its = home.endswith(".weight") and part.slot is None and not part.turned
         if compute is None or matrix is None or matrix.ndim != 2 or not is_its:
             return True
-        inputs = vllm_insides.matrix_shape(self.module(there))[1:] or [matrix.shape[1]]
-        ways = [(matrix, False), (matrix, True), (matrix.T, False)] if is_rearranged else [(matrix, False)]
-        return any(self._is_product(compute, w, part.begin, order) for w, order in ways if [w.shape[1]] == inputs)
+        inputs = vllm_insides.matrix_shape(self.module(home))[1:] or [matrix.shape[1]]
+        forms = [(matrix, False), (matrix, True), (matrix.T, False)] if is_rearranged else [(matrix, False)]
+        return any(self._is_product(compute, w, part.begin, order) for w, order in forms if [w.shape[1]] == inputs)
 
     def _is_product(self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool) -> bool:
         """Returns whether compute(x) is x Wᵀ from row `begin` of W on.
@@ -175,68 +171,67 @@ class EngineModel:
         whatever is more than rounding in the others.
         """
         rows, columns = matrix.shape
-        taken = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
-        x = torch.nn.functional.one_hot(taken, columns).to(matrix.dtype)
+        chosen = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
+        x = torch.nn.functional.one_hot(chosen, columns).to(matrix.dtype)
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         is_exact = matrix.dtype == torch.float32
         y = compute(torch.cat([x, signs]) if is_exact else x)[:, begin : begin + rows]
-        exact = torch.cat([matrix[:, taken].T, (matrix @ signs[0].to(matrix.dtype))[None]])
+        exact = torch.cat([matrix[:, chosen].T, (matrix @ signs[0].to(matrix.dtype))[None]])
         rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
-        if not torch.equal(y[: len(taken)], exact[:-1]):
+        if not torch.equal(y[: len(chosen)], exact[:-1]):
             return False
         return not is_exact or bool(((y[-1] - exact[-1]).abs() <= rounding).all())
 
-    def shows_product(self, there: str, name: str) -> bool:
+    def shows_product(self, home: str, name: str) -> bool:
         """Returns whether multiplies_by can check a published tensor."""
-        return name in self.published and vllm_insides.product(self.module(there)) is not None
+        return name in self.published and vllm_insides.product(self.module(home)) is not None
 
-    def holds_rounded(self, there: str, part: Part) -> bool:
+    def holds_rounded(self, home: str, part: Part) -> bool:
         """Returns whether a tensor of fewer bits is the rounded published one; True if that is not in memory."""
-        held, given = part.of(self.value(there)), self.published.get(part.name)
+        held, given = part.of(self.value(home)), self.published.get(part.name)
         return given is None or torch.equal(held.cpu(), given.to(held.dtype).view(held.shape))
 
-    def is_decay(self, there: str, name: str) -> bool:
+    def is_decay(self, home: str, name: str) -> bool:
         """Returns whether a tensor is −exp of a published one up to rounding, as Mamba's A is of A_log."""
-        held, given = self.tensors[there].data, self.published[name]
+        held, given = self.tensors[home].data, self.published[name]
         return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.float().exp(), rtol=1e-6, atol=0)
 
-    def has_whole_rows(self, there: str, parts: list[Part]) -> bool:
-        """Returns whether a tensor contains the first row of a part, or the first number of a vector."""
-        first = self.published[parts[0].name].flatten(1)[0] if len(parts[0].info.shape) > 1 else None
-        whole = self.value(there)
-        if not whole.numel():
-            return True  # multiplies_by has compared it in any order
-        rows = whole.flatten(1) if whole.ndim > 1 else whole[:, None]
-        return first is None or (rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any()))
+    def has_whole_rows(self, engine_name: str, part: Part) -> bool:
+        """Returns whether a tensor contains the first row of a part; True for a vector and for a packed matrix."""
+        whole = self.value(engine_name)
+        if not whole.numel() or len(part.info.shape) < 2:
+            return True  # multiplies_by has compared a packed matrix in any order
+        first, rows = self.published[part.name].flatten(1)[0], whole.flatten(1) if whole.ndim > 1 else whole[:, None]
+        return rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any())
 
     def possible(self, name: str) -> Iterator[Rule]:
         """Yields the rules that a tensor's shape allows in its layer."""
         info, numbers = self.expected[name], NUMBER.findall(name)
-        for (kind, layer), there in self._of_layer.items():
-            whole = self.tensors[there]
+        for (kind, layer), home in self._of_layer.items():
+            whole = self.tensors[home]
             if layer != layer_of(name):
                 continue
             if whole.numel():
                 has_slots = whole.ndim == len(info.shape) + 1 and len(numbers) > 1 and int(numbers[-1]) < len(whole)
                 shape = list(whole.shape[1:] if has_slots else whole.shape)
-                yield from (Rule(kind, begin, has_slots, turned) for begin, turned in _ways(shape, info.shape))
-            elif len(info.shape) == 2 and self.shows_product(there, name):
-                shape = vllm_insides.matrix_shape(self.module(there))
-                yield from (Rule(kind, begin, False, False) for begin, turned in _ways(shape, info.shape) if not turned)
+                yield from (Rule(kind, begin, has_slots, turned) for begin, turned in _fits(shape, info.shape))
+            elif len(info.shape) == 2 and self.shows_product(home, name):
+                shape = vllm_insides.matrix_shape(self.module(home))
+                yield from (Rule(kind, begin, False, False) for begin, turned in _fits(shape, info.shape) if not turned)
 
     def misplaced(self, name: str) -> str:
         """Returns the engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
         info, published = self.expected[name], self.published.get(name)
-        for there in self._of_layer.values():
-            whole = self.tensors[there]
-            if published is not None and not (self.value(there) == published.flatten()[0].to(whole)).any():
+        for home in self._of_layer.values():
+            whole = self.tensors[home]
+            if published is not None and not (self.value(home) == published.flatten()[0].to(whole)).any():
                 continue
             slots = list(range(len(whole))) if whole.ndim == len(info.shape) + 1 else [None]
-            for begin, turned in _ways(list(whole.shape[whole.ndim - len(info.shape) :]), info.shape):
-                if any(Part(name, info, begin, slot, turned).is_in(self.value(there)) for slot in slots):
-                    return there
+            for begin, turned in _fits(list(whole.shape[whole.ndim - len(info.shape) :]), info.shape):
+                if any(Part(name, info, begin, slot, turned).is_in(self.value(home)) for slot in slots):
+                    return home
         return ""
 
 
@@ -254,7 +249,7 @@ def same_numbers(whole: Tensor, parts: Mapping[str, Tensor]) -> bool:
     return unordered_sum(whole) == sum(map(unordered_sum, own)) % 2**64
 
 
-def _ways(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
+def _fits(whole: list[int], shape: list[int]) -> Iterator[tuple[int, bool]]:
     """Yields (first row, transposed?) where a tensor may lie in a larger one: after others of its shape, or last."""
     for turned in (False, True) if len(whole) > 1 and len(shape) > 1 else (False,):
         rows = [*whole[:-2], whole[-1], whole[-2]] if turned else whole

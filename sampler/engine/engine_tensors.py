@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ def prove(
     layout: the results of earlier loads of this engine, which is updated. published: the tensors, on a CPU; without
     them packed tensors are left to the canary, and rearranged or narrowed ones are wrong.
     """
-    begun, layout = time.monotonic(), layout or Layout()
+    started_s, layout = time.monotonic(), layout or Layout()
     engine = EngineModel(model, expected, published or {}, seed=layout.loads)
     found, proof = engine.named(), Proof(narrow=_narrow(model, expected))
     kinds = defaultdict[tuple[Any, ...], list[str]](list)
@@ -118,7 +118,7 @@ def prove(
                     for name in sorted(layout.proven & proof.unproven.keys())]  # fmt: skip
     layout.proven |= proof.proven
     layout.loads += 1
-    proof.seconds = time.monotonic() - begun
+    proof.seconds = time.monotonic() - started_s
     return proof
 
 
@@ -135,23 +135,23 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
     At the first load, an engine tensor of the same layer and size, or with a slot for the expert, is taken as computed
     from them; later only that one is. It need not be known into which of a layer's packed matrices a tensor went.
     """
-    expected, taken = engine.expected, dict[int, None]()
+    expected, used = engine.expected, dict[int, None]()
     for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
-        if layout.is_new and (there := engine.misplaced(name)):
-            proof.wrong.append(f"the engine's {there} holds the published {name}, which is no place of it")
+        if not layout.loads and (home := engine.misplaced(name)):
+            proof.wrong.append(_misplaced(home, name))
     for name in homeless:
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
-        near = {there: engine.parameters[there] for there in free if layer_of(there) == layer_of(name)}
-        packed = [there for there, p in near.items() if not p.numel() and len(expected[name].shape) > 1]
-        split = [there for there in near if _is_split(engine.module(there))]
-        same = [there for there, p in near.items() if p.numel() == size and id(p) not in taken]
-        slots = [there for there, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
-        if name in layout.computed or (layout.is_new and not packed and not split and (same or slots)):
+        near = {home: engine.parameters[home] for home in free if layer_of(home) == layer_of(name)}
+        packed = [home for home, p in near.items() if not p.numel() and len(expected[name].shape) > 1]
+        split = [home for home in near if _is_split(engine.module(home))]
+        same = [home for home, p in near.items() if p.numel() == size and id(p) not in used]
+        slots = [home for home, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
+        if name in layout.computed or (not layout.loads and not packed and not split and (same or slots)):
             homes = [layout.computed.setdefault(name, (same or slots or [""])[0])]
             proof.unproven[name] = f"{homes[0]}: vLLM computes with it as it loads it"
             if homes[0] not in near or near[homes[0]].isnan().any():
                 proof.wrong.append(f"the load of the published {name} did not reach the engine's {homes[0]}")
-        elif packed and any(engine.shows_product(there, name) for there in packed):
+        elif packed and any(engine.shows_product(home, name) for home in packed):
             proof.wrong.append(f"no packed matrix of its layer multiplies by the published {name}")
             homes = packed
         elif packed or split:
@@ -161,8 +161,8 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
         else:
             proof.wrong.append(f"the engine has no place for the published {name}")
             continue
-        taken |= {id(engine.parameters.get(there)): None for there in homes}
-    free[:] = [there for there in free if id(engine.parameters[there]) not in taken]
+        used |= {id(engine.parameters.get(home)): None for home in homes}
+    free[:] = [home for home in free if id(engine.parameters[home]) not in used]
 
 
 def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]) -> dict[str, list[Part]]:
@@ -180,27 +180,21 @@ def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], fr
             if layer_of(name) == layer:
                 kinds[kind_of(name)].append(name)
         of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
-        sums |= {sum(of_kinds[kind] for kind in chosen) % 2**64: [name for kind in chosen for name in kinds[kind]]
-                 for chosen in _subsets(kinds)}  # fmt: skip
-    for there in whole_ones if sums else ():
-        whole = as_published(engine.value(there), engine.expected[homeless[0]])
+        for some in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in (1, 2, 3)):
+            sums[sum(of_kinds[kind] for kind in some) % 2**64] = [name for kind in some for name in kinds[kind]]
+    for home in whole_ones if sums else ():
+        whole = as_published(engine.value(home), engine.expected[homeless[0]])
         if not (chosen := sums.get(unordered_sum(whole))):
             continue
-        if layer_of(there) != layer_of(chosen[0]) or not same_numbers(whole, {n: published[n] for n in chosen}):
-            proof.wrong.append(f"the engine's {there} holds the published {chosen[0]}, which is no place of it")
-        homes[there] = [Part(name, engine.expected[name]) for name in chosen]
-        free.remove(there)
+        if layer_of(home) != layer_of(chosen[0]) or not same_numbers(whole, {n: published[n] for n in chosen}):
+            proof.wrong.append(_misplaced(home, chosen[0]))
+        homes[home] = [Part(name, engine.expected[name]) for name in chosen]
+        free.remove(home)
     found = {part.name for parts in homes.values() for part in parts}
     lost = [name for name in homeless if name not in found and kind_of(name) in set(map(kind_of, found))]
     proof.wrong += [f"the engine does not hold the published {name}, as it holds others of its kind" for name in lost]
     homeless[:] = [name for name in homeless if name not in found and name not in lost]
     return homes
-
-
-def _subsets(kinds: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yields each subset of one, two or three kinds."""
-    for count in range(1, min(len(kinds), 3) + 1):
-        yield from itertools.combinations(kinds, count)
 
 
 def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]) -> None:
@@ -215,7 +209,7 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
     for name, parts in rearranged.items():
         for part in parts:
             kind = kind_of(part.name)
-            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, [part])):
+            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, part)):
                 proof.unproven[part.name] = f"{name}: vLLM has rearranged it"
             else:
                 proof.wrong.append(_other(name, part))
@@ -223,8 +217,8 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
 
 def _judge_computed(proof: Proof, engine: EngineModel, layout: Layout) -> None:
     """Refuses tensors that are not −exp of a published one, if others of its kind are or have been."""
-    computed = {name: there for name, there in layout.computed.items() if name in engine.published}
-    is_decay = {name: engine.is_decay(there, name) for name, there in computed.items()}
+    computed = {name: home for name, home in layout.computed.items() if name in engine.published}
+    is_decay = {name: engine.is_decay(home, name) for name, home in computed.items()}
     layout.decays |= {kind_of(name) for name in computed if is_decay[name]}
     proof.wrong += [
         f"the engine's {computed[name]} is not −exp of the published {name}, as others of its kind are"
@@ -237,11 +231,15 @@ def _other(name: str, part: Part) -> str:
     return f"the engine's {name} does not hold the published {part.name}"
 
 
+def _misplaced(engine_name: str, published: str) -> str:
+    return f"the engine's {engine_name} holds the published {published}, which belongs elsewhere"
+
+
 def spoil(model: Any, layout: Layout) -> None:
     """Fills the tensors that the next load computes with NaN, so that a load that does not reach one is noticed."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for there in set(layout.computed.values()):
-        parameters[there].data.fill_(math.nan)
+    for home in set(layout.computed.values()):
+        parameters[home].data.fill_(math.nan)
 
 
 def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> list[Part]:
@@ -268,13 +266,9 @@ def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) 
         proof.wrong += [_other(name, part) for part in others]
     elif any(not engine.multiplies_by(name, part) for part in parts):
         proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
-    if sum(t.numel() for t in held) < whole.numel() and sum(map(_nonzeros, held)) < _nonzeros(whole):
+    if sum(t.numel() for t in held) < whole.numel() and sum(t.count_nonzero() for t in held) < whole.count_nonzero():
         proof.wrong.append(f"the engine's {name} has numbers that are neither published nor zero")
     return []
-
-
-def _nonzeros(tensor: Tensor) -> int:
-    return int(tensor.count_nonzero())
 
 
 PACKED = "vLLM packed it for a CPU"
@@ -325,11 +319,11 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
         more = len(of_layer) - (1 if whole == leaf else published_in[whole])
         own = range(part + more * (part > 0), part + more + 1)
         seen[layer_path] |= {(which, i) for i in own}
-        taken, (rows, columns) = [of_layer[i] for i in own], info.shape
-        held = [torch.cat([stack[:, :columns] for stack in taken])] if which == "lora_B" else taken
+        own_stacks, (rows, columns) = [of_layer[i] for i in own], info.shape
+        held = [torch.cat([stack[:, :columns] for stack in own_stacks])] if which == "lora_B" else own_stacks
         if any(checksum(stack[:rows, :columns]) != info.checksum for stack in held):
             proof.wrong.append(f"the engine's {layer_path} does not hold the published {name}")
-        elif any(stack[rows:].any() for stack in held) or any(stack[:, columns:].any() for stack in taken):
+        elif any(stack[rows:].any() for stack in held) or any(stack[:, columns:].any() for stack in own_stacks):
             proof.wrong.append(f"the engine's {layer_path} has numbers around the published {name}")
         else:
             proof.proven.add(name)

@@ -1,7 +1,4 @@
-"""Copies a published version into a private folder and checks every byte, while the engine may still decode.
-
-A failure in this step costs nothing: the engine was not touched and keeps its present weights.
-"""
+"""Copies a published version into a private folder and checks every byte, while the engine may still decode."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class Fetched:
 def fetch(
     published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
 ) -> Fetched:
-    """Copies and checks a published version. Raises BadWeights. The caller deletes the folder.
-
-    last: the version that was fetched before, of which this one may be a delta.
-    """
+    """Copies and checks a version, perhaps a delta of `last`. Raises BadWeights. The caller deletes the folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
     lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")
@@ -67,7 +61,7 @@ def fetch(
     whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
     private = scratch_dir(config, sum(size for _, each in lineage for size in each.files.values()) + whole)
     try:
-        manifest = _take(lineage, private, progressed, last)
+        manifest = _fill_folder(lineage, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
         files = _opened(private) if config.weights.full_every > 1 else {}
     except BaseException:
@@ -77,7 +71,7 @@ def fetch(
     return Fetched(manifest, private, tensors, time.monotonic() - start, kept)
 
 
-def _take(
+def _fill_folder(
     lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
 ) -> Manifest:
     """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""

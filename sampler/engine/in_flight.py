@@ -44,11 +44,6 @@ class InFlight:
         return {"priority": _FIRST if is_canary else 0}
 
 
-def engine_arguments(config: Config) -> dict[str, Any]:
-    """Returns engine arguments; scheduling is not asynchronous, or a step could run on old weights during a load."""
-    return {"scheduling_policy": "priority", "async_scheduling": False} if config.sampler.in_flight_updates else {}
-
-
 def spans_of(output: Any) -> tuple[tuple[int, int], ...]:
     """Returns Rollout.version_spans of a CompletionOutput; () if vLLM was given none: its own label is a word."""
     return tuple((s.start, int(s.version)) for s in output.weight_versions or () if s.version.isdecimal())

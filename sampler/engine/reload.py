@@ -18,7 +18,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +30,9 @@ from common.processes.certain_errors import certain, would_repeat
 from common.processes.exits import say
 from common.types import EncodedImage
 from model.files.folder import experts_in
+from sampler.engine.engine import Engine
+from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetched, Fetcher, fetch
-
-if TYPE_CHECKING:
-    from sampler.engine.engine import Engine
-    from sampler.engine.engine_tensors import Proof
-
 
 # Bounds of the canary's differences: RMS, largest. float32: 1e-6 and 1e-5 are normal, TF32 in attention has 5e-4 and
 # 2e-3. bfloat16: RMS 0.03 to 0.04, and good engines have single outliers: the largest is only shown. A mixture's
@@ -49,19 +45,15 @@ _NARROW_BOUND = 0.01  # largest difference of an engine that has fewer bits in p
 def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
     """Loads a published version. Raises BadWeights (old weights untouched), or Retryable (the engine is unusable).
 
-    Raises UserError in place of Retryable for version 0, because the next start would end the same.
-
-    Returns its figures under the names of their metrics (docs/metrics.md). In seconds: reload, the total; verify,
-    before the engine is touched; stall, when the engine did not decode, of it load, prove and canary.
+    For version 0 it raises UserError in place of Retryable. Returns its figures by their metrics (docs/metrics.md).
     """
     start = time.monotonic()
     fetched = fetcher.finish(published) if fetcher else fetch(published, config)
-    begun = time.monotonic()
+    fetched_s = time.monotonic()
     try:
-        proof = engine.weights.load(
-            fetched.folder, expected_tensors(fetched, config), fetched.tensors, published.version
-        )
-        loaded = time.monotonic()
+        expected = expected_tensors(fetched, config)
+        proof = engine.weights.load(fetched.folder, expected, fetched.tensors, published.version)
+        loaded_s = time.monotonic()
         _require_proof(proof, published.version)
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
     except (Retryable, UserError):
@@ -84,13 +76,13 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     failpoint("sampler.reloaded")
     now = time.monotonic()
     return {
-        "sync/reload_s": fetched.seconds + now - begun,
+        "sync/reload_s": fetched.seconds + now - fetched_s,
         "sync/verify_s": fetched.seconds,
         "sync/stall_s": now - start,
-        "sync/load_s": loaded - begun - proof.seconds,
+        "sync/load_s": loaded_s - fetched_s - proof.seconds,
         "sync/prove_s": proof.seconds,
         "sync/unproven_tensors": len(proof.unproven),
-        "sync/canary_s": now - loaded,
+        "sync/canary_s": now - loaded_s,
         "sync/canary_rms": _rms(x),
         "sync/canary_max_diff": _largest(x),
         "mismatch/canary/mean_abs_prob_diff": float(np.abs(np.exp(theirs) - np.exp(ours)).mean()),

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,7 @@ def copy_files(
     checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps
     the files of adapters open. progressed: called every few MB.
 
-    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or shorter than
-    announced.
+    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or too short.
     """
     if manifest.version != published.version:
         raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")
@@ -86,7 +85,7 @@ def checked_tensors(
     """
     from model.checksum import all_finite, describe
 
-    tensors = _mapped(folder, manifest)
+    tensors = mapped_tensors(folder / name for name in manifest.files if name.endswith(".safetensors"))
     missing = sorted(manifest.tensors.keys() - tensors.keys())
     extra = sorted(tensors.keys() - manifest.tensors.keys())
     if missing or extra:
@@ -101,16 +100,17 @@ def checked_tensors(
     return tensors
 
 
-def _mapped(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Returns the tensors of safetensors files, mapped into memory. Raises BadWeights."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+    for file in files:
         try:
-            tensors |= load_file(folder / name)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise BadWeights(f"{name} is not a whole safetensors file: {error}") from None
+            raise BadWeights(f"{file.name} is not a whole safetensors file: {error}") from None
     return tensors
 
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 _NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _SLOT = 0  # slot of the only adapter
 
 
@@ -68,11 +67,11 @@ def spare_other_models(model: Any) -> None:
             type(module).do_not_compile = True
 
 
-def metadata_of_step() -> Any:
-    """Returns the attention metadata of the present step, by layer; None outside of a step."""
+def step_context() -> Any:
+    """Returns vLLM's context of the present step, such as its attention metadata by layer."""
     from vllm.forward_context import get_forward_context
 
-    return get_forward_context().attn_metadata
+    return get_forward_context()
 
 
 def forget_packed_experts(model: Any) -> None:
@@ -130,11 +129,9 @@ def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
 
     In vLLM's Qwen2-VL only the language model declares them.
     """
-    declared = getattr(model, "packed_modules_mapping", None) or getattr(
-        language_model(model), "packed_modules_mapping", None
-    )
-    joined = {whole: parts for whole, parts in (declared or {}).items() if len(parts) > 1}
-    return {part: (whole, i) for whole, parts in joined.items() for i, part in enumerate(parts)}
+    declared = [getattr(each, "packed_modules_mapping", None) for each in (model, language_model(model))]
+    fused = {whole: parts for whole, parts in (declared[0] or declared[1] or {}).items() if len(parts) > 1}
+    return {part: (whole, i) for whole, parts in fused.items() for i, part in enumerate(parts)}
 
 
 def is_made_of_others(parameter: str) -> bool:
@@ -293,10 +290,7 @@ def run_experts_without_adapters() -> None:
 
 
 def load_without_torchvision(architectures: Iterable[str]) -> None:
-    """Registers text models, such as Qwen3.5, whose file imports torchvision's image code; before vllm.LLM loads one.
-
-    With torchvision installed it does nothing.
-    """
+    """Registers text models, such as Qwen3.5, whose file imports torchvision's image code; before vllm.LLM starts."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm import ModelRegistry
@@ -317,11 +311,10 @@ def _register_class(architecture: str) -> None:
 
 
 def _stand_in_for_torchvision() -> None:
-    """Replaces torchvision image code, once in a process, by transformers' for PIL and numpy: no video is shown."""
-    if sys.modules.get(_NEEDS_TORCHVISION) is None or sys.modules[_NEEDS_TORCHVISION].__name__ != _PIL:
-        pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-        pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
-        sys.modules[_NEEDS_TORCHVISION] = pil
+    """Replaces torchvision's image code by transformers' for PIL and numpy: no video is shown."""
+    pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
+    sys.modules[_NEEDS_TORCHVISION] = pil
 
 
 def show_images_alone() -> None:
@@ -329,8 +322,7 @@ def show_images_alone() -> None:
 
     transformers' processors of these models want a video processor, and vLLM's model files import one whose first line
     imports torchvision, which PyPI has for CUDA alone. No video is ever shown, so both get transformers' code for PIL
-    and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG
-    (model/files/images.py).
+    and numpy instead: one path for CPU and GPU, and the pixels that the trainer makes of the same PNG.
     """
     _stand_in_for_torchvision()
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor

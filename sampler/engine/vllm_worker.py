@@ -5,11 +5,12 @@ vLLM loads it by name through `worker_extension_cls`, and mixes it into its work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.files.weights import TensorInfo
 from common.processes.exits import die_with_parent
@@ -20,9 +21,8 @@ from sampler.engine import vllm_insides
 from sampler.engine.engine_layout import Layout
 from sampler.engine.engine_tensors import Proof, prove, prove_adapters, spoil
 from sampler.engine.routing import Routing
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from sampler.engine.verify import mapped_tensors
+from sampler.engine.vllm_insides import step_context
 
 
 class WeightExtension:
@@ -55,12 +55,12 @@ class WeightExtension:
             return
         if takes_rows(decoder) and (attentions := vllm_insides.attentions_of(self)):
             block_size = settings.cache_config.block_size
-            self.repeated_rows = RepeatedRows(decoder, attentions, vllm_insides.metadata_of_step, block_size)
+            self.repeated_rows = RepeatedRows(decoder, attentions, lambda: step_context().attn_metadata, block_size)
 
-    def record_routing(self, context: Callable[[], Any]) -> None:
-        """Starts to record routing (routing.py); `context` is vllm's get_forward_context."""
+    def record_routing(self) -> None:
+        """Starts to record routing (routing.py)."""
         whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
-        self.routing = Routing(self.model_runner, context, whole)
+        self.routing = Routing(self.model_runner, step_context, whole)
 
     def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
         """Returns the routing of requests that have just finished."""
@@ -69,19 +69,17 @@ class WeightExtension:
     def load_weights_from(
         self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:
-        """Replaces all parameters by the safetensors files in `folder` and compares them with the published ones.
+        """Replaces all parameters by the safetensors files in `folder`, as WeightLoader.load says.
 
-        Any exception, and a proof with anything wrong, leaves the engine unusable. Without `expected` nothing is
-        compared. tensors: the files' own; without them this function maps the files.
+        tensors: the files' own; without them this function maps the files.
         """
-        weights = tensors or _mapped(Path(folder))
+        weights = tensors or mapped_tensors(sorted(Path(folder).glob("*.safetensors")))
         self.layout = self.layout or Layout()
-        is_first = self.layout.is_new
         self._load(weights, self.layout)
         if not expected:
             return Proof()
         proof = prove(self.model_runner.model, expected, self.layout, weights)
-        if is_first and self.layout.computed:  # loads once more to see whether a load reaches them
+        if self.layout.loads == 1 and self.layout.computed:  # loads once more to see whether a load reaches them
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
         if tensors is None:
@@ -100,12 +98,6 @@ class WeightExtension:
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
         """Compares the engine's adapter with the published one; with None it returns an empty proof."""
         return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
-
-
-def _mapped(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from common.config import Config
 from common.files.weights import TensorInfo
+from sampler.engine.engine_arguments import has_tower
 from sampler.engine.engine_tensors import Proof, of_ranks
 from sampler.engine.in_flight import InFlight
-from sampler.engine.vllm_images import has_tower
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class WeightLoader:
@@ -34,12 +33,11 @@ class WeightLoader:
         tensors: Mapping[str, Tensor] | None = None,
         version: int = 0,
     ) -> Proof:
-        """Replaces the weights, or the adapter where the run publishes adapters, and compares them with `expected`.
+        """Replaces the weights, or the adapter where the run publishes adapters, by those of a verified folder.
 
-        The folder must have been verified: an exception, or anything wrong in the proof, leaves the engine unusable.
-        The folder is not read again later. Without `expected` nothing is compared. tensors: the folder's, if they are
-        in this process's memory; vLLM's workers that are processes of their own read the folder. version: label of
-        later tokens, with sampler.in_flight_updates; then sequences may be decoding.
+        It compares them with `expected`, if given: an exception, or anything wrong in the proof, leaves the engine
+        unusable. tensors: the folder's, if they are in memory; workers that are processes of their own read the folder.
+        version: label of later tokens, with sampler.in_flight_updates; then sequences may be decoding.
         """
         is_idle = not self._engine.has_unfinished_requests()
         assert self._in_flight or is_idle, "a group is sampled by one policy version: reload only between groups"
@@ -47,8 +45,8 @@ class WeightLoader:
             self._load_adapter(folder)
             proofs = self._llm.collective_rpc("compare_adapter", args=(expected,))
         else:
-            here = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
-            proofs = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, here))
+            given = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
+            proofs = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, given))
         if not self._llm.reset_prefix_cache(reset_running_requests=self._in_flight is not None):
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
         if self._in_flight:

@@ -22,20 +22,15 @@ from common.errors import UserError
 from common.processes.exits import say
 from environments import Message
 from model.files.folder import NO_CHAT_TEMPLATE
-from sampler.prompts.messages import read
+from sampler.prompts.messages import read, with_arguments
 
 TURN_MARK = "⟦turn⟧"  # placeholder for the text of a turn; no template writes it itself
 
 _FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
-Way = Callable[[Message], Message]
+Form = Callable[[Message], Message]
 
 _KEPT = ("role", "type", "id", "tool_call_id")  # fields that templates branch on
-
-
-def require_template(tokenizer: Any, prompt: PromptTemplate) -> None:
-    """Raises UserError if neither the tokenizer nor the config has a chat template."""
-    if read_template(prompt.chat_template) is None and not getattr(tokenizer, "chat_template", None):
-        raise UserError(NO_CHAT_TEMPLATE)
+_as_json = functools.partial(json.dumps, ensure_ascii=False)
 
 
 def render(
@@ -57,23 +52,23 @@ def render(
     arguments = {**prompt.chat_template_kwargs, **(arguments or {})}
     template = read_template(prompt.chat_template)
     _require_read(tokenizer, template, tuple(arguments), bool(tools))
-    told = arguments | {
+    options = arguments | {
         "tools": list(tools) if tools else None,
         "add_generation_prompt": not goes_on and not is_over,
         "continue_final_message": goes_on,
     }
     shape = [_marked(message, f"Mark{i}") for i, message in enumerate(messages)]
-    way = _way(tokenizer, prompt.chat_template, json.dumps(told, default=str), json.dumps(shape), history)
+    form = _fitting_form(tokenizer, prompt.chat_template, json.dumps(options, default=str), json.dumps(shape), history)
     try:
-        text = _write(tokenizer, template, map(way, messages), told)
+        text = _write(tokenizer, template, map(form, messages), options)
     except _FAILURES as error:
         raise UserError(f"chat template ({_source(prompt.chat_template)}) fails on a prompt: {error}") from error
     first = first_token(tokenizer)
     return text if template is None or text.startswith(first) else first + text
 
 
-def _write(tokenizer: Any, template: str | None, messages: Iterable[Message], told: Mapping[str, Any]) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **told))
+def _write(tokenizer: Any, template: str | None, messages: Iterable[Message], options: Mapping[str, Any]) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
 
 def _source(path: Path | None) -> str:
@@ -92,31 +87,31 @@ def _marked(value: Any, mark: str, key: str = "") -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _way(tokenizer: Any, path: Path | None, told: str, shape: str, history: int) -> Way:
+def _fitting_form(tokenizer: Any, path: Path | None, options: str, shape: str, history: int) -> Form:
     """Returns the first message form in which the template shows all marks after the history, else raises UserError."""
-    messages, lost_by = json.loads(shape), dict[Way, list[str]]()
-    ways: list[Way] = [functools.partial(_said, choice) for choice in itertools.product((False, True), repeat=4)]
-    for way in ways:
+    messages, hidden_by = json.loads(shape), dict[Form, list[str]]()
+    forms: list[Form] = [functools.partial(_in_form, choice) for choice in itertools.product((False, True), repeat=4)]
+    for form in forms:
         try:
-            text = _write(tokenizer, read_template(path), map(way, messages), json.loads(told))
+            text = _write(tokenizer, read_template(path), map(form, messages), json.loads(options))
         except _FAILURES:
             continue
-        lost_by[way] = [what for message in messages[history:] for what in _lost(message, text)]
-        if not lost_by[way]:
-            return way
-    if not lost_by:
-        return ways[0]  # rendering the real messages raises the error that tells why
-    way, lost = min(lost_by.items(), key=lambda found: len(found[1]))
-    if lost != ["the system message"]:
+        hidden_by[form] = [what for message in messages[history:] for what in _hidden_parts(message, text)]
+        if not hidden_by[form]:
+            return form
+    if not hidden_by:
+        return forms[0]  # rendering the real messages raises the error that tells why
+    form, hidden = min(hidden_by.items(), key=lambda found: len(found[1]))
+    if hidden != ["the system message"]:
         raise UserError(
-            f"the chat template ({_source(path)}) does not show {lost[0]}; leave it out of the rows, or name a "
+            f"the chat template ({_source(path)}) does not show {hidden[0]}; leave it out of the rows, or name a "
             "template that shows it: prompt.chat_template"
         )
-    say(f"the chat template ({_source(path)}) does not show {lost[0]}")
-    return way
+    say(f"the chat template ({_source(path)}) does not show {hidden[0]}")
+    return form
 
 
-def _said(choice: Sequence[bool], message: Message) -> Message:
+def _in_form(choice: Sequence[bool], message: Message) -> Message:
     """Returns a message in one of the forms that templates take; `choice` selects among the alternatives."""
     (without_thought, in_parts, calls_in_json, calls_alone), made = choice, dict(message)
     if made["role"] == "assistant" and (thought := made.pop("reasoning_content", None)):
@@ -124,19 +119,13 @@ def _said(choice: Sequence[bool], message: Message) -> Message:
         made |= {} if without_thought else dict.fromkeys(("thinking", "reasoning", "reasoning_content"), thought)
     if calls := made.get("tool_calls"):
         made["content"] = made["content"] or None if calls_alone else made["content"]
-        made["tool_calls"] = [_in_json(call) for call in calls] if calls_in_json else calls
+        made["tool_calls"] = [with_arguments(call, _as_json) for call in calls] if calls_in_json else calls
     if in_parts and made["content"]:
         made["content"] = [{"type": "text", "text": made["content"]}]
     return made
 
 
-def _in_json(call: Any) -> Any:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _in_json(call["function"])}
-    return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
-
-
-def _lost(message: Message, text: str) -> Iterator[str]:
+def _hidden_parts(message: Message, text: str) -> Iterator[str]:
     if message["content"] not in text:
         yield "the system message" if message["role"] == "system" else f"a message of the role {message['role']!r}"
     calls = json.dumps(message.get("tool_calls"), ensure_ascii=False)
@@ -145,7 +134,9 @@ def _lost(message: Message, text: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def _require_read(tokenizer: Any, template: str | None, arguments: tuple[str, ...], has_tools: bool) -> None:
-    """Raises UserError for arguments and tools that the template does not read."""
+    """Raises UserError if there is no template, and for arguments and tools that it does not read."""
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise UserError(NO_CHAT_TEMPLATE)
     ours = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message"}
     if taken := ours & set(arguments):
         raise UserError(f"prompt.chat_template_kwargs: {min(taken)} is Tandem's own; remove it")

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -49,9 +48,6 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     UserError, also when no row has an answer or many cannot be used. Images are not a column: see `whole_row`.
     """
     problems, bad = load_rows(entries(spec), data)
-    scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
-    if any(scored_by.values()):
-        problems = [replace(problem, scored_by=scored_by.get(problem.source, ())) for problem in problems]
     if data.image_key is not None:
         if named := [problem for problem in problems if problem.index not in bad]:
             check_images(option, named, data)
@@ -71,10 +67,8 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
         )
     if empty:
         places = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
-        say(
-            f"{option}: {len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left out: row "
-            f"{places}"
-        )
+        what = f"{len(empty)} of {len(problems)} rows have an empty {data.answer_key!r} and are left out"
+        say(f"{option}: {what}: row {places}")
     return [problem for problem in problems if not is_empty(problem.columns["answer"])]
 
 
@@ -94,6 +88,7 @@ def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], di
     if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
         _check_column("data.image_key", image_key, tables[0][0], given[0].path)
     columns = dict.fromkeys(name for table in tables for name in table[0] if name != image_key)
+    scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
     problems, bad = list[Problem](), dict[int, str]()
     for source, table in zip(given, tables, strict=True):
         folder = folder_of(source.path)
@@ -104,7 +99,7 @@ def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], di
             except ValueError as error:
                 bad[len(problems)] = f"data.image_key {image_key!r}: {error}"
             row = row if row.keys() == columns.keys() else {name: row.get(name) for name in columns}
-            problems.append(Problem(len(problems), row, images, source.label))
+            problems.append(Problem(len(problems), row, images, source.label, scored_by.get(source.label, ())))
     return problems, bad
 
 
@@ -149,9 +144,7 @@ def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) ->
     for old, new in rename.items():
         _check_column("data.rename", old, rows[0], spec)
         if new in rows[0] and new not in rename:
-            raise UserError(
-                f"data.rename: {spec} has a column {new!r} already; rename that one too, or use another name"
-            )
+            raise UserError(f"data.rename: {spec} has a column {new!r} already; rename that too, or use another name")
     if rename:
         rows = [_rename(row, rename) for row in rows]
     if reserved := sorted(_RESERVED & rows[0].keys()):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,27 +43,18 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.problems)
 
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> Prompts: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Prompts:
-        if isinstance(place, slice):
-            return Prompts(self.problems[place], self.largest[place], self.make)
+    def __getitem__(self, place: int) -> Prompt:  # type: ignore[override]  # no slices: see `only`
         early = self._early.pop(place, None)
         return early.result() if early else self.make(self.problems[place])
 
-    def begin(self, places: Iterable[int]) -> None:
-        """Starts to make the prompts with images at these indexes, which are requested next, on all cores."""
-        for place in places:
-            if self.problems[place].images and place not in self._early:
-                self._early[place] = _threads().submit(self.make, self.problems[place])
+    def begin(self, place: int) -> None:
+        """Starts to make the prompt at this index in another thread, if it has images."""
+        if self.problems[place].images and place not in self._early:
+            self._early[place] = _threads().submit(self.make, self.problems[place])
 
     @classmethod
     def joined(cls, parts: Mapping[str, Prompts]) -> Prompts:
-        """Returns the prompts of several sources, keyed by name, as one sequence."""
-        if len(parts) == 1:
-            return next(iter(parts.values()))
+        """Returns the prompts of one or several sources, keyed by name, as one sequence."""
         largest = np.concatenate([part.largest for part in parts.values()])
         return cls([p for part in parts.values() for p in part.problems], largest, lambda p: parts[p.source].make(p))
 
@@ -85,8 +76,7 @@ def make_prompts(
 ) -> tuple[Prompts, int]:
     """Returns the prompts of at most data.max_prompt_length tokens, in order, and the number of longer ones.
 
-    vision: the model's, where data.image_key is given. tools: JSON schemas that the chat template shows. Rows that make
-    no prompt are named, and a few are left out. Raises UserError when none is left.
+    Rows that make no prompt are named, and a few are left out. Raises UserError when none is left.
     """
     sizes, bad = list[tuple[int, int]](), dict[int, str]()
     for start in counted(range(0, len(problems), _AT_ONCE), "making prompts", len(problems), _AT_ONCE):

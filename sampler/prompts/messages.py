@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,7 +156,7 @@ def _message(message: Any) -> Message:
     made = {"role": role, "content": _joined(_content(message)), **_without_nulls(rest)}
     if made.get("tool_calls"):
         made["content"] = made["content"] or ""
-        made["tool_calls"] = [_with_read_arguments(call) for call in made["tool_calls"]]
+        made["tool_calls"] = [with_arguments(call, _from_json) for call in made["tool_calls"]]
     else:
         made.pop("tool_calls", None)
     return made
@@ -166,13 +166,13 @@ def _content(message: Mapping[str, Any]) -> Any:
     return message.get("content") if message.get("role") is not None else message.get("value")
 
 
-def _with_read_arguments(call: Any) -> Any:
-    """Returns a call with its arguments parsed if they are JSON text, as OpenAI's: templates write JSON themselves."""
+def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    """Returns a call with converted arguments, which stand in its `function`, as in OpenAI's, or beside its name."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_read_arguments(call["function"])}
-    return {**call, "arguments": _from_json(call["arguments"])} if "arguments" in call else call
+        return {**call, "function": with_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
 
 def _is_parts(content: Any) -> bool:

@@ -19,7 +19,7 @@ from common.outcomes import is_whole
 from common.types import Problem, Prompt
 from environments import Message
 from sampler.prompts.bad_rows import HALF
-from sampler.prompts.chat_template import render, require_template
+from sampler.prompts.chat_template import render
 from sampler.prompts.messages import arguments_of, as_messages, for_rewards, tools_of, with_image_places
 from sampler.prompts.pictures import encode_problem
 
@@ -43,9 +43,7 @@ def make_prompt(
 ) -> Prompt:
     """Returns the prompt of a problem and its images, encoded, with tools and template arguments of its own columns.
 
-    vision: the model's, where data.image_key is given. Raises UserError for a tokenizer without a chat template, for a
-    row that is neither text nor chat messages, for one with more or fewer images than places for them, or with one that
-    cannot be decoded, and for tools that the run does not have.
+    vision: the model's, with data.image_key. tools: JSON schemas for the chat template. Raises UserError.
     """
     images = encode_problem(problem, vision.form, config.data) if vision else ()
     text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)
@@ -63,7 +61,6 @@ def rendered(
 ) -> tuple[str, str | list[Message], str]:
     """Returns (text for the model, prompt for rewards, beginning of the model's turn in the text). Raises UserError."""
     prompt = config.prompt
-    require_template(tokenizer, prompt)
     own_tools, own_arguments = tools_of(problem), arguments_of(problem)
     known = {tool["function"]["name"] for tool in tools or ()}
     if known and (unknown := {tool.get("function", tool).get("name") for tool in own_tools or ()} - known):
@@ -85,9 +82,8 @@ def rendered(
         raise UserError(f"row {problem.index}: {error}") from error
     if not is_whole(text):
         raise UserError(f"row {problem.index}: {HALF} in the prompt")
-    if vision and (marks := text.count(mark := str(tokenizer.convert_ids_to_tokens(vision.image)))) != len(
-        problem.images
-    ):
+    mark = str(tokenizer.convert_ids_to_tokens(vision.image)) if vision else ""
+    if vision and (marks := text.count(mark)) != len(problem.images):
         raise UserError(
             f"row {problem.index}: the rendered prompt has {marks} image tokens for {len(problem.images)} images; its "
             f"text or the chat template holds the token {mark!r} itself. Write <image> where an image stands"

@@ -99,8 +99,8 @@ def said_reader(config: Config, tokenizer: Any) -> Reader:
     made = reader(config, tokenizer)
     if made.kept:
         say(f"texts keep the special tokens {', '.join(made.kept)} (rewards.special_tokens)")
-    if said := unwritten_end(config, tokenizer):
-        say(said)
+    if advice := unwritten_end(config, tokenizer):
+        say(advice)
     return made
 
 
@@ -142,10 +142,10 @@ def _file_of(module: str) -> Path | None:
 def _behind_a_turn(config: Config, tokenizer: Any) -> str:
     """Returns the text that the chat template writes after the assistant's last turn; "" if it cannot be seen.
     If that is empty: the text before the user's next. (gpt-oss ends its last in <|return|>, others in <|end|>.)"""
-    said = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
-    for some in (said[:2], said):
+    conversation = [{"role": role, "content": TURN_MARK} for role in ("user", "assistant", "user")]
+    for messages in (conversation[:2], conversation):
         try:
-            text = render(tokenizer, some, prompt=config.prompt, is_over=True)
+            text = render(tokenizer, messages, prompt=config.prompt, is_over=True)
         except (UserError, ValueError):
             return ""  # no template, or one that refuses such a conversation
         behind = "".join(text.split(TURN_MARK)[2:3])

@@ -40,14 +40,11 @@ _SUBSETS_THERE = re.compile(
 def read_rows(spec: str) -> list[dict[str, Any]]:
     """Returns the rows, at least one, of `openai/gsm8k:main@train[:512]`, a file, a folder or a save_to_disk folder.
 
-    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table.
-
-    The split is what follows the last `@` and may be a slice; without it the split is train, or the only one. Raises
-    UserError for a path that does not exist (before `datasets` is imported), a missing subset or split, no rows, and a
-    data set that is not found or cannot be read.
+    Columns of images, sounds and films contain their files, {bytes, path}; bytes are views of the table. The split
+    follows the last `@` and may be a slice; without it, it is train or the only one. Raises UserError.
     """
-    source, split = _split_off(spec)
-    parts = _take(_splits(source), split, source)
+    source, split = _source_and_split(spec)
+    parts = _select_splits(_splits(source), split, source)
     rows = [row for part in parts for row in (part if isinstance(part, list) else rows_of_table(part))]
     if not rows:
         raise UserError(f"{spec} has no rows")
@@ -56,7 +53,7 @@ def read_rows(spec: str) -> list[dict[str, Any]]:
 
 def check_there(spec: str) -> None:
     """Raises UserError for a local file or folder that does not exist or has no format we read. Imports nothing."""
-    path, _ = _path_and_subset(_split_off(spec)[0])
+    path, _ = _path_and_subset(_source_and_split(spec)[0])
     name = str(path)
     looks_local = spec.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
     if looks_local and not path.exists():
@@ -71,7 +68,7 @@ def check_there(spec: str) -> None:
             )
 
 
-def _split_off(spec: str) -> tuple[str, str | None]:
+def _source_and_split(spec: str) -> tuple[str, str | None]:
     """Splits "openai/gsm8k:main@train[:512]" into ("openai/gsm8k:main", "train[:512]"); paths may have an @."""
     if Path(spec).expanduser().exists():
         return spec, None
@@ -107,12 +104,12 @@ def _splits(source: str) -> Mapping[str, Table]:
             return {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
         return datasets.load_dataset(str(path), subset or None)
     except Exception as error:
-        raise _explained(error, str(path), subset, is_local=path.exists()) from error
+        raise _data_set_error(error, str(path), subset, is_local=path.exists()) from error
 
 
 def folder_of(spec: str) -> Path:
     """Returns the folder at which relative paths in the rows of a local data set start."""
-    path, _ = _path_and_subset(_split_off(spec)[0])
+    path, _ = _path_and_subset(_source_and_split(spec)[0])
     return path if path.is_dir() else path.parent
 
 
@@ -154,30 +151,30 @@ def _values(path: Path) -> Iterator[Any]:
                     ) from None
 
 
-def _explained(error: Exception, name: str, subset: str, is_local: bool) -> UserError:
+def _data_set_error(error: Exception, name: str, subset: str, is_local: bool) -> UserError:
     """Returns the error for an exception of `datasets`: a wrong subset, or a data set not found or unreadable."""
     if found := _SUBSETS_THERE.search(str(error)):
         subsets = re.findall(r"'([^']*)'", found[1])
-        near = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
-        there = f"no subset {subset!r}; its subsets are" if subset else "subsets"
-        return UserError(f"{name} has {there} {', '.join(subsets)}. Write {name}:{near[0]}@train")
+        closest = difflib.get_close_matches(subset, subsets, n=1) or subsets[:1]
+        known = f"no subset {subset!r}; its subsets are" if subset else "subsets"
+        return UserError(f"{name} has {known} {', '.join(subsets)}. Write {name}:{closest[0]}@train")
     if is_local:
         first_line = next(iter(str(error).splitlines()), "")
         return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line}")
     return not_to_be_had(name, error, "data set")
 
 
-def _take(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:
+def _select_splits(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:
     """Returns the rows of `train`, `train[:512]`, `train[10%:20%]` or `train+test`, part by part. Raises UserError."""
     sizes = {str(name): len(rows) for name, rows in splits.items()}
-    there = ", ".join(f"{name} ({n})" for name, n in sizes.items())
+    listing = ", ".join(f"{name} ({n})" for name, n in sizes.items())
     if split is None:
         split = "train" if "train" in sizes else next(iter(sizes))
         if split != "train" and len(sizes) > 1:
-            raise UserError(f"{source} has splits {there}; write for example {source}@{split}")
+            raise UserError(f"{source} has splits {listing}; write for example {source}@{split}")
     for part in split.split("+"):
         if (name := part.partition("[")[0]) not in sizes:
-            raise UserError(f'split "{name}" is not in {source}; it has {there}')
+            raise UserError(f'split "{name}" is not in {source}; it has {listing}')
     if split in sizes:
         return [_checked(splits[split], source)]
     import datasets

@@ -109,8 +109,8 @@ class Agents(Episodes):
         room, seed = self._room(group, rollout, asked), group.params.seed
         if seed is not None:  # from the request's content: parallel requests arrive in any order
             same = sum(np.array_equal(asked.ids, other.ids) for other in rollout.asked)
-            told = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
-            seed = sampling_seed(seed + i, int.from_bytes(told.digest(), "little"))
+            content = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
+            seed = sampling_seed(seed + i, int.from_bytes(content.digest(), "little"))
         max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
         params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
         if not ask.stream or ask.reads_calls:
@@ -151,8 +151,8 @@ class Agents(Episodes):
         if not len(completion.token_ids):
             asking.tell(Refused(rollout.refusal))
             return
-        rollout.turns[asking], said = self._template.said(asked, completion)
-        asking.tell(said)
+        rollout.turns[asking], answer = self._template.said(asked, completion)
+        asking.tell(answer)
 
     def _over(self, group: RunningGroup) -> Sampled:
         """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""

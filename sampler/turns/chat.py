@@ -52,7 +52,7 @@ class AgentTurn:
     def ids(self) -> NDArray[np.int32]:
         return np.concatenate([self.asked.ids, self.completion.token_ids])
 
-    def is_told_by(self, message: Message) -> bool:
+    def is_repeated_by(self, message: Message) -> bool:
         """Returns whether a message is this turn's answer; clients may drop fields that OpenAI's API lacks."""
         return message in (self.message, {n: v for n, v in self.message.items() if n != "reasoning_content"})
 
@@ -72,8 +72,8 @@ class Chat:
             self._reader.start(ask.tools or [])
         messages, sampled = list(ask.messages), {}
         for i, message in enumerate(ask.messages):
-            told = [turn for turn in turns if turn.is_told_by(message)]  # of equal ones the one at this position
-            if turn := max(told, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
+            equal = [turn for turn in turns if turn.is_repeated_by(message)]  # of several, the one at this position
+            if turn := max(equal, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
                 as_text: Message = {"role": "assistant", "content": turn.asked.begun + turn.text}
                 messages[i], (written, ids) = turn.message if turn.is_parted else as_text, turn.written
                 goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without the end token

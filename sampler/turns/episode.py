@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 
 EpisodePart = Completion | NDArray[np.int32]  # a turn, or the token ids of an observation after one
+_SAME_IN_ROLLOUT = {f.name for f in fields(Completion)} & {f.name for f in fields(Rollout)}
 
 
 @dataclass(frozen=True)
@@ -151,24 +152,11 @@ def as_rollout(
         ref_logprobs = ref_logprobs.copy()
         for start, end in c.observed:
             ref_logprobs[start:end] = 0.0
-    return Rollout(
-        c.token_ids,
-        c.logprobs,
-        ref_logprobs,
-        rewards,
-        reward,
-        c.finish_reason,
-        c.sampling_mask,
-        c.observed,
-        c.turns,
-        c.tool_calls,
-        c.tool_errors,
-        c.environment_s,
-        c.version_spans,
-        None if c.routing is None else c.routing[prompt:],
-        tuple(weight * reward for reward in c.turn_rewards) if isinstance(c, Played) and weight else (),
-        c.forks,
-    )
+    same: dict[str, Any] = {name: getattr(c, name) for name in _SAME_IN_ROLLOUT} | {
+        "routing": None if c.routing is None else c.routing[prompt:],
+        "turn_rewards": tuple(weight * given for given in c.turn_rewards) if isinstance(c, Played) and weight else (),
+    }
+    return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, **same)
 
 
 def shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

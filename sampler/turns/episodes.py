@@ -31,8 +31,6 @@ PATIENCE_S = 0.05  # wait for a reply while nothing decodes
 MIN_ROLLOUTS = 2  # rollouts of a group; fewer have no standard deviation and train nothing
 MAX_REASON = 500  # characters, the limit of the wire format
 
-Reprompt = Callable[[Prompt, Sequence[Message]], Prompt]
-
 
 @dataclass(frozen=True)
 class Sampled:
@@ -105,7 +103,7 @@ class Episodes:
         pool: EnvironmentPool,
         template: Any,  # a TurnTemplate, or for agents a Chat
         decode: Decode,
-        reprompt: Reprompt,
+        reprompt: Callable[[Prompt, Sequence[Message]], Prompt],
     ):
         self._config, self._engine, self._pool, self._template = config, engine, pool, template
         self._decode, self._reprompt = decode, reprompt
@@ -196,7 +194,7 @@ class Episodes:
             group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
             return
         group.running[i] = episode
-        if group.running[i].finish_reason == "length":
+        if episode.finish_reason == "length":
             self._pool.finish((key, i))
         else:
             self._submit(key, group, i)
@@ -217,11 +215,11 @@ class Episodes:
             try:
                 if isinstance(reset, Failed):
                     raise ValueError(reset.reason)
-                theirs = prompt_of(own, reset)
+                given = prompt_of(own, reset)
                 if messages is None:
-                    asked = group.prompt if theirs == list(own) else self._reprompt(group.prompt, theirs)
-                    group.prompt, messages = replace(asked, for_rewards=theirs), theirs
-                if theirs != messages:
+                    asked = group.prompt if given == list(own) else self._reprompt(group.prompt, given)
+                    group.prompt, messages = replace(asked, for_rewards=given), given
+                if given != messages:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
@@ -247,9 +245,9 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, Played)]
-    said: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
-    of_row: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
+    outputs: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
+    extra: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
     if played:
-        of_row["environment_rewards"] = [c.environment_reward for c in played]
-        of_row["environments"] = [c.environment_state for c in played]
-    pool.submit(key, prompt.for_rewards, said, ids, columns, policy_version, **of_row)
+        extra["environment_rewards"] = [c.environment_reward for c in played]
+        extra["environments"] = [c.environment_state for c in played]
+    pool.submit(key, prompt.for_rewards, outputs, ids, columns, policy_version, **extra)

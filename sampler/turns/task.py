@@ -1,7 +1,6 @@
-"""Defines what a lease asks for, without I/O: which problem, and how its completions are sampled.
+"""Defines what a lease asks for: which problem, and how its completions are sampled.
 
-Group g is problem permutation(seed, epoch)[g mod N] with sampling seeds hash(seed, g): whoever holds the weights can
-produce the contents of a lost group again.
+Both are functions of the seed and the group's number, so whoever holds the weights can make a lost group again.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Task:
         """Starts to make the requested prompts that have images in parallel: each takes a tenth of a second."""
         for prompts, place in (self._place(key, config) for key in keys):
             if isinstance(prompts, Prompts):
-                prompts.begin([place])
+                prompts.begin(place)
 
 
 def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> list[tuple[Fraction | int, int]]:
@@ -73,7 +72,7 @@ def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> 
     sizes = Counter(problem.source for problem in problems)
     given = {entry.label: entry for entry in entries(getattr(config.data, of))}
     if empty := [label for label in given if not sizes[label]]:
-        raise UserError(f"data.{of}: no row of source {empty[0]!r} is left, for what is said above; take it out")
+        raise UserError(f"data.{of}: no row of source {empty[0]!r} is left, see the lines above; take the source out")
     return [(Fraction(str(e.weight)) if e.weight else sizes[label], sizes[label]) for label, e in given.items()]
 
 

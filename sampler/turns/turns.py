@@ -31,7 +31,7 @@ from sampler.prompts.messages import arguments_of, tools_of
 from sampler.prompts.prompts import begun_in
 from sampler.turns.tool_calls import CallReader
 
-Render = Callable[..., str]  # (messages, number of them that need not be shown) -> text with the generation prompt
+Render = Callable[..., str]  # (messages, history=number that need not be shown) -> text with the generation prompt
 Tokenize = Callable[[str], list[int]]  # text with its special tokens, nothing added
 
 _PLACES = re.compile("⟦turn ([0-9]+)⟧")
@@ -65,10 +65,10 @@ class TurnTemplate:
     @functools.cached_property
     def splits_thoughts(self) -> bool:
         """Returns whether thoughts must be a field, because an empty one is written before one in the text."""
-        said = {"content": _TURNS[1]}, {"content": "Words.", "reasoning_content": "A thought."}
+        both = {"content": _TURNS[1]}, {"content": "Words.", "reasoning_content": "A thought."}
         before, after = {"role": "user", "content": "?"}, {"role": "user", "content": TURN_MARK}
         try:
-            whole = [self.render([before, {"role": "assistant", **one}, after]).partition(TURN_MARK)[0] for one in said]
+            whole = [self.render([before, {"role": "assistant", **one}, after]).partition(TURN_MARK)[0] for one in both]
         except UserError:
             return False
         within, beside = [text.count("<think>") for text in whole]
@@ -80,9 +80,9 @@ class TurnTemplate:
     def of_row(self, problem: Problem) -> TurnTemplate:
         """Returns the template with the row's tools and template arguments, if any, which may make it rewrite."""
         tools, arguments = tools_of(problem) or self.tools, arguments_of(problem)
-        told = functools.partial(self.render, tools=tools, arguments=arguments)
+        with_row = functools.partial(self.render, tools=tools, arguments=arguments)
         rewrites = self.rewrites or ", ".join(arguments) * (not problem.images)
-        return replace(self, render=told, tools=tools, rewrites=rewrites)
+        return replace(self, render=with_row, tools=tools, rewrites=rewrites)
 
     @classmethod
     def of(cls, render: Render, tokenize: Tokenize, prompt: Sequence[Message], roles: Sequence[str]) -> TurnTemplate:
@@ -118,7 +118,7 @@ class TurnTemplate:
         The difference begins with the template's end of turn. It is left off where the model sampled it, and stays
         where the model ended with another token, such as <|endoftext|>.
         """
-        if not (ids := self._behind(last_id, self.difference(observation))):
+        if not (ids := self._following_ids(last_id, self.difference(observation))):
             raise ValueError(f"between two turns it writes nothing of {observation}")  # the two turns would be one
         return np.array(ids, np.int32)
 
@@ -131,15 +131,15 @@ class TurnTemplate:
         if messages[-1].get("role") == "assistant":  # the first turn's text begins with this message
             messages.pop()
         for text, seen, ids in turns:
-            message, sampled[len(messages)] = self._told(text, begun, ids)
+            message, sampled[len(messages)] = self._message(text, begun, ids)
             begun = self.begun
             messages += [message, *seen]
         return self.written(messages, sampled, [(prompt.text, prompt.token_ids)])[1]
 
-    def _told(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
+    def _message(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
         """Returns a turn as a message for the template, and as (text, ids) for `written`."""
-        said, message = text.removeprefix(begun), dict[str, Any](role="assistant", content=text)
-        fields, written, kept = self.reader.parts(said, begun, ids) if self.reader else (None, said, ids)
+        own_text, message = text.removeprefix(begun), dict[str, Any](role="assistant", content=text)
+        fields, written, kept = self.reader.parts(own_text, begun, ids) if self.reader else (None, own_text, ids)
         if self.reader and fields is not None:
             content, calls = self.calls(text, begun, ids.tolist())
             named = [replace(call, name=call.name or "unknown").for_message() for call in calls]
@@ -167,24 +167,24 @@ class TurnTemplate:
             parted = {i: {"role": "assistant", "content": text} for i, (text, _) in sampled.items() if i not in texts}
             texts, messages = {*sampled}, [parted.get(i, message) for i, message in enumerate(messages)]
             whole = self.render(messages, history=history)
-        told = [_marked(m, f"⟦turn {i}⟧") if i in texts else m for i, m in enumerate(messages)]
-        marked = self.render(told, history=history)
+        with_marks = [_marked(m, f"⟦turn {i}⟧") if i in texts else m for i, m in enumerate(messages)]
+        marked = self.render(with_marks, history=history)
         gaps, places = (part := _PLACES.split(marked))[::2], map(int, part[1::2])
         ends = dict(zip(places, itertools.accumulate(map(len, gaps)), strict=False)) if "".join(gaps) == whole else {}
         begins = (one for one in known if whole.startswith(one[0]))
         begin, first = max(begins, key=lambda one: len(one[0]), default=("", np.array([], np.int32)))
         ids, last, done = first.tolist(), -1, len(begin)
         for place, (text, turn) in sorted(sampled.items()):
-            said = text.strip()
-            start = ends.get(place, -1) - len(said) if place in texts else whole.find(said, done)
-            if start < done or not whole.startswith(said, start):
+            words = text.strip()
+            start = ends.get(place, -1) - len(words) if place in texts else whole.find(words, done)
+            if start < done or not whole.startswith(words, start):
                 continue
             before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-            ids += [*self._behind(last, whole[done:start].removesuffix(before)), *turn.tolist()]
-            last, done = ids[-1], (end := start + len(said)) + _alike(whole[end:], behind)
-        return whole, np.array([*ids, *self._behind(last, whole[done:])], np.int32)
+            ids += [*self._following_ids(last, whole[done:start].removesuffix(before)), *turn.tolist()]
+            last, done = ids[-1], (end := start + len(words)) + _common_length(whole[end:], behind)
+        return whole, np.array([*ids, *self._following_ids(last, whole[done:])], np.int32)
 
-    def _behind(self, last_id: int, text: str) -> list[int]:
+    def _following_ids(self, last_id: int, text: str) -> list[int]:
         ids = self.tokenize(text) if text else []
         return ids[1:] if ids[:1] == [last_id] else ids
 
@@ -192,33 +192,33 @@ class TurnTemplate:
         """Returns the text of a turn between the generation prompt and the turn's own text."""
         turn = [{"role": "assistant", "content": TURN_MARK}, {"role": "user", "content": "Seen."}]
         before = self.render([*prompt, *turn]).partition(TURN_MARK)[0]
-        return before[_alike(before, self.render(prompt)) :]
+        return before[_common_length(before, self.render(prompt)) :]
 
     def _rewrites(self, prompt: Sequence[Message], turn: str, role: str) -> str:
         """Compares many turns rendered as a whole and in pieces. Returns how the texts differ, or ""."""
-        said, seen = {"role": "assistant", "content": turn}, [{"role": role, "content": "Seen."}]
-        earlier = [*prompt, *[said, *seen] * (_MANY - 1)]
+        answer, reply = {"role": "assistant", "content": turn}, [{"role": role, "content": "Seen."}]
+        earlier = [*prompt, *[answer, *reply] * (_MANY - 1)]
         try:
-            whole = self.render([*earlier, said, *seen], history=len(earlier))
-            pieces = self.render(prompt) + _MANY * (turn + self.difference(seen))
+            whole = self.render([*earlier, answer, *reply], history=len(earlier))
+            pieces = self.render(prompt) + _MANY * (turn + self.difference(reply))
         except (UserError, ValueError, TypeError) as error:
             raise UserError(
                 f"a message of the role {role!r}, which the environment sends: {error}; {REMEDY}"
             ) from error
         if whole == pieces:
             return ""
-        at = _alike(pieces, whole)
+        at = _common_length(pieces, whole)
         expected, found = pieces[at : at + _SHOWN], whole[at : at + _SHOWN]
         return f"after {turn!r} and a message of the role {role!r} it writes {expected!r} as {found!r}"
 
 
 def _marked(message: Message, mark: str) -> Message:
     """Returns a message with a mark at the end of its text, before white space that a template may trim."""
-    said = (text := message["content"]).rstrip()
-    return {**message, "content": said + mark + text[len(said) :]}
+    words = (text := message["content"]).rstrip()
+    return {**message, "content": words + mark + text[len(words) :]}
 
 
-def _alike(one: str, other: str) -> int:
+def _common_length(one: str, other: str) -> int:
     """Returns the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

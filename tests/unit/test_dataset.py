@@ -160,7 +160,7 @@ def test_what_looks_like_a_path_is_not_asked_of_the_hub(spec):
         ({"prompt_key": "xyz"}, "Set data.prompt_key: <one of them>"),
         ({"answer_key": "solution"}, "Set data.answer_key: answer, or null when no reward needs one"),
         ({"rename": {"questoin": "ask"}}, "Write data.rename: {question: <its new name>}"),
-        ({"rename": {"level": "answer"}}, "has a column 'answer' already; rename that one too, or use another name"),
+        ({"rename": {"level": "answer"}}, "has a column 'answer' already; rename that too, or use another name"),
     ],
 )
 def test_a_missing_or_hidden_column_is_named_with_what_to_write(data, keys, said):

@@ -47,7 +47,7 @@ def test_every_prompt_of_the_shipped_run_fits_and_has_the_tokens_of_the_chat_tem
         prompts, num_filtered = make_prompts(problems, tokenizer, config)
         assert (len(prompts), num_filtered) == (size, 0)
         longest = max(longest, *(len(prompt.token_ids) for prompt in prompts))
-        for prompt in prompts[::50]:
+        for prompt in prompts.only(range(0, size, 50)):
             contents = {"system": config.prompt.system, "user": prompt.problem.columns["question"]}
             messages = [{"role": role, "content": content} for role, content in contents.items()]
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)

@@ -372,9 +372,10 @@ def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when
     rows = [problem("?", RED, index=0), problem("?", index=1), problem("?", BLUE, index=2), problem("?", RED, index=3)]
     config = config_of(data=DATA.model_dump(), prompt=CHAT.model_dump())
     prompts, _ = make_prompts(rows, tokenizer, config, vision)
-    prompts[1:3][0]
+    prompts.only([1, 2])[0]
     assert encoded == [0, 1], "the first, to look at it, and the one that was asked for"
-    prompts.begin([2, 3])
+    prompts.begin(2)
+    prompts.begin(3)
     assert [len(prompts[i].images) for i in (3, 2)] == [1, 1] and sorted(encoded) == [0, 1, 2, 3]
 
 
