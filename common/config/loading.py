@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from common.config.checks import Config
 from common.config.sections import Section
 from common.errors import UserError
+from common.paths import did_you_mean
 from common.redact import redacted, redacted_words, secret_part
 
 
@@ -34,12 +35,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tu
     except UnicodeDecodeError:
         raise UserError(f"config {path} is not text; give a YAML file such as configs/quickstart.yaml") from None
     except OSError as error:
-        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        hint = difflib.get_close_matches(path.name, near, n=1)
-        raise UserError(
-            f"config {path}: {error.strerror or error}."
-            + (f" Did you mean {path.parent / hint[0]}?" if hint else f" Files there: {', '.join(near) or 'none'}")
-        ) from None
+        raise UserError(f"config {path}: {error.strerror}.{'' if path.exists() else did_you_mean(path)}") from None
     try:
         lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
         settings = parse(text) or {}

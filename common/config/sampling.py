@@ -19,9 +19,8 @@ _ENTRY = "{model: org/classifier} or {judge: rubric.md, model: â€¦, base_url: â€
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
-# vLLM's SamplingParams that forbid tokens but keep the odds of the others, and those that change odds
-FORBIDS = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
-BENDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+# vLLM's SamplingParams that forbid tokens but keep the odds of the others
+_FORBIDDING = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
 
 
 class SamplerSettings(Section):
@@ -67,23 +66,18 @@ class SamplerSettings(Section):
         if "" in self.stop:
             yield 'stop holds an empty text, which is everywhere; write such as sampler.stop=["</answer>"]'
         if (self.top_k or 0) > MAX_TOP_K:
-            yield (
-                f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
-                f"{MAX_TOP_K}), or for all tokens sampler.top_k=-1"
-            )
+            yield f"top_k {self.top_k} is above {MAX_TOP_K}; set sampler.top_k=50, or for all tokens sampler.top_k=-1"
         for name in self.generation_kwargs:
-            if name in BENDS:
-                yield f"generation_kwargs.{name} changes the odds of kept tokens, unknown to the trainer; remove it"
-            elif name not in FORBIDS:
-                yield f"generation_kwargs.{name} is none of {', '.join(FORBIDS)}; see the settings of sampler"
+            if name not in _FORBIDDING:
+                others = "others are settings of sampler, or change odds unknown to the trainer; remove it"
+                yield f"generation_kwargs.{name} is none of {', '.join(_FORBIDDING)}; {others}"
         if self.generation_kwargs and not self.truncates:
             yield f"generation_kwargs forbids tokens; for a softmax over the others set sampler.top_k={MAX_TOP_K}"
         cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
         if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
             yield (
-                f"{', '.join(cut)} samples from a truncated distribution, and top_k does not bound how many tokens "
-                "are kept, which travel with every sample: set sampler.top_k=50, or sample at full support: "
-                "sampler.top_p=1 sampler.min_p=0"
+                f"{', '.join(cut)} needs top_k, because all tokens that are kept travel with each sample; set "
+                "sampler.top_k=50, or for all tokens sampler.top_p=1 sampler.min_p=0"
             )
 
 

@@ -117,12 +117,12 @@ def _chosen(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
     if not found:
         return ""
     place, theirs = found[0]
-    if f"{_name_of(place)}.{top}" not in sys.modules and _is_same(theirs, _known(top)):
+    if f"{_name_of(place)}.{top}" not in sys.modules and _locations(theirs) & _locations(_known_spec(top)):
         return ""
     return _package(place)
 
 
-def _known(top: str) -> ModuleSpec | None:
+def _known_spec(top: str) -> ModuleSpec | None:
     """Returns the spec that all other files find under this name."""
     try:
         return importlib.util.find_spec(top)
@@ -130,12 +130,10 @@ def _known(top: str) -> ModuleSpec | None:
         return None
 
 
-def _is_same(one: ModuleSpec, other: ModuleSpec | None) -> bool:
-    if other is None or (one.origin is None) != (other.origin is None):
-        return False
-    if one.origin is not None and other.origin is not None:
-        return os.path.realpath(one.origin) == os.path.realpath(other.origin)
-    return bool({*(one.submodule_search_locations or ())} & {*(other.submodule_search_locations or ())})
+def _locations(spec: ModuleSpec | None) -> set[str]:
+    """Returns the file of a module, or the folders of a package: two specs that share one are the same module."""
+    places = (spec.submodule_search_locations or [spec.origin]) if spec else []
+    return {os.path.realpath(place) for place in places if place}
 
 
 def _name_of(folder: str) -> str:

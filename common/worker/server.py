@@ -30,7 +30,6 @@ from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
 
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
-_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _MAX_REASON = 1 << 14
 _libc = ctypes.CDLL(None)  # loaded here and not in a function that runs after the fork
@@ -151,20 +150,14 @@ def cause(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def can_confine_signals() -> bool:
-    return _libc.syscall(_CREATE_RULESET, None, 0, _VERSION) >= 6
-
-
 def confine_signals() -> None:
     """Confines signals of this process and its children to themselves: `kill -9 -1` ends the environment alone.
 
     Does nothing if the kernel cannot. From then on programs run without setuid, which Landlock requires.
     """
-    if not can_confine_signals():
-        return
     rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
     descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
-    if descriptor >= 0:
+    if descriptor >= 0:  # an older kernel refuses a field that it does not know
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _libc.syscall(_RESTRICT_SELF, descriptor, 0)
 
