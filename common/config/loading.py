@@ -80,13 +80,11 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node: Any = settings
     for parent in parents:
-        if not isinstance(node, dict):
-            break
         inner = node.get(parent, {})
-        node[parent] = dict(inner) if isinstance(inner, dict) else inner  # a YAML alias is the same dict elsewhere
+        if not isinstance(inner, dict):
+            raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
+        node[parent] = dict(inner)  # a YAML alias is the same dict elsewhere
         node = node[parent]
-    if not isinstance(node, dict):
-        raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:
         node[leaf] = parse(value)
     except yaml.YAMLError:
@@ -109,8 +107,7 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
 def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     """Returns the message for one of Pydantic's errors: file, line, the value, and "did you mean"."""
     where = tuple(str(part) for part in error["loc"])
-    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
-    place = f"{path}:{line}" if line and where in lines else str(path)
+    place = f"{path}:{lines[where]}" if where in lines else str(path)
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
         known = known_keys()

@@ -73,12 +73,10 @@ class SamplerSettings(Section):
                 yield f"generation_kwargs.{name} is none of {', '.join(_FORBIDDING)}; {others}"
         if self.generation_kwargs and not self.truncates:
             yield f"generation_kwargs forbids tokens; for a softmax over the others set sampler.top_k={MAX_TOP_K}"
-        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
-        if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
-            yield (
-                f"{', '.join(cut)} needs top_k, because all tokens that are kept travel with each sample; set "
-                "sampler.top_k=50, or for all tokens sampler.top_p=1 sampler.min_p=0"
-            )
+        cuts = [f"{name} {getattr(self, name)}" for name in ("top_p", "min_p") if self.changes(name)]
+        if cuts and not self.truncates:
+            remedy = "set sampler.top_k=50, or for all tokens sampler.top_p=1 sampler.min_p=0"
+            yield f"{', '.join(cuts)} needs top_k, because all kept tokens travel with each sample; {remedy}"
 
 
 class Rollouts(Section):
@@ -222,6 +220,5 @@ class Rewards(Section):
         for option in ("reward_kwargs", "full_marks"):
             for name in set(getattr(self, option)) - set(self.names):
                 yield f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
-        if len(self.weights) != len(self.reward_funcs):
-            n, m = len(self.weights), len(self.reward_funcs)
+        if (n := len(self.weights)) != (m := len(self.reward_funcs)):
             yield f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}"
