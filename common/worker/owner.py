@@ -130,10 +130,6 @@ class _Server:
             stdin.write(msgspec.msgpack.encode(setup))
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def has_exited(self) -> bool:
         with self._killing:
             return self._process.poll() is not None

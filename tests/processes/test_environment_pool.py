@@ -187,13 +187,13 @@ def test_when_the_fork_server_dies_its_rollouts_fail_once_and_the_next_start_has
     with EnvironmentPool(settings(file), columns=ROW) as pool:
         started(pool, 1, 2)
         pool.step(1, "time.sleep(600)")
-        server = pool._workers._server.pid
+        server = pool._workers._server._process.pid
         os.kill(server, signal.SIGKILL)
         assert one(pool)[1].kind == "crash"
         reply = stepped(pool, 2, "")
         assert reply.kind == "crash" and "forked from died of signal 9" in reply.reason
         assert isinstance(started(pool, 3)[3], Turn)
-        assert pool._workers._server.pid != server
+        assert pool._workers._server._process.pid != server
 
 
 def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch)
     with EnvironmentPool(settings(file, timeout_s=0.5), columns=ROW) as pool:
         started(pool, 1)
         for fails in (lambda: stepped(pool, 1, "time.sleep(600)").kind, lambda: started(pool, 2)[2].kind):
-            server = psutil.Process(pool._workers._server.pid)
+            server = psutil.Process(pool._workers._server._process.pid)
             server.suspend()
             assert fails() in ("timeout", "crash")
             until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 5.0)
@@ -257,7 +257,7 @@ def test_a_deadline_that_is_over_before_the_process_runs_still_ends_it(file):
     with EnvironmentPool(settings(file, timeout_s=1e-4), columns=ROW) as pool:
         replies = started(pool, *range(20), question="sleep")
         assert [reply.kind for reply in replies.values()] == ["timeout"] * 20
-        server = psutil.Process(pool._workers._server.pid)
+        server = psutil.Process(pool._workers._server._process.pid)
         until(lambda: not server.children(), 5.0)
 
 
