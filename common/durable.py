@@ -31,7 +31,7 @@ _RETRY_S = 0.1
 _QUIET_ATTEMPTS = 10  # attempts before a wait is reported
 
 # Errors that may pass without a bug in the program: a full disk, a quota, a file system that was away for a while.
-_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+_PASSING_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
 
 def disk_trouble(error: BaseException | None) -> int | None:
@@ -42,7 +42,7 @@ def disk_trouble(error: BaseException | None) -> int | None:
     while error is not None:
         text = re.search(r"\(os error ([0-9]+)\)", str(error))
         code = error.errno if isinstance(error, OSError) else int(text[1]) if text else None
-        if code in _TROUBLE:
+        if code in _PASSING_ERRNOS:
             return code
         error = error.__cause__ or error.__context__
     return None

@@ -18,7 +18,7 @@ class Config(Settings):
     def _contradictions(self) -> Iterator[str]:
         of_processes = (_devices, _sequence_parallel, _vllm_arguments, _in_flight, _router_replay)
         of_rollouts = (_sources, _kl, _without_rewards, _evaluation)
-        for check in (*of_processes, *of_rollouts, _steps):
+        for check in (*of_processes, *of_rollouts, _step_counts):
             yield from check(self)
 
 
@@ -31,7 +31,7 @@ def _devices(config: Settings) -> Iterator[str]:
             f"GPU {shared[0]} is in sampler.devices {sampler} and in trainer.devices {trainer}; give each process its "
             f"own, or one GPU to both: sampler.devices=[{shared[0]}] trainer.devices=[{shared[0]}]"
         )
-    for device in [given.get("device") for given in config.rewards.of_built_in("classifier")]:
+    for device in [arguments.get("device") for arguments in config.rewards.of_built_in("classifier")]:
         if device is not None and (device in {*sampler, *trainer} or not (sampler and trainer)):
             yield (
                 f"GPU {device} is of a reward model; name others for sampler.devices and trainer.devices, which are "
@@ -127,21 +127,21 @@ def _sources(config: Settings) -> Iterator[str]:
 
 
 def _rollouts(config: Settings) -> Iterator[str]:
-    given = config.rollout
-    rewarded = "environment" in config.rewards.reward_funcs
-    if not given.is_multi_turn:
-        if changed := [name for name in Rollouts.model_fields if given.changes(name)]:
+    rollout = config.rollout
+    has_environment_reward = "environment" in config.rewards.reward_funcs
+    if not rollout.is_multi_turn:
+        if changed := [name for name in Rollouts.model_fields if rollout.changes(name)]:
             remedy = "set rollout.tools=[my.py:calculator], or remove it"
             yield f"rollout.{min(changed)} does nothing without an environment or tools; {remedy}"
-        if rewarded:
+        if has_environment_reward:
             yield "reward 'environment' needs one: set rollout.environment=my.py:Class, or remove it from reward_funcs"
         return
-    if given.agent is not None and config.data.image_key is not None:
+    if rollout.agent is not None and config.data.image_key is not None:
         yield f"rollout.agent asks with text alone; remove data.image_key {config.data.image_key!r}"
-    if given.tools and rewarded:
+    if rollout.tools and has_environment_reward:
         yield "rollout.tools give no reward; remove environment from rewards.reward_funcs"
     for section in ("sampler", "eval"):  # a prompt's rollouts start together: one without an environment waits for ever
-        if given.agent is None and getattr(config, section).num_generations > MAX_ENVIRONMENTS:  # agents start alone
+        if rollout.agent is None and getattr(config, section).num_generations > MAX_ENVIRONMENTS:  # agents start alone
             yield f"at most {(n := MAX_ENVIRONMENTS)} environments run at once; set {section}.num_generations={n}"
 
 
@@ -188,7 +188,7 @@ def _evaluation(config: Settings) -> Iterator[str]:
         yield f"eval.metric_for_best_model {metric!r} is none of {', '.join(known)}; {remedy}"
 
 
-def _steps(config: Settings) -> Iterator[str]:
+def _step_counts(config: Settings) -> Iterator[str]:
     algorithm, critic, completion = config.algorithm, config.critic, config.sampler.max_completion_length
     if algorithm.soft_punish_cache > completion:
         remedy = f"set it to at most sampler.max_completion_length {completion}"

@@ -25,7 +25,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise UserError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+        raise UserError("\n".join(_message(e, path, lines) for e in error.errors())) from None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -40,16 +40,16 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tu
         lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
         settings = parse(text) or {}
     except yaml.YAMLError as error:
-        raise UserError(_not_yaml(error, path)) from None
+        raise UserError(_syntax_message(error, path)) from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
     settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
     for override in overrides:
-        _apply(settings, override)
+        _apply_override(settings, override)
     return settings, lines
 
 
-def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
+def _syntax_message(error: yaml.YAMLError, path: Path) -> str:
     """Returns a message that does not quote the line, as the parser's own text would: it may hold a secret."""
     if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
         return f"{path}: not valid YAML: {error}"
@@ -71,7 +71,7 @@ def parse(text: str) -> Any:
     return _Loader(text).get_single_data()
 
 
-def _apply(settings: dict[str, Any], override: str) -> None:
+def _apply_override(settings: dict[str, Any], override: str) -> None:
     """Applies an override: `trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
     key, sep, value = override.partition("=")
     [shown] = redacted_words([override])
@@ -104,7 +104,7 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
     return lines
 
 
-def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+def _message(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     """Returns the message for one of Pydantic's errors: file, line, the value, and "did you mean"."""
     where = tuple(str(part) for part in error["loc"])
     place = f"{path}:{lines[where]}" if where in lines else str(path)

@@ -104,21 +104,19 @@ class Rollouts(Section):
         return self.environment is not None or bool(self.tools) or self.agent is not None
 
     def _contradictions(self) -> Iterator[str]:
-        if self.agent is not None and (self.environment is not None or self.tools):
-            yield "agent and environment or tools are both given; remove the others, an agent brings its own"
+        if len(given := [name for name in ("agent", "environment", "tools") if getattr(self, name)]) > 1:
+            yield f"{' and '.join(given)} are both given; keep agent, or write tools as methods of the environment"
         if isinstance(self.agent, str) and " " in self.agent:
             yield f"agent {self.agent!r}: a command is a list; write rollout.agent=[{', '.join(self.agent.split())}]"
         elif isinstance(self.agent, str):
             require_own_function(self.agent)
         if self.agent == []:
             yield "agent is an empty command; write rollout.agent: [python, my_agent.py], or my_agent.py:solve"
-        if self.environment is not None and self.tools:
-            yield "environment and tools are both given; remove tools, and make them methods of the environment's class"
         if self.environment_kwargs and self.environment is None:
             yield "environment_kwargs is given and environment is not; set rollout.environment=my.py:Class"
         names = [short_name(spec) for spec in self.tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"tools has two functions named {twice[0]!r}; rename one, the model calls them by name"
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            yield f"tools has two functions named {doubled[0]!r}; rename one, the model calls them by name"
 
 
 class Eval(Section):
@@ -173,7 +171,7 @@ class Rewards(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _models_and_judges(cls, given: Any) -> Any:
+    def _built_ins_of_models(cls, given: Any) -> Any:
         """Rewrites {model: org/m, name: nice} as the built-in `classifier as nice`, its other keys as reward_kwargs."""
         if not (isinstance(given, dict) and isinstance(given.get("reward_funcs"), list)):
             return given
@@ -215,8 +213,8 @@ class Rewards(Section):
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
     def _contradictions(self) -> Iterator[str]:
-        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            yield f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix"
+        if doubled := sorted({name for name in self.names if self.names.count(name) > 1}):
+            yield f"reward_funcs has two functions named {doubled[0]!r}; rename one, their metrics would mix"
         for option in ("reward_kwargs", "full_marks"):
             for name in set(getattr(self, option)) - set(self.names):
                 yield f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"

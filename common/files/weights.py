@@ -163,9 +163,9 @@ def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
     first = max(0, len(versions) - keep)
     while first > 0 and any(versions[first][1].glob(f"*{delta.SUFFIX}")):
         first -= 1
-    spared = {version for version, _ in versions[first:]} | set(in_use)
+    kept = {version for version, _ in versions[first:]} | set(in_use)
     for version, path in versions:
-        if version not in spared:
+        if version not in kept:
             durable.remove_dir(path)
 
 
