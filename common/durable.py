@@ -31,7 +31,7 @@ _RETRY_S = 0.1
 _QUIET_ATTEMPTS = 10  # attempts before a wait is reported
 
 # Errors that may pass without a bug in the program: a full disk, a quota, a file system that was away for a while.
-_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+_PASSING_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
 
 def disk_trouble(error: BaseException | None) -> int | None:
@@ -42,7 +42,7 @@ def disk_trouble(error: BaseException | None) -> int | None:
     while error is not None:
         text = re.search(r"\(os error ([0-9]+)\)", str(error))
         code = error.errno if isinstance(error, OSError) else int(text[1]) if text else None
-        if code in _TROUBLE:
+        if code in _PASSING_ERRNOS:
             return code
         error = error.__cause__ or error.__context__
     return None
@@ -175,10 +175,7 @@ def remove_leftovers(parent: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
-    """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder) if it is held.
-
-    Raises UserError if the file cannot be written or locked.
-    """
+    """Holds an exclusive lock, which the kernel releases even on SIGKILL. Raises on_taken(holder), or UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115 - closed below
@@ -191,10 +188,8 @@ def lock(path: Path, on_taken: Callable[[str], Exception]) -> Iterator[None]:
             file.seek(0)
             raise on_taken(file.read(200).strip()) from None
         except OSError as error:
-            raise UserError(
-                f"cannot lock {path}: {error.strerror}; mount its file system with locks (Lustre: -o flock), or choose "
-                "a place on another one"
-            ) from None
+            remedy = "mount its file system with locks (Lustre: -o flock), or choose another"
+            raise UserError(f"cannot lock {path}: {error.strerror}; {remedy}") from None
         with contextlib.suppress(OSError):  # on a full disk the lock is held, too
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"pid {os.getpid()}".encode())

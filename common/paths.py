@@ -15,11 +15,8 @@ def here_or_ours(path: Path) -> Path:
 
 
 def did_you_mean(path: Path) -> str:
-    """Returns " Did you mean …?" or " Paths count from …", to follow a message that a path is absent.
-
-    launch.sh leaves the caller's folder in TANDEM_CALLED_FROM.
-    """
-    beside = Path(os.environ.get("TANDEM_CALLED_FROM", os.getcwd())) / path
+    """Returns " Did you mean …?" or " Paths count from …", to follow a message that a path is absent."""
+    beside = Path(os.environ.get("TANDEM_CALLED_FROM", os.getcwd())) / path  # set by launch.sh
     if not path.is_absolute() and beside.exists():
         return f" Paths count from {os.getcwd()}. Did you mean {beside}?"
     near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)

@@ -212,16 +212,14 @@ class Algorithm(Section):
             yield f"vllm_importance_sampling_mode sequence_… needs the ratio of every token; use token_…, or {remedy}"
 
     def _contradictions_of_kl(self) -> Iterator[str]:
-        if self.beta == 0 and self.kl_estimator != "k3":
-            yield "kl_estimator without beta does nothing; set algorithm.beta=0.04, or remove kl_estimator"
-        if self.use_bias_correction_kl and self.beta_of_loss == 0:
+        if self.beta_of_loss == 0 and self.kl_estimator != "k3":
+            yield "kl_estimator without a KL term in the loss does nothing; remove it, or set algorithm.beta"
+        if self.beta_of_loss == 0 and self.use_bias_correction_kl:
             yield "use_bias_correction_kl without a KL term in the loss does nothing; remove it, or set algorithm.beta"
         if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
             yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
         if self.kl_in_reward and self.beta == 0:
             yield "kl_in_reward without beta does nothing; set algorithm.beta=0.04"
-        if self.kl_in_reward and self.kl_estimator != "k3":
-            yield "kl_in_reward always sums log π_old − log π_ref; remove algorithm.kl_estimator, which is the loss's"
 
     def _contradictions_of_advantages(self) -> Iterator[str]:
         if self.estimator.reward_scale == "none" and self.reward_scale != "none":

@@ -29,7 +29,7 @@ class RowSource(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_a_path(cls, value: Any) -> Any:
+    def _source_from_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
     @property
@@ -37,14 +37,14 @@ class RowSource(Section):
         return Path(self.path.partition("@")[0].partition(":")[0]).stem if self.name is None else self.name
 
 
-def _kind(value: Any) -> str:
+def _form_of_rows(value: Any) -> str:
     mixed = isinstance(value, list) and any(isinstance(entry, dict | RowSource) for entry in value)
     return "text" if isinstance(value, str) else "sources" if mixed else "list"
 
 
 Rows = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[str], Tag("list")] | Annotated[list[RowSource], Tag("sources")],
-    Discriminator(_kind),
+    Discriminator(_form_of_rows),
 ]
 
 
@@ -100,8 +100,8 @@ class Data(Section):
             yield "limit_images 0 allows none of the images of image_key; set data.limit_images=1"
         for option, spec in (("train", self.train), ("eval", self.eval)):
             labels = [entry.label for entry in entries(spec) if entry.label]
-            if twice := sorted({label for label in labels if labels.count(label) > 1}):
-                yield f"{option} has two sources named {twice[0]!r}; write {{path: …, name: {twice[0]}-2}} for one"
+            if doubled := sorted({label for label in labels if labels.count(label) > 1}):
+                yield f"{option} has two sources named {doubled[0]!r}; write {{path: …, name: {doubled[0]}-2}} for one"
         weights = [entry.weight is None for entry in entries(self.train)]
         if any(weights) and not all(weights):
             yield "train has sources with a weight and some without; give one to each, or to none: then rows count"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from common.config.checks import Config
 from common.config.sections import Section
 from common.errors import UserError
+from common.paths import did_you_mean
 from common.redact import redacted, redacted_words, secret_part
 
 
@@ -24,7 +25,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise UserError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+        raise UserError("\n".join(_message(e, path, lines) for e in error.errors())) from None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -34,26 +35,21 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tu
     except UnicodeDecodeError:
         raise UserError(f"config {path} is not text; give a YAML file such as configs/quickstart.yaml") from None
     except OSError as error:
-        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        hint = difflib.get_close_matches(path.name, near, n=1)
-        raise UserError(
-            f"config {path}: {error.strerror or error}."
-            + (f" Did you mean {path.parent / hint[0]}?" if hint else f" Files there: {', '.join(near) or 'none'}")
-        ) from None
+        raise UserError(f"config {path}: {error.strerror}.{'' if path.exists() else did_you_mean(path)}") from None
     try:
         lines = _line_numbers(yaml.compose(text, Loader=_Loader), path)
         settings = parse(text) or {}
     except yaml.YAMLError as error:
-        raise UserError(_not_yaml(error, path)) from None
+        raise UserError(_syntax_message(error, path)) from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected sections such as `model:` and `data:`, got {type(settings).__name__}")
     settings = {name: {} if value is None else value for name, value in settings.items()}  # `eval:` with no lines
     for override in overrides:
-        _apply(settings, override)
+        _apply_override(settings, override)
     return settings, lines
 
 
-def _not_yaml(error: yaml.YAMLError, path: Path) -> str:
+def _syntax_message(error: yaml.YAMLError, path: Path) -> str:
     """Returns a message that does not quote the line, as the parser's own text would: it may hold a secret."""
     if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
         return f"{path}: not valid YAML: {error}"
@@ -75,7 +71,7 @@ def parse(text: str) -> Any:
     return _Loader(text).get_single_data()
 
 
-def _apply(settings: dict[str, Any], override: str) -> None:
+def _apply_override(settings: dict[str, Any], override: str) -> None:
     """Applies an override: `trainer.max_steps=20` sets settings["trainer"]["max_steps"] = 20; the value is YAML."""
     key, sep, value = override.partition("=")
     [shown] = redacted_words([override])
@@ -84,13 +80,11 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node: Any = settings
     for parent in parents:
-        if not isinstance(node, dict):
-            break
         inner = node.get(parent, {})
-        node[parent] = dict(inner) if isinstance(inner, dict) else inner  # a YAML alias is the same dict elsewhere
+        if not isinstance(inner, dict):
+            raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
+        node[parent] = dict(inner)  # a YAML alias is the same dict elsewhere
         node = node[parent]
-    if not isinstance(node, dict):
-        raise UserError(f"override {shown!r}: {'.'.join(parents)} is not a section")
     try:
         node[leaf] = parse(value)
     except yaml.YAMLError:
@@ -110,11 +104,10 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
     return lines
 
 
-def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+def _message(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
     """Returns the message for one of Pydantic's errors: file, line, the value, and "did you mean"."""
     where = tuple(str(part) for part in error["loc"])
-    line = next((lines[where[:n]] for n in range(len(where), 0, -1) if where[:n] in lines), None)
-    place = f"{path}:{line}" if line and where in lines else str(path)
+    place = f"{path}:{lines[where]}" if where in lines else str(path)
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
         known = known_keys()

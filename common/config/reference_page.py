@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from common.config.checks import Config
 from common.config.sections import Section
+from common.config.settings import Settings
 from common.durable import write_file
 from common.paths import ROOT
 
@@ -31,22 +31,19 @@ folder of `launch.sh`. These are the defaults. Written by `python -m common.conf
 
 def page() -> str:
     lines = [_HEAD]
-    for name, field in Config.model_fields.items():
-        lines += [f"## {name}", "", "```yaml", *_lines(name, field, meanings(Config)[name]), "```", ""]
+    for name, field in Settings.model_fields.items():
+        lines += [f"## {name}", "", "```yaml", *_lines(name, field, _meanings(Settings)[name]), "```", ""]
     return "\n".join(lines)
 
 
 @cache
-def meanings(section: type[Section]) -> dict[str, str]:
+def _meanings(section: type[Section]) -> dict[str, str]:
     """Returns for each field the text under it in the source, in one line; "" if there is none."""
     found = dict.fromkeys(section.model_fields, "")
-    for each in reversed([base for base in section.__mro__ if issubclass(base, Section)]):
-        [described] = ast.parse(inspect.getsource(each)).body
-        assert isinstance(described, ast.ClassDef)
-        for field, text in pairwise(described.body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    found[name] = " ".join(words.split())
+    for field, text in pairwise(ast.walk(ast.parse(inspect.getsource(section)))):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = " ".join(words.split())
     return found
 
 
@@ -57,7 +54,7 @@ def _lines(name: str, field: FieldInfo, meaning: str) -> Iterator[str]:
         doc = section.__doc__ if section.__doc__ != Section.__doc__ else None
         yield f"{name}:" + (f"  # {text}" if (text := meaning or doc) else "")
         for key, inner in section.model_fields.items():
-            yield from (f"  {line}" for line in _lines(key, inner, meanings(section)[key]))
+            yield from (f"  {line}" for line in _lines(key, inner, _meanings(section)[key]))
     else:
         yield f"{name}: {_default(field)}  # {_choices(field)}{meaning}"
 

@@ -19,9 +19,8 @@ _ENTRY = "{model: org/classifier} or {judge: rubric.md, model: â€¦, base_url: â€
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
 
-# vLLM's SamplingParams that forbid tokens but keep the odds of the others, and those that change odds
-FORBIDS = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
-BENDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+# vLLM's SamplingParams that forbid tokens but keep the odds of the others
+_FORBIDDING = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
 
 
 class SamplerSettings(Section):
@@ -67,24 +66,17 @@ class SamplerSettings(Section):
         if "" in self.stop:
             yield 'stop holds an empty text, which is everywhere; write such as sampler.stop=["</answer>"]'
         if (self.top_k or 0) > MAX_TOP_K:
-            yield (
-                f"top_k {self.top_k} tokens would travel with every sample; set sampler.top_k=50 (at most "
-                f"{MAX_TOP_K}), or for all tokens sampler.top_k=-1"
-            )
+            yield f"top_k {self.top_k} is above {MAX_TOP_K}; set sampler.top_k=50, or for all tokens sampler.top_k=-1"
         for name in self.generation_kwargs:
-            if name in BENDS:
-                yield f"generation_kwargs.{name} changes the odds of kept tokens, unknown to the trainer; remove it"
-            elif name not in FORBIDS:
-                yield f"generation_kwargs.{name} is none of {', '.join(FORBIDS)}; see the settings of sampler"
+            if name not in _FORBIDDING:
+                others = "others are settings of sampler, or change odds unknown to the trainer; remove it"
+                yield f"generation_kwargs.{name} is none of {', '.join(_FORBIDDING)}; {others}"
         if self.generation_kwargs and not self.truncates:
             yield f"generation_kwargs forbids tokens; for a softmax over the others set sampler.top_k={MAX_TOP_K}"
-        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "min_p": self.min_p if self.min_p > 0 else None}
-        if not self.truncates and (cut := [f"{name} {value}" for name, value in cuts.items() if value is not None]):
-            yield (
-                f"{', '.join(cut)} samples from a truncated distribution, and top_k does not bound how many tokens "
-                "are kept, which travel with every sample: set sampler.top_k=50, or sample at full support: "
-                "sampler.top_p=1 sampler.min_p=0"
-            )
+        cuts = [f"{name} {getattr(self, name)}" for name in ("top_p", "min_p") if self.changes(name)]
+        if cuts and not self.truncates:
+            remedy = "set sampler.top_k=50, or for all tokens sampler.top_p=1 sampler.min_p=0"
+            yield f"{', '.join(cuts)} needs top_k, because all kept tokens travel with each sample; {remedy}"
 
 
 class Rollouts(Section):
@@ -112,21 +104,19 @@ class Rollouts(Section):
         return self.environment is not None or bool(self.tools) or self.agent is not None
 
     def _contradictions(self) -> Iterator[str]:
-        if self.agent is not None and (self.environment is not None or self.tools):
-            yield "agent and environment or tools are both given; remove the others, an agent brings its own"
+        if len(given := [name for name in ("agent", "environment", "tools") if getattr(self, name)]) > 1:
+            yield f"{' and '.join(given)} are both given; keep agent, or write tools as methods of the environment"
         if isinstance(self.agent, str) and " " in self.agent:
             yield f"agent {self.agent!r}: a command is a list; write rollout.agent=[{', '.join(self.agent.split())}]"
         elif isinstance(self.agent, str):
             require_own_function(self.agent)
         if self.agent == []:
             yield "agent is an empty command; write rollout.agent: [python, my_agent.py], or my_agent.py:solve"
-        if self.environment is not None and self.tools:
-            yield "environment and tools are both given; remove tools, and make them methods of the environment's class"
         if self.environment_kwargs and self.environment is None:
             yield "environment_kwargs is given and environment is not; set rollout.environment=my.py:Class"
         names = [short_name(spec) for spec in self.tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"tools has two functions named {twice[0]!r}; rename one, the model calls them by name"
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            yield f"tools has two functions named {doubled[0]!r}; rename one, the model calls them by name"
 
 
 class Eval(Section):
@@ -181,7 +171,7 @@ class Rewards(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _models_and_judges(cls, given: Any) -> Any:
+    def _built_ins_of_models(cls, given: Any) -> Any:
         """Rewrites {model: org/m, name: nice} as the built-in `classifier as nice`, its other keys as reward_kwargs."""
         if not (isinstance(given, dict) and isinstance(given.get("reward_funcs"), list)):
             return given
@@ -223,11 +213,10 @@ class Rewards(Section):
         return self.full_marks.get(name, 1.25 if name == "format" else 1.0)
 
     def _contradictions(self) -> Iterator[str]:
-        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            yield f"reward_funcs has two functions named {twice[0]!r}; rename one, their metrics would mix"
+        if doubled := sorted({name for name in self.names if self.names.count(name) > 1}):
+            yield f"reward_funcs has two functions named {doubled[0]!r}; rename one, their metrics would mix"
         for option in ("reward_kwargs", "full_marks"):
             for name in set(getattr(self, option)) - set(self.names):
                 yield f"{option} names {name!r}, and reward_funcs gives {', '.join(self.names)}; use one of them"
-        if len(self.weights) != len(self.reward_funcs):
-            n, m = len(self.weights), len(self.reward_funcs)
+        if (n := len(self.weights)) != (m := len(self.reward_funcs)):
             yield f"reward_weights has {n} numbers for {m} reward_funcs; write {[1.0] * m}"

@@ -135,10 +135,7 @@ class Lora(Section):
         if not names:
             yield "target_modules is empty; write target_modules: all-linear, or [q_proj, v_proj]"
         if tied := [name for name in names if name.split(".")[-1] in ("embed_tokens", "lm_head", "wte")]:
-            yield (
-                f"target_modules {tied[0]}: embedding and output head get no adapters (they are often one matrix, and "
-                "the head runs in chunks); remove it"
-            )
+            yield f"target_modules {tied[0]}: embedding and output head get no adapters; remove it"
         if self.publishes_adapters and self.r > MAX_LORA_RANK:
             yield f"vLLM applies adapters up to rank {MAX_LORA_RANK}, r is {self.r}; set lora.sync=merged"
 
@@ -188,10 +185,8 @@ class Channel(Section):
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
         if value is not None and not _is_address(value):
-            raise ValueError(
-                "not an address that both sides can use; write tcp://10.0.0.1:5555, tcp://[fd00::1]:5555, or null on "
-                "one host"
-            )
+            remedy = "write tcp://10.0.0.1:5555, tcp://[fd00::1]:5555, or null on one host"
+            raise ValueError(f"not an address that both sides can use; {remedy}")
         return value
 
 

@@ -126,17 +126,13 @@ class Settings(Section):
         return int(self.vllm.get("tensor_parallel_size", 1))
 
     def dp_size(self, world_size: int) -> int:
-        """Returns the number of data-parallel ranks: each is sequence_parallel_size ranks that share micro-batches.
-
-        Raises UserError if the ranks are not a multiple of sequence_parallel_size.
-        """
+        """Returns the number of data-parallel ranks: each is sequence_parallel_size ranks. Raises UserError."""
         sp_size = self.trainer.sequence_parallel_size
         if world_size % sp_size:
             even = math.ceil(world_size / sp_size) * sp_size
             raise UserError(
                 f"trainer.sequence_parallel_size {sp_size} does not divide the trainer's {world_size} "
-                f"rank{'s' * (world_size > 1)}; set trainer.num_ranks={even}, on GPUs with as many "
-                "trainer.devices, or trainer.sequence_parallel_size=1"
+                f"rank{'s' * (world_size > 1)}; set trainer.num_ranks={even}, on GPUs with as many trainer.devices"
             )
         return world_size // sp_size
 

@@ -100,13 +100,10 @@ class VersionName:
 
 def default_dir(config: Config) -> Path:
     """Returns this run's own folder: in weights.dir, in memory if both processes share a host, or in the run folder."""
-    if config.weights.dir is not None:
-        return config.weights.dir / durable.run_tag(config.run.output_dir)
-    memory = Path("/dev/shm")
-    on_one_host = config.channel.endpoint is None or config.channel.endpoint.startswith("ipc://")
-    if not (on_one_host and memory.is_dir()):
+    memory, on_one_host = Path("/dev/shm"), (config.channel.endpoint or "ipc://").startswith("ipc://")
+    if config.weights.dir is None and not (on_one_host and memory.is_dir()):
         return config.run.output_dir / "weights"
-    return memory / durable.run_tag(config.run.output_dir)
+    return (config.weights.dir or memory) / durable.run_tag(config.run.output_dir)
 
 
 def shard_name(index: int, count: int) -> str:
@@ -166,9 +163,9 @@ def prune(weights_dir: Path, in_use: Iterable[int], keep: int = KEEP) -> None:
     first = max(0, len(versions) - keep)
     while first > 0 and any(versions[first][1].glob(f"*{delta.SUFFIX}")):
         first -= 1
-    spared = {version for version, _ in versions[first:]} | set(in_use)
+    kept = {version for version, _ in versions[first:]} | set(in_use)
     for version, path in versions:
-        if version not in spared:
+        if version not in kept:
             durable.remove_dir(path)
 
 

@@ -11,10 +11,10 @@ from common.durable import disk_trouble
 from common.errors import Retryable, UserError
 from common.processes.out_of_memory import memory_advice
 
-_WORDS = 300  # characters of an error that are shown
+_MAX_CHARACTERS = 300  # characters of an error that are shown
 _CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
-_OF_DEVICES = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: it may not occur again
-_ELSE = "Another model.dtype, lora.sync=merged, other arguments in vllm: or another model (docs/model.md) may work"
+_DEVICE_SIGNS = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: it may not occur again
+_REMEDY = "Another model.dtype, lora.sync=merged, other arguments in vllm: or another model (docs/model.md) may work"
 
 
 def would_repeat(error: Exception) -> bool:
@@ -25,12 +25,12 @@ def would_repeat(error: Exception) -> bool:
     if isinstance(error, UserError | Retryable) or memory_advice("sampler", error) or disk_trouble(error) is not None:
         return False
     if type(error) in (RuntimeError, NotImplementedError):
-        return not any(sign in str(error).lower() for sign in _OF_DEVICES)
+        return not any(sign in str(error).lower() for sign in _DEVICE_SIGNS)
     return isinstance(error, _CERTAIN)
 
 
 @contextlib.contextmanager
-def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
+def said_once(what: str, remedy: str = _REMEDY) -> Iterator[None]:
     """Raises the error of `certain` in place of an error inside the block that the next start would repeat."""
     try:
         yield
@@ -41,11 +41,11 @@ def said_once(what: str, remedy: str = _ELSE) -> Iterator[None]:
         raise certain(what, error, remedy) from error
 
 
-def certain(what: str, error: Exception | None = None, remedy: str = _ELSE) -> UserError:
+def certain(what: str, error: Exception | None = None, remedy: str = _REMEDY) -> UserError:
     """Returns the UserError that says what happened ("vLLM does not start"), and the last line of `error` as reason."""
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip(" .")]
     if error and not lines and error.__traceback__:  # an error without a text, such as `assert x` in a library
         raised = traceback.extract_tb(error.__traceback__)[-1]
         lines = [f"`{raised.line}` in {Path(raised.filename).name}, line {raised.lineno}"]
-    why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_WORDS] if error else ""
+    why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_MAX_CHARACTERS] if error else ""
     return UserError(f"{what}{why}. The next start would end the same. {remedy}")

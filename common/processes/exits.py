@@ -33,13 +33,13 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 STARTED_AT = "TANDEM_STARTED_AT"  # environment variable: when launch.sh started, for the processes that it starts
 
 _ECHO_S = 1.0  # DeepSpeed's launcher answers a signal with a SIGTERM of its own to every rank
-_HEARS_S = 1.0  # seconds in which a process reacts to a signal, unless it is inside native code
+_REACTION_S = 1.0  # seconds in which a process reacts to a signal, unless it is inside native code
 _UNWIND_S = 2.0  # for the finally blocks of a process that ends at once
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _interrupted_at: float | None = None  # monotonic
 _unwinds = False
-_note: str | None = None  # the message at the first interrupt; None: interrupts are not deferred
-_begun, _end_at = time.monotonic(), math.inf
+_interrupt_note: str | None = None  # the message at the first interrupt; None: interrupts are not deferred
+_process_started_s, _end_at = time.monotonic(), math.inf
 
 
 def run(name: str, main: Callable[[], None]) -> int:
@@ -107,13 +107,13 @@ def of_child(code: int, is_asked: bool) -> int:
 
 def _interrupt(*_: object) -> None:
     global _unwinds
-    if _note is None or not _is_first(time.monotonic(), _interrupted_at):
+    if _interrupt_note is None or not _is_first_or_echo(time.monotonic(), _interrupted_at):
         _unwinds = True
         raise KeyboardInterrupt
     ask_to_end()
 
 
-def _is_first(now: float, first: float | None) -> bool:
+def _is_first_or_echo(now: float, first: float | None) -> bool:
     """Returns whether a signal is the first one or its echo."""
     return first is None or now - first < _ECHO_S
 
@@ -123,16 +123,16 @@ def defer_interrupts(note: str) -> None:
 
     note: the message to the user then; "" for a rank, because rank 0 prints it for all.
     """
-    global _note
-    _note = note
+    global _interrupt_note
+    _interrupt_note = note
 
 
 def ask_to_end() -> None:
     """Asks this process to end, as a first interrupt does."""
     global _interrupted_at
-    if _interrupted_at is None and _note:
+    if _interrupted_at is None and _interrupt_note:
         with contextlib.suppress(OSError):  # a lost terminal may be the reason for the end
-            os.write(2, f"tandem: {_note}\n".encode())  # print is not safe inside a signal handler
+            os.write(2, f"tandem: {_interrupt_note}\n".encode())  # print is not safe inside a signal handler
     _interrupted_at = _interrupted_at or time.monotonic()
 
 
@@ -155,10 +155,10 @@ def end_in_time(launcher: str = "") -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     above = parent.ppid if parent else os.getpid
-    threading.Thread(target=_look_after_signals, args=(reader, above, above()), name="signals", daemon=True).start()
+    threading.Thread(target=_watch_signals, args=(reader, above, above()), name="signals", daemon=True).start()
 
 
-def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) -> None:
+def _watch_signals(reader: int, above: Callable[[], int], started_by: int) -> None:
     first: float | None = None
     while True:
         if not select.select([reader], [], [], 1.0)[0]:
@@ -169,10 +169,10 @@ def _look_after_signals(reader: int, above: Callable[[], int], started_by: int) 
         now = time.monotonic()
         if os.read(reader, 1)[0] not in (*ENDS, signal.SIGHUP):
             continue
-        ends = _note is None or not _is_first(now, first)
+        ends = _interrupt_note is None or not _is_first_or_echo(now, first)
         first = first or now
         if ends:
-            time.sleep(_HEARS_S)
+            time.sleep(_REACTION_S)
             time.sleep(_UNWIND_S if _unwinds else 0.0)
             leave(INTERRUPTED)
 
@@ -193,7 +193,7 @@ def limit_time(hours: float | None) -> None:
 
 def started_at() -> float:
     """Returns the start of launch.sh or this process, in monotonic seconds, which all processes of a host share."""
-    return float(os.environ.get(STARTED_AT, _begun))
+    return float(os.environ.get(STARTED_AT, _process_started_s))
 
 
 def out_of_time() -> bool:

@@ -38,10 +38,7 @@ def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
 
 
 def memory_advice(process: str, error: BaseException) -> str | None:
-    """Returns the message for a person; None if the error is not one of memory.
-
-    process: "sampler" or "trainer".
-    """
+    """Returns the message for a person; None if the error, in "sampler" or "trainer", is not one of memory."""
     message = " ".join(str(error).split())
     for sign, remedy in _ENGINE.items():
         if sign in message:

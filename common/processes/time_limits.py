@@ -16,7 +16,7 @@ T = TypeVar("T")
 L = TypeVar("L")
 CPU_TIME = signal.ITIMER_PROF, signal.SIGPROF  # this process's alone: no verdict depends on what else the machine does
 WALL_TIME = signal.ITIMER_REAL, signal.SIGALRM
-_AGAIN_S = 0.05  # a callback of C code may swallow what a signal raises
+_REPEAT_S = 0.05  # a callback of C code may swallow what a signal raises
 
 
 class _TooLong(BaseException):
@@ -27,31 +27,31 @@ def within(seconds: float, function: Callable[[], T], late: L, clock: tuple[int,
     """Returns the function's result, or `late` if it takes more than so many seconds of the clock."""
     if threading.current_thread() is not threading.main_thread():
         return function()
-    waiting, (timer, rings) = True, clock
+    waiting, (timer, number) = True, clock
 
-    def ring(*_: object) -> None:
+    def raise_too_long(*_: object) -> None:
         if waiting:
             raise _TooLong
 
-    before, left = signal.signal(rings, ring), signal.getitimer(timer)
+    before, remaining = signal.signal(number, raise_too_long), signal.getitimer(timer)
     try:
-        signal.setitimer(timer, seconds, _AGAIN_S)
+        signal.setitimer(timer, seconds, _REPEAT_S)
         return function()
     except _TooLong:
         return late
     finally:
         waiting = False
         signal.setitimer(timer, 0)
-        signal.signal(rings, before)
-        signal.setitimer(timer, *left)
+        signal.signal(number, before)
+        signal.setitimer(timer, *remaining)
 
 
 @contextmanager
 def unlimited() -> Iterator[None]:
     """Pauses a running limit of CPU_TIME inside the block."""
-    left, _ = signal.setitimer(CPU_TIME[0], 0)
+    remaining, _ = signal.setitimer(CPU_TIME[0], 0)
     try:
         yield
     finally:
-        if left:
-            signal.setitimer(CPU_TIME[0], left, _AGAIN_S)
+        if remaining:
+            signal.setitimer(CPU_TIME[0], remaining, _REPEAT_S)

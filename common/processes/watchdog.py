@@ -20,8 +20,8 @@ from pathlib import Path
 from common.processes.exits import RETRYABLE, every, say
 from common.processes.transcript import last_lines
 
-_watching: Watchdog | None = None
-_listening = threading.local()  # .by: the function to call
+_watchdog: Watchdog | None = None
+_listeners = threading.local()  # .by: the function to call
 
 
 def report_progress(doing: str, starts: bool = False) -> None:
@@ -29,20 +29,20 @@ def report_progress(doing: str, starts: bool = False) -> None:
 
     starts: the work has not started yet, and the next report may take as long as the first.
     """
-    if _watching is not None:
-        _watching.report_progress(doing, starts)
-    if (listener := getattr(_listening, "by", None)) is not None:
+    if _watchdog is not None:
+        _watchdog.report_progress(doing, starts)
+    if (listener := getattr(_listeners, "by", None)) is not None:
         listener(doing)
 
 
 @contextmanager
 def progress_heard_by(listener: Callable[[str], None]) -> Iterator[None]:
     """Calls `listener` with progress of this thread inside the block; a socket has one thread, so not with others'."""
-    before, _listening.by = getattr(_listening, "by", None), listener
+    before, _listeners.by = getattr(_listeners, "by", None), listener
     try:
         yield
     finally:
-        _listening.by = before
+        _listeners.by = before
 
 
 @contextmanager
@@ -80,29 +80,29 @@ class Watchdog:
         self._state, self._limit_s = (time.monotonic(), doing), self._startup_s if starts else self._timeout_s
 
     def __enter__(self) -> Watchdog:
-        global _watching
-        _watching = self
+        global _watchdog
+        _watchdog = self
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _watching
-        _watching = None
+        global _watchdog
+        _watchdog = None
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
             since, doing = self._state
-            still_s = time.monotonic() - since
-            if still_s > self._limit_s:
-                self._expire(still_s, doing)
+            silent_s = time.monotonic() - since
+            if silent_s > self._limit_s:
+                self._expire(silent_s, doing)
 
-    def _expire(self, still_s: float, doing: str) -> None:
+    def _expire(self, silent_s: float, doing: str) -> None:
         """Ends the process. Prints the stacks first, because writing the rest could itself be what is stuck."""
         try:  # perhaps nobody reads stderr any more
             faulthandler.dump_traceback(file=sys.stderr.fileno(), all_threads=True)
             text = (
-                f"tandem: {self._name}: no progress for {still_s:.0f} s while {doing}; the stacks of all threads stand "
+                f"tandem: {self._name}: no progress for {silent_s:.0f} s while {doing}; the stacks of all threads are "
                 "above. Raise channel.stall_timeout_s (at the start: channel.connect_timeout_s) if this is normal here."
                 f"{last_lines(self._peer_log)}\n"
             )

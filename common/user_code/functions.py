@@ -49,9 +49,9 @@ def parse(label: str, name: str, built_in: Collection[str] = ()) -> tuple[Path |
         raise UserError(f"{label}: which function of the file? Write {name}:function")
     place, _, attribute = name.rpartition(".")
     if not place:
-        near = difflib.get_close_matches(name, built_in, n=1)
+        similar = difflib.get_close_matches(name, built_in, n=1)
         raise UserError(
-            f"{label} is not built in." + (f" Did you mean {near[0]}?" if near else "") + " "
+            f"{label} is not built in." + (f" Did you mean {similar[0]}?" if similar else "") + " "
             f"Built in: {', '.join(built_in) or 'none'}. Your own: path/file.py:function or package.module.function"
         )
     return place, attribute
@@ -166,15 +166,15 @@ class Contract:
 
 def describe(error: BaseException) -> str:
     """Returns what was raised, and the innermost line of Python: `ValueError: bad (my_reward.py:12)`."""
-    not_theirs = ("<", user_modules.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_theirs)]
+    ignored = ("<", user_modules.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ignored)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}{user_modules.hint(error)}"
 
 
 def _no_function(label: str, attribute: str, place: Path | str, defined: Collection[str]) -> UserError:
-    near = difflib.get_close_matches(attribute, defined, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Functions there: {', '.join(defined) or 'none'}"
+    similar = difflib.get_close_matches(attribute, defined, n=1)
+    hint = f"Did you mean {similar[0]}?" if similar else f"Functions there: {', '.join(defined) or 'none'}"
     return UserError(f"{label}: no function {attribute!r} in {place}. {hint}")
 
 

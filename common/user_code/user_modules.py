@@ -32,17 +32,17 @@ from common.paths import ROOT
 OURS = frozenset(
     ("common", "environments", "examples", "launcher", "model", "report", "rewards", "sampler", "tools", "trainer")
 )
-_EVERYBODYS = frozenset(("", "tandem", *sys.builtin_module_names))
-_not_theirs = [str(ROOT), *sysconfig.get_paths().values()]
-_folders: list[str] = []  # folders of users' files
-_import, _import_module = builtins.__import__, importlib.import_module
+_SHARED_NAMES = frozenset(("", "tandem", *sys.builtin_module_names))
+_other_folders = [str(ROOT), *sysconfig.get_paths().values()]
+_user_folders: list[str] = []  # folders of users' files
+_builtin_import, _builtin_import_module = builtins.__import__, importlib.import_module
 
 
 def prepare() -> None:
     """Makes imports depend on the importing file from now on; call it before any of the user's code is imported."""
     for name in ("tandem", *OURS):  # whatever the user puts in front of sys.path, these are ours
-        _import_module(name)
-    builtins.__import__, importlib.import_module = _import_for, _import_module_for  # type: ignore[assignment]
+        _builtin_import_module(name)
+    builtins.__import__, importlib.import_module = _import_for_file, _import_module_for_file  # type: ignore[assignment]
 
 
 def load_file(file: Path) -> ModuleType:
@@ -51,10 +51,9 @@ def load_file(file: Path) -> ModuleType:
     importlib.invalidate_caches()  # the file may be seconds old
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    name = f"{_package(str(file.parent))}.{file.stem}"
+    name = f"{_package_of(str(file.parent))}.{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file; its name must end in .py")
+    assert spec is not None and spec.loader is not None, f"the name of {file} must end in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     spec.loader.exec_module(module)
@@ -70,46 +69,46 @@ def hint(error: BaseException) -> str:
     return f". A module of yours has this name; Tandem's is tandem.{inside}"
 
 
-def _import_for(
+def _import_for_file(
     name: str,
     globals: Mapping[str, Any] | None = None,
     locals: Mapping[str, Any] | None = None,
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    package = "" if level else _package_for(name, globals)
+    package = "" if level else _package_for_import(name, globals)
     if not package:
-        return _import(name, globals, locals, fromlist, level)  # type: ignore[arg-type]
-    found = _import(f"{package}.{name}", globals, locals, fromlist, 0)  # type: ignore[arg-type]
+        return _builtin_import(name, globals, locals, fromlist, level)  # type: ignore[arg-type]
+    found = _builtin_import(f"{package}.{name}", globals, locals, fromlist, 0)  # type: ignore[arg-type]
     return found if fromlist else sys.modules[f"{package}.{name.partition('.')[0]}"]
 
 
-def _import_module_for(name: str, package: str | None = None) -> ModuleType:
-    private = _package_for(name, sys._getframe(1).f_globals)
-    return _import_module(f"{private}.{name}" if private else name, package)
+def _import_module_for_file(name: str, package: str | None = None) -> ModuleType:
+    private = _package_for_import(name, sys._getframe(1).f_globals)
+    return _builtin_import_module(f"{private}.{name}" if private else name, package)
 
 
-def _package_for(name: str, importer: Mapping[str, Any] | None) -> str:
+def _package_for_import(name: str, importer: Mapping[str, Any] | None) -> str:
     """Returns the package in which a module with these globals finds `name`; "" if it is the one all others find."""
     file, top = (importer or {}).get("__file__"), name.partition(".")[0]
-    if not isinstance(file, str) or top in _EVERYBODYS:
+    if not isinstance(file, str) or top in _SHARED_NAMES:
         return ""
-    folder = _folder_of(file, len(_folders))
-    if folder == str(ROOT) or (folder not in _folders and top not in OURS):
+    folder = _innermost_folder(file, len(_user_folders))
+    if folder == str(ROOT) or (folder not in _user_folders and top not in OURS):
         return ""
-    return _chosen(top, file, folder if folder in _folders else "", tuple(sys.path))
+    return _package_found(top, file, folder if folder in _user_folders else "", tuple(sys.path))
 
 
 @functools.cache
-def _folder_of(file: str, _num_folders: int) -> str:
+def _innermost_folder(file: str, _num_folders: int) -> str:
     """Returns the innermost folder of a file among users' folders, ours and those of installed packages."""
-    holding = (folder for folder in (*_folders, *_not_theirs) if file.startswith(folder + os.sep))
+    holding = (folder for folder in (*_user_folders, *_other_folders) if file.startswith(folder + os.sep))
     return max(holding, key=len, default="")
 
 
 @functools.cache
-def _chosen(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
-    """Returns what `_package_for` does. Regular packages precede folders without __init__.py, as always in Python."""
+def _package_found(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
+    """Returns what `_package_for_import` does. Regular packages precede folders without __init__.py."""
     places = [place for place in (folder, *(entry or os.getcwd() for entry in path)) if place not in ("", str(ROOT))]
     specs = [(place, spec) for place in places if (spec := PathFinder.find_spec(top, [place]))]
     found = [(place, spec) for place, spec in specs if spec.origin != file or spec.submodule_search_locations]
@@ -117,12 +116,12 @@ def _chosen(top: str, file: str, folder: str, path: tuple[str, ...]) -> str:
     if not found:
         return ""
     place, theirs = found[0]
-    if f"{_name_of(place)}.{top}" not in sys.modules and _is_same(theirs, _known(top)):
+    if f"{_package_name(place)}.{top}" not in sys.modules and _locations(theirs) & _locations(_known_spec(top)):
         return ""
-    return _package(place)
+    return _package_of(place)
 
 
-def _known(top: str) -> ModuleSpec | None:
+def _known_spec(top: str) -> ModuleSpec | None:
     """Returns the spec that all other files find under this name."""
     try:
         return importlib.util.find_spec(top)
@@ -130,24 +129,22 @@ def _known(top: str) -> ModuleSpec | None:
         return None
 
 
-def _is_same(one: ModuleSpec, other: ModuleSpec | None) -> bool:
-    if other is None or (one.origin is None) != (other.origin is None):
-        return False
-    if one.origin is not None and other.origin is not None:
-        return os.path.realpath(one.origin) == os.path.realpath(other.origin)
-    return bool({*(one.submodule_search_locations or ())} & {*(other.submodule_search_locations or ())})
+def _locations(spec: ModuleSpec | None) -> set[str]:
+    """Returns the file of a module, or the folders of a package: two specs that share one are the same module."""
+    places = (spec.submodule_search_locations or [spec.origin]) if spec else []
+    return {os.path.realpath(place) for place in places if place}
 
 
-def _name_of(folder: str) -> str:
+def _package_name(folder: str) -> str:
     return f"user_{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"
 
 
-def _package(folder: str) -> str:
+def _package_of(folder: str) -> str:
     """Returns the package for the modules of a folder, which is made at the first call."""
-    name = _name_of(folder)
+    name = _package_name(folder)
     if name not in sys.modules:
         sys.modules[name] = package = ModuleType(name)
         package.__path__ = [folder]
-    if folder not in (*_folders, *_not_theirs):
-        _folders.append(folder)
+    if folder not in (*_user_folders, *_other_folders):
+        _user_folders.append(folder)
     return name

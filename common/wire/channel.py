@@ -140,10 +140,10 @@ def bind(config: Config) -> Transport:
         transport.authenticator.configure_curve_callback(domain="*", credentials_provider=allowed)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys["server_secret"])
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-    here = to_bind(address)
-    socket.setsockopt(zmq.IPV6, int(here != address or needs_ipv6(address)))
+    bound_address = to_bind(address)
+    socket.setsockopt(zmq.IPV6, int(bound_address != address or needs_ipv6(address)))
     try:
-        socket.bind(here)
+        socket.bind(bound_address)
     except zmq.ZMQError as error:
         transport.close()
         held_by = holder(address) if error.errno == zmq.EADDRINUSE else ""

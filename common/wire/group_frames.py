@@ -63,7 +63,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
             before, size = start, kept
 
 
-_PLAIN = [name for name in RolloutHeader.__struct_fields__ if name != "length"]
+_PLAIN_FIELDS = [name for name in RolloutHeader.__struct_fields__ if name != "length"]
 
 
 class ImageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +127,7 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
         prompt_length=len(group.prompt_ids),
         has_ref_logprobs=any(rollout.ref_logprobs is not None for rollout in rollouts),
         rollouts=tuple(
-            RolloutHeader(len(rollout.completion_ids), *(getattr(rollout, name) for name in _PLAIN))
+            RolloutHeader(len(rollout.completion_ids), *(getattr(rollout, name) for name in _PLAIN_FIELDS))
             for rollout in rollouts
         ),
         support_width=max((mask.shape[1] for mask in masks), default=0),
@@ -140,12 +140,12 @@ def write_group(group: Group) -> tuple[GroupHeader, bytes]:
     parts = [group.prompt_ids.astype("<i4").tobytes()]
     for (name, dtype), width in zip(_DTYPES.items(), header.widths.values(), strict=True):
         arrays = [getattr(rollout, name) for rollout in rollouts] if width else []
-        parts += [_widened(array, width).astype(dtype).tobytes() for array in arrays]
+        parts += [_pad_to_width(array, width).astype(dtype).tobytes() for array in arrays]
     experts = [array.astype(f"<u{array.itemsize}").tobytes() for array in routed if array is not None]
     return header, b"".join([*parts, *(image.png for image in group.images), *experts])
 
 
-def _widened(array: NDArray[Any], width: int) -> NDArray[Any]:
+def _pad_to_width(array: NDArray[Any], width: int) -> NDArray[Any]:
     """Pads an array [C, K] to [C, width] with -1. An array [C] stays as it is."""
     return array if array.ndim == 1 else np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=-1)
 
@@ -166,7 +166,7 @@ def read_group(header: GroupHeader, arrays: Frame) -> Group:
     routed = None
     if header.routing:
         routed = np.frombuffer(arrays, f"<u{header.routed[-1]}", offset=ends[-1]).reshape(header.routed[:-1])
-    return _group(header, prompt_ids, by_token, pngs, routed)
+    return _assemble_group(header, prompt_ids, by_token, pngs, routed)
 
 
 def read_outline(header: GroupHeader) -> Group:
@@ -184,10 +184,10 @@ def read_outline(header: GroupHeader) -> Group:
     prompt_ids = np.broadcast_to(np.int32(-1), header.prompt_length)
     last = np.array(2 ** (8 * header.routed[-1]) - 1, f"<u{header.routed[-1] or 1}")
     routed = np.broadcast_to(last, header.routed[:-1]) if header.routing else None
-    return _group(header, prompt_ids, by_token, [b""] * len(header.images), routed)
+    return _assemble_group(header, prompt_ids, by_token, [b""] * len(header.images), routed)
 
 
-def _group(
+def _assemble_group(
     header: GroupHeader,
     prompt_ids: NDArray[np.int32],
     by_token: ByToken,
@@ -197,7 +197,7 @@ def _group(
     ends = itertools.accumulate((rollout.length for rollout in header.rollouts), initial=0)
     rollouts, place = [], header.prompt_length
     for plain, (start, end) in zip(header.rollouts, itertools.pairwise(ends), strict=True):
-        fields = {name: getattr(plain, name) for name in _PLAIN}
+        fields = {name: getattr(plain, name) for name in _PLAIN_FIELDS}
         for name, width in header.widths.items():
             array = by_token[name][start:end]
             fields[name] = None if width == 0 else array if name == "sampling_mask" else array[:, 0]
@@ -206,8 +206,8 @@ def _group(
         rollouts.append(Rollout(**fields))
     images = tuple(EncodedImage(png, image.grid_thw) for png, image in zip(pngs, header.images, strict=True))
     ids = header.group_id, header.policy_version, header.problem_index
-    of_prompt = None if routed is None else routed[: header.prompt_length]
-    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures, of_prompt, header.source)
+    prompt_routing = None if routed is None else routed[: header.prompt_length]
+    return Group(*ids, prompt_ids, tuple(rollouts), images, header.failures, prompt_routing, header.source)
 
 
 def _ascend(numbers: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 _LOWEST, _TRIES = 10_240, 100
-_GIVEN_TO_ANYONE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
@@ -24,14 +24,13 @@ def free_port() -> int:
 def listen() -> socket.socket:
     """Listens at a port chosen as in `free_port`, on every address of this host."""
     try:
-        first, _ = map(int, _GIVEN_TO_ANYONE.read_text().split())
+        first, _ = map(int, _EPHEMERAL_RANGE.read_text().split())
     except (OSError, ValueError):
         first = 32_768  # Linux's own default
-    own = range(_LOWEST, max(first, _LOWEST))
-    both = socket.has_dualstack_ipv6()
-    for port in (*random.SystemRandom().sample(own, min(_TRIES, len(own))), 0):
+    candidates = range(_LOWEST, max(first, _LOWEST))
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    for port in (*random.SystemRandom().sample(candidates, min(_TRIES, len(candidates))), 0):
         with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
-            )
+            return socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack)
     raise OSError("every port of this host is in use")

@@ -80,7 +80,7 @@ class _Header(Envelope, frozen=True, forbid_unknown_fields=True):
     body: _Body
 
 
-class _About(msgspec.Struct):
+class _ResultIds(msgspec.Struct):
     """The fields that a result must have for its failure to be counted, whatever else cannot be read."""
 
     policy_version: int
@@ -90,13 +90,13 @@ class _About(msgspec.Struct):
     chunk: int = -1
 
 
-class _Readable(Envelope, frozen=True):
-    body: _About
+class _ResultHeader(Envelope, frozen=True):
+    body: _ResultIds
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=float)  # the hook is for numpy's numbers
 _decoder = msgspec.msgpack.Decoder(_Header)
-_reader = msgspec.msgpack.Decoder(_Readable)
+_result_decoder = msgspec.msgpack.Decoder(_ResultHeader)
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,16 @@ def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     try:
         header = _encoder.encode(whole)
     except UnicodeEncodeError:  # half a surrogate, in a text that a row or a user's function made
-        header = _encoder.encode(_encodable(msgspec.to_builtins(whole, enc_hook=float)))
+        header = _encoder.encode(_with_whole_characters(msgspec.to_builtins(whole, enc_hook=float)))
     return [header, arrays, _digest(header, arrays)]
 
 
-def _encodable(value: Any) -> Any:
+def _with_whole_characters(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {_encodable(name): _encodable(inner) for name, inner in value.items()}
-    return [_encodable(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {_with_whole_characters(name): _with_whole_characters(inner) for name, inner in value.items()}
+    return [_with_whole_characters(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
@@ -147,15 +147,15 @@ def failure_of(frames: Sequence[Frame], reason: str) -> tuple[Envelope, Tombston
     """Returns the failure in place of a group or evaluation that `decode` refuses; None for damage or anything else."""
     try:
         header, arrays, digest = frames
-        found = _reader.decode(header)
+        found = _result_decoder.decode(header)
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
-    about, envelope = found.body, Envelope(found.run_id, found.incarnation, found.sampler_id)
+    ids, envelope = found.body, Envelope(found.run_id, found.incarnation, found.sampler_id)
     if _digest(header, arrays) != digest:
         return None
-    if about.eval_id:
-        return envelope, EvalResult(about.eval_id, about.chunk, about.policy_version, ())
-    return envelope, Tombstone(about.group_id, about.policy_version, f"row {about.problem_index}: {reason}")
+    if ids.eval_id:
+        return envelope, EvalResult(ids.eval_id, ids.chunk, ids.policy_version, ())
+    return envelope, Tombstone(ids.group_id, ids.policy_version, f"row {ids.problem_index}: {reason}")
 
 
 def _message(body: _Body, arrays: Frame) -> WireMessage:

@@ -56,10 +56,10 @@ def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
     Raises TypeError, ValueError or OverflowError for what msgpack cannot hold, or for more than `limit` bytes.
     """
     try:
-        body = msgspec.msgpack.encode(record, enc_hook=_plain)
+        body = msgspec.msgpack.encode(record, enc_hook=_builtin)
     except (OverflowError, UnicodeEncodeError):
-        plain = msgspec.to_builtins(record, enc_hook=_plain, builtin_types=(bytes, bytearray, memoryview, datetime))
-        plain = {name: _extended(inner, name == "columns") for name, inner in plain.items()}
+        plain = msgspec.to_builtins(record, enc_hook=_builtin, builtin_types=(bytes, bytearray, memoryview, datetime))
+        plain = {name: _with_extensions(inner, name == "columns") for name, inner in plain.items()}
         body = msgspec.msgpack.encode(plain)
     if len(body) > limit:
         raise ValueError(f"{len(body)} bytes, more than {limit}")
@@ -68,29 +68,29 @@ def encode(record: Any, limit: int = MAX_BYTES) -> bytes:
 
 def decode(body: bytes, record: Any) -> Any:
     """Returns the record, as the inverse of `encode`. Raises ValueError for what is no such record."""
-    return msgspec.msgpack.decode(body, type=record, ext_hook=_of_extension)
+    return msgspec.msgpack.decode(body, type=record, ext_hook=_decode_extension)
 
 
-def _plain(value: Any) -> Any:
+def _builtin(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be sent to the process")
 
 
-def _extended(value: Any, any_text: bool) -> Any:
+def _with_extensions(value: Any, keeps_any_text: bool) -> Any:
     """Replaces values for which msgpack has no type by its extensions."""
     if isinstance(value, dict):
-        return {name: _extended(inner, any_text) for name, inner in value.items()}
+        return {name: _with_extensions(inner, keeps_any_text) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_extended(inner, any_text) for inner in value]
+        return [_with_extensions(inner, keeps_any_text) for inner in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-    if any_text and isinstance(value, str) and not is_whole(value):
+    if keeps_any_text and isinstance(value, str) and not is_whole(value):
         return msgspec.msgpack.Ext(_TEXT, value.encode(errors="surrogatepass"))
     return value
 
 
-def _of_extension(code: int, data: memoryview) -> Any:
+def _decode_extension(code: int, data: memoryview) -> Any:
     if code == _INTEGER:
         return int.from_bytes(data, "little", signed=True)
     if code == _TEXT:

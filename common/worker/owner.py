@@ -27,7 +27,7 @@ START_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
 _EXIT_PATIENCE_S = 3.0  # for a fork server that has something to kill first
-_GLANCE_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
+_RECHECK_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
 _KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
 T = TypeVar("T")
 Late = tuple[float, Callable[[], None]]
@@ -73,17 +73,17 @@ class Workers:
     def fork(self) -> Worker:
         """Forks a fresh worker. Raises StartError."""
         server = self._running_server()
-        channel, its_channel = socket.socketpair()
-        lifeline, its_lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its_channel, its_lifeline:
+        channel, worker_channel = socket.socketpair()
+        lifeline, worker_lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with worker_channel, worker_lifeline:
             try:
-                socket.send_fds(server.control, [b"fork"], [its_channel.fileno(), its_lifeline.fileno()])
+                socket.send_fds(server.control, [b"fork"], [worker_channel.fileno(), worker_lifeline.fileno()])
             except OSError:
                 server.kill()  # the server is stuck or ends: the lifeline says so
         worker = Worker(channel, lifeline, server)
-        if trouble := worker.wait_until_forked():
+        if failure := worker.wait_until_forked():
             worker.close()
-            raise StartError(f"a process for {self._title} {trouble}")
+            raise StartError(f"a process for {self._title} {failure}")
         return worker
 
     def _running_server(self) -> _Server:
@@ -111,15 +111,15 @@ class _Server:
         """Starts the process. Raises StartError when the system has no more processes."""
         self.name = f"the process that {title} are forked from"
         self._killing = threading.Lock()  # the pid must not be reaped, and given to another, while it gets a signal
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
-        with theirs:
+        with server_end:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "common.worker.server", str(os.getpid()), str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "common.worker.server", str(os.getpid()), str(server_end.fileno())],
                     stdin=subprocess.PIPE,
                     start_new_session=True,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[server_end.fileno()],
                     env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
                 )
             except OSError as error:
@@ -128,10 +128,6 @@ class _Server:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has died, the control socket says so
             stdin.write(msgspec.msgpack.encode(setup))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def has_exited(self) -> bool:
@@ -243,7 +239,7 @@ class Worker:
     def _wait_for_channel(self, event: int) -> None:
         """Waits for the channel. An ended worker's last bytes are still read; its forks may keep the channel open."""
         self._either.modify(self._channel, event)
-        while not (ready := self._either.poll(1000 * min(_GLANCE_S, max(0.0, self.deadline - time.monotonic())))):
+        while not (ready := self._either.poll(1000 * min(_RECHECK_S, max(0.0, self.deadline - time.monotonic())))):
             if time.monotonic() >= self.deadline:
                 raise TimeoutError
         if self._channel.fileno() not in {descriptor for descriptor, _ in ready}:

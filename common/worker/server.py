@@ -30,7 +30,6 @@ from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
 
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
-_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _MAX_REASON = 1 << 14
 _libc = ctypes.CDLL(None)  # loaded here and not in a function that runs after the fork
@@ -42,22 +41,22 @@ class ForkServer:
     def __init__(self, control: socket.socket, service: Service, setup: WorkerSetup) -> None:
         self._control, self._service, self._setup = control, service, setup
         self._lifelines: dict[int, socket.socket] = {}  # those of workers that are not reaped, by process id
-        self._wake, self._wakes = os.pipe()
-        for descriptor in (self._wake, self._wakes):
+        self._wake_reader, self._wake_writer = os.pipe()
+        for descriptor in (self._wake_reader, self._wake_writer):
             os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._poller = select.poll()
-        for watched in (self._wake, self._control.fileno()):
+        for watched in (self._wake_reader, self._control.fileno()):
             self._poller.register(watched, select.POLLIN)
 
     def run(self) -> None:
         while True:
             for descriptor, _ in self._poller.poll():
-                if descriptor == self._wake:
-                    os.read(self._wake, 4096)
+                if descriptor == self._wake_reader:
+                    os.read(self._wake_reader, 4096)
                 elif descriptor != self._control.fileno():
-                    self._let_go(descriptor)
+                    self._kill_released(descriptor)
                 elif not self._fork_one():
                     return
             self._reap()
@@ -76,7 +75,7 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            _tell(lifeline, f"cannot start: {error}".encode())
+            _send_word(lifeline, f"cannot start: {error}".encode())
             lifeline.close()
             return True
         finally:
@@ -89,26 +88,26 @@ class ForkServer:
                 os._exit(1)
         self._lifelines[pid] = lifeline
         self._poller.register(lifeline, select.POLLIN)
-        _tell(lifeline, FORKED)
+        _send_word(lifeline, FORKED)
         return True
 
     def _become_worker(self, parent: int, channel: socket.socket, lifeline: socket.socket) -> None:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        for not_its_own in (self._control, lifeline, *self._lifelines.values()):
-            not_its_own.close()
-        os.close(self._wake)
-        os.close(self._wakes)
+        for inherited in (self._control, lifeline, *self._lifelines.values()):
+            inherited.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
         os.setsid()
-        _die_with(parent)
+        _end_with_parent(parent)
         if self._setup.max_memory:  # the processes that the worker starts inherit this limit
             resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
         if self._setup.confine_signals:
             confine_signals()
         _serve(channel, self._service)
 
-    def _let_go(self, descriptor: int) -> None:
+    def _kill_released(self, descriptor: int) -> None:
         """Kills the worker whose lifeline the owner has closed. `_reap` reaps it and closes the lifeline as usual."""
         self._poller.unregister(descriptor)
         _kill(next(pid for pid, lifeline in self._lifelines.items() if lifeline.fileno() == descriptor))
@@ -120,9 +119,9 @@ class ForkServer:
                 kill_group(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
                 if (lifeline := self._lifelines.pop(ended.si_pid, None)) is not None:
-                    with contextlib.suppress(KeyError):  # unregistered by _let_go
+                    with contextlib.suppress(KeyError):  # unregistered by _kill_released
                         self._poller.unregister(lifeline)
-                    _tell(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
+                    _send_word(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
                     lifeline.close()
         self._kill_detached()
 
@@ -151,20 +150,14 @@ def cause(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def can_confine_signals() -> bool:
-    return _libc.syscall(_CREATE_RULESET, None, 0, _VERSION) >= 6
-
-
 def confine_signals() -> None:
     """Confines signals of this process and its children to themselves: `kill -9 -1` ends the environment alone.
 
     Does nothing if the kernel cannot. From then on programs run without setuid, which Landlock requires.
     """
-    if not can_confine_signals():
-        return
     rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
     descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
-    if descriptor >= 0:
+    if descriptor >= 0:  # an older kernel refuses a field that it does not know
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _libc.syscall(_RESTRICT_SELF, descriptor, 0)
 
@@ -189,7 +182,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _tell(lifeline: socket.socket, word: bytes) -> None:
+def _send_word(lifeline: socket.socket, word: bytes) -> None:
     with contextlib.suppress(OSError):  # the owner has closed it
         lifeline.send(word)
 
@@ -208,7 +201,7 @@ def _children() -> set[int]:
     return set()
 
 
-def _die_with(parent_pid: int) -> None:
+def _end_with_parent(parent_pid: int) -> None:
     """Makes this process end with its parent, even inside a call that never returns, and first if memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     die_with_parent()
@@ -219,7 +212,7 @@ def _die_with(parent_pid: int) -> None:
 
 
 def main(parent_pid: int, descriptor: int) -> None:
-    _die_with(parent_pid)  # by SIGKILL while the user's file is imported; then by SIGTERM, to clean up
+    _end_with_parent(parent_pid)  # by SIGKILL while the user's file is imported; then by SIGTERM, to clean up
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -1,5 +1,6 @@
 """Each rollout's environment in a process of its own: what it does to itself, the others do not notice."""
 
+import ctypes
 import os
 import signal
 import time
@@ -10,7 +11,6 @@ import pytest
 from common.config import Rollouts
 from common.errors import UserError
 from common.worker import owner
-from common.worker.server import can_confine_signals
 from environments import Done, Failed, Turn
 from environments.pool import EnvironmentPool
 from tests.support.own_process import alive
@@ -19,6 +19,7 @@ from tests.support.tier import count
 
 pytestmark = pytest.mark.timeout(120)
 
+CAN_CONFINE_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6  # Landlock's version
 PATIENT_S = 1.5  # a busy machine may stop a good environment for a second
 ROW = {"question": "Guess.", "answer": "4"}
 # Does what the completion says.
@@ -186,13 +187,13 @@ def test_when_the_fork_server_dies_its_rollouts_fail_once_and_the_next_start_has
     with EnvironmentPool(settings(file), columns=ROW) as pool:
         started(pool, 1, 2)
         pool.step(1, "time.sleep(600)")
-        server = pool._workers._server.pid
+        server = pool._workers._server._process.pid
         os.kill(server, signal.SIGKILL)
         assert one(pool)[1].kind == "crash"
         reply = stepped(pool, 2, "")
         assert reply.kind == "crash" and "forked from died of signal 9" in reply.reason
         assert isinstance(started(pool, 3)[3], Turn)
-        assert pool._workers._server.pid != server
+        assert pool._workers._server._process.pid != server
 
 
 def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch):
@@ -201,7 +202,7 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch)
     with EnvironmentPool(settings(file, timeout_s=0.5), columns=ROW) as pool:
         started(pool, 1)
         for fails in (lambda: stepped(pool, 1, "time.sleep(600)").kind, lambda: started(pool, 2)[2].kind):
-            server = psutil.Process(pool._workers._server.pid)
+            server = psutil.Process(pool._workers._server._process.pid)
             server.suspend()
             assert fails() in ("timeout", "crash")
             until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 5.0)
@@ -256,11 +257,11 @@ def test_a_deadline_that_is_over_before_the_process_runs_still_ends_it(file):
     with EnvironmentPool(settings(file, timeout_s=1e-4), columns=ROW) as pool:
         replies = started(pool, *range(20), question="sleep")
         assert [reply.kind for reply in replies.values()] == ["timeout"] * 20
-        server = psutil.Process(pool._workers._server.pid)
+        server = psutil.Process(pool._workers._server._process.pid)
         until(lambda: not server.children(), 5.0)
 
 
-@pytest.mark.skipif(not can_confine_signals(), reason="this kernel cannot confine signals (Linux 6.12)")
+@pytest.mark.skipif(not CAN_CONFINE_SIGNALS, reason="this kernel cannot confine signals (Linux 6.12)")
 def test_an_environment_cannot_signal_the_run(pool, file):
     started(pool, 1, 2)
     for victims in ("os.getppid()", str(os.getpid())):
@@ -314,7 +315,7 @@ PLAN = {
     "[subprocess.Popen(['sleep', '600'], start_new_session=new) for new in (False, True)]": (20, ""),
     "os.fork()": (20, ""),
 }
-KILLS = {"os.kill(os.getppid(), signal.SIGKILL)": (20, "error")} if can_confine_signals() else {}
+KILLS = {"os.kill(os.getppid(), signal.SIGKILL)": (20, "error")} if CAN_CONFINE_SIGNALS else {}
 STEPS, AT_ONCE = count(1_000, 10_000), 16
 
 

@@ -10,7 +10,7 @@ from tests.support.clone import MADE_HERE, ROOT
 
 TRAIN = "import tandem; from tandem.rewards import text_of; tandem.train({'model': {}, 'data': {}}, 'data.train=x')"
 ASKED = {  # the words, and what is said, beside a module with the name of a package of ours
-    ("tandem", "run", "my.yaml"): "tandem: config my.yaml: No such file or directory. Files there: none",
+    ("tandem", "run", "my.yaml"): "tandem: config my.yaml: No such file or directory. Paths count from",
     ("tandem", "plan", "configs/smollm2_135m.yaml", "prompt.chat_template=configs/templates/chatml.jinja"): "not there",
     ("tandem", "test"): "tandem: this needs a clone of the repository; there: bash launch.sh test",
     ("tandem", "help"): "Installs, starts and tests Tandem",

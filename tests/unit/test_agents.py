@@ -480,7 +480,7 @@ def test_agents_that_are_not_wanted_before_their_process_is_there_end_with_it(tm
         for key in range(20):
             pool.start(key, PROBLEM.columns)
         pool.close_all()
-        server = psutil.Process(pool._workers._server.pid)
+        server = psutil.Process(pool._workers._server._process.pid)
         until(lambda: not server.children(), limit(20))
 
 

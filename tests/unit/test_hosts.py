@@ -215,7 +215,7 @@ def test_a_run_folder_that_a_host_may_not_list_is_one_it_does_not_see(tmp_path: 
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that says which ports the system gives to whoever asks for any."""
     file = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(ports, "_GIVEN_TO_ANYONE", file)
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", file)
     return file
 
 

@@ -132,7 +132,7 @@ def test_nothing_that_a_reward_forked_outlives_its_timeout(hasty, tmp_path):
 
 
 def test_an_end_of_its_own_is_named_however_late_the_machine_tells_of_it(pool):
-    server = pool._workers._server.pid
+    server = pool._workers._server._process.pid
     submit(pool, 1, f"os.kill({server}, signal.SIGSTOP); os._exit(3)")  # its channel is closed, and nobody says why
     time.sleep(0.2)
     os.kill(server, signal.SIGCONT)
@@ -159,7 +159,7 @@ def pid_of(pool):
 
 
 def test_a_process_killed_while_idle_is_replaced_without_failing_a_job(returning):
-    for victim in (pid_of(returning), returning._workers._server.pid):
+    for victim in (pid_of(returning), returning._workers._server._process.pid):
         until(lambda: returning._idle, 5.0)
         os.kill(victim, signal.SIGKILL)
         until(lambda victim=victim: is_gone(victim), 5.0)
@@ -232,7 +232,7 @@ def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
 
 def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
     with RewardPool(Rewards(reward_funcs=[f"{file}:returns"])) as pool:
-        worker, server = pid_of(pool), pool._workers._server.pid
+        worker, server = pid_of(pool), pool._workers._server._process.pid
         submit(pool, 1, "time.sleep(60)")
         time.sleep(0.1)
         start = time.monotonic()
@@ -253,7 +253,7 @@ def test_a_worker_ends_with_its_parent_even_inside_a_reward_and_without_a_word(f
             try:
                 pool.submit(1, "", [{does!r}], [[1]], {{"question": ""}})
                 time.sleep(0.1)
-                server = psutil.Process(pool._workers._server.pid)
+                server = psutil.Process(pool._workers._server._process.pid)
                 print(server.pid, *[worker.pid for worker in server.children()], flush=True)
                 time.sleep(60)
             except KeyboardInterrupt:
