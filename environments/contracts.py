@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from common.outcomes import await_all, finite_number, shorten
+from common.outcomes import await_all, finite_number, outcome_of, shorten
 from common.user_code import functions
 from common.user_code.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.worker import encode
@@ -58,7 +58,7 @@ class Found:
         """Creates a fresh environment instance. Raises BrokenEnvironment."""
         if self._make is None:
             return Instance(None, self._tools)
-        target = called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
+        target = call_user(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
         names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]  # no property is evaluated
@@ -108,7 +108,7 @@ class Instance:
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
             return Turn()
-        given = called("reset", self.target.reset, **wanted(self.target.reset, row))
+        given = call_user("reset", self.target.reset, **wanted_columns(self.target.reset, row))
         if given is None:
             return Turn()
         if isinstance(given, str) and self.tools is not None:
@@ -118,7 +118,7 @@ class Instance:
     def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
         if self.tools is not None:
             return answer_calls(self.tools, calls) or self.finish()
-        given = called("step", self.target.step, completion)
+        given = call_user("step", self.target.step, completion)
         if not isinstance(given, Done):
             given, reward = given if _has_reward(given) else (given, None)
             return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
@@ -128,7 +128,7 @@ class Instance:
         """Ends a rollout that `step` did not end, with the reward of get_reward.
         Without get_reward it is None with tools, and 0 for a class with `step`, which has not given one yet."""
         if hasattr(self.target, "get_reward"):
-            return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
+            return Done(_reward(call_user("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.tools is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Instance:
 
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
-            called("close", self.target.close)
+            call_user("close", self.target.close)
 
 
 def _has_reward(given: Any) -> bool:
@@ -184,20 +184,16 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def call_user(what: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Calls the user's function and returns its awaited result. Raises BrokenEnvironment for any error but Ctrl-C."""
-    try:
-        [value] = await_all([function(*arguments, **named)])
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: an environment must not end its process in silence
-        value = error
+    [value] = await_all([outcome_of(function, *arguments, **named)])
     if isinstance(value, BaseException):
         raise BrokenEnvironment(f"{what} raised {describe(value)}") from value
     return value
 
 
-def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def wanted_columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of the row that the function names; all of them if it takes `**row`."""
     parameters = parameters_of(function)
     if takes_all(parameters):
         return dict(row)
@@ -205,6 +201,7 @@ def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, An
 
 
 def _reward(value: Any, what: str) -> float | None:
-    if value is not None and finite_number(value) is None:
+    reward = finite_number(value)
+    if reward is None and value is not None:
         raise BrokenEnvironment(f"{what} gave the reward {shorten(value)}, expected a finite number or None")
-    return None if value is None else finite_number(value)
+    return reward

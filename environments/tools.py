@@ -7,14 +7,13 @@ error message and is counted; it never fails the rollout. A turn without a call 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from common.outcomes import await_all, shorten
+from common.outcomes import await_all, outcome_of, shorten
 from common.user_code.functions import describe
 from environments import Message, Turn
 
@@ -53,21 +52,7 @@ def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
 
 def _start(tools: Mapping[str, Function], call: Call) -> Any:
     """Starts a tool and returns its result, still to be awaited if it is async, or the error."""
-    if call.problem:
-        return ValueError(call.problem)
-    arguments = dict(call.arguments or {})
-    try:
-        inspect.signature(tools[call.name]).bind(**arguments)
-    except TypeError as error:
-        return TypeError(f"{call.name}: {error}")
-    except ValueError:  # a function written in C may have no signature
-        pass
-    try:
-        return tools[call.name](**arguments)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: a tool must not end its process in silence
-        return error
+    return ValueError(call.problem) if call.problem else outcome_of(tools[call.name], **(call.arguments or {}))
 
 
 def _message(call: Call, outcome: Any) -> Message:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.outcomes import await_all, finite_number, shorten
+from common.outcomes import await_all, finite_number, outcome_of, shorten
 from common.user_code.functions import describe, parameters_of, takes_all
 
 # `completions_ids` is what TRL's documentation calls the same argument.
@@ -128,12 +128,7 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
     # Each gets copies: a function that sorts its input must not mislead the next.
     ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # no deepcopy of thousands of integers
     arguments = ids | copy.deepcopy({key: value for key, value in offered.items() if key in names - _IDS})
-    try:
-        return function(**arguments, **{key: value for key, value in shared.items() if key in names})
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: a reward must not end its process in silence
-        return error
+    return outcome_of(function, **arguments, **{key: value for key, value in shared.items() if key in names})
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
