@@ -20,11 +20,11 @@ from typing import Any
 from common.errors import UserError
 from common.outcomes import finite_number, shorten
 from common.user_code import functions
-from common.user_code.functions import check_parameters, short_name
+from common.user_code.functions import short_name
 from common.worker import decode
 from environments import Done
 from environments.chat_completions import Said, answer
-from environments.contracts import AgentSetup, BrokenEnvironment, call_user, wanted_columns
+from environments.contracts import AgentSetup, BrokenEnvironment, call_user, check_columns, wanted_columns
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
 _NOWHERE = "http://127.0.0.1:9/v1"  # the placeholder until a rollout starts
@@ -39,7 +39,7 @@ class AgentService(EnvironmentService):
         os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require a key; nobody else knows the address
         direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
-        agent, columns = self._setup.agent, self._setup.columns
+        agent = self._setup.agent
         self._clients: list[Any] = []
         if isinstance(agent, list):
             if shutil.which(agent[0]) is None:
@@ -48,16 +48,9 @@ class AgentService(EnvironmentService):
         with contextlib.suppress(Exception):  # without openai, or with another version of it, agents start more slowly
             _note_clients(self._clients)
             _warm()
-        self._label = label = f"agent {short_name(agent)}"
+        self._label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
-        offered = ["base_url", *(columns or ())]
-
-        def unknown(wanted: str) -> str:
-            remedy = f"Remove it, or set data.rename: {{<a column>: {wanted}}}"
-            return f"{label} wants {wanted!r}; it gets {', '.join(offered)}. {remedy}"
-
-        if columns is not None:
-            check_parameters(label, self._function, offered, (), "", unknown)
+        check_columns(self._label, self._function, ["base_url", *self._setup.columns])
 
     def _answer(self, request: Request, begun: float) -> Answer:
         if request.kind == "describe":

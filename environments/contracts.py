@@ -32,12 +32,12 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
     environment: str | None
     tools: list[str]
     arguments: dict[str, Any] = {}  # rollout.environment_kwargs
-    columns: list[str] | None = None  # null: the signature of reset is not checked
+    columns: list[str] = []
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
     agent: str | list[str]
-    columns: list[str] | None = None  # null: the signature is not checked
+    columns: list[str]
 
 
 class BrokenEnvironment(Exception):
@@ -83,19 +83,8 @@ class Found:
             )
         if instance.tools is None:
             _check_step(name, instance.target.step)
-        if self._setup.columns is not None:
-            self._check_reset(name, reset, self._setup.columns)
+        check_columns(f"environment {name}: reset", reset, self._setup.columns)
         return instance
-
-    def _check_reset(self, name: str, reset: Callable[..., Any], columns: Sequence[str]) -> None:
-        def unknown(parameter: str) -> str:
-            return (
-                f"environment {name}: reset wants {parameter!r}; the data set gives "
-                f"{', '.join(columns) or 'no columns'}. Remove it and add **row, or set "
-                f"data.rename: {{<a column>: {parameter}}}"
-            )
-
-        check_parameters(f"environment {name}", reset, columns, (), "def reset(self, **row)", unknown)
 
 
 class Instance:
@@ -190,6 +179,16 @@ def call_user(what: str, function: Callable[..., Any], /, *arguments: Any, **nam
     if isinstance(value, BaseException):
         raise BrokenEnvironment(f"{what} raised {describe(value)}") from value
     return value
+
+
+def check_columns(label: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
+    """Raises UserError unless the function can be called by keyword with these columns."""
+
+    def unknown(parameter: str) -> str:
+        remedy = f"Remove it and add **row, or set data.rename: {{<a column>: {parameter}}}"
+        return f"{label} wants {parameter!r}; it gets {', '.join(offered) or 'no columns'}. {remedy}"
+
+    check_parameters(label, function, offered, (), "", unknown)
 
 
 def wanted_columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

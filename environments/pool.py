@@ -53,17 +53,15 @@ class EnvironmentPool:
             [(("group 7", 0), Turn([{"role": "tool", …}], num_calls=1, …))] = pool.ready(timeout_s=10)
 
     Entering starts the fork server and, in a process of its own, a first instance, which is checked and dropped; it
-    raises UserError when something cannot be found, imported or, with `columns`, called with these columns. Every
+    raises UserError when something cannot be found, imported or called with these columns. Every
     start, step and finish is answered once, unless its key is closed before. After Done or Failed the key is gone. One
     request per key at a time; use from one thread.
     """
 
-    def __init__(
-        self, config: Rollouts, columns: Iterable[str] | None = None, law: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, config: Rollouts, columns: Iterable[str], law: Mapping[str, float] | None = None) -> None:
         """Prepares the pool. law: the sampling settings in force for agents."""
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty without tools
-        names = None if columns is None else list(columns)
+        names = list(columns)
         service = "environments.service:EnvironmentService"
         setup: Any = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, names)
         self._endpoint: Endpoint | None = None

@@ -1,4 +1,4 @@
-r"""Rewards for mathematical answers: `boxed`, `boxed_format`, `math_verify`, `gated_format`, and MindSpeed-RL's `acc`,
+r"""Rewards for answers: `answer`, `boxed`, `boxed_format`, `math_verify`, `gated_format`, and MindSpeed-RL's `acc`,
 `base_acc`, `strict_format`.
 
 The gold answer is the column `answer`: a number, text such as `\frac{1}{2}`, a solution that ends in `#### 72` or in
@@ -16,6 +16,17 @@ from rewards.format import is_formatted, without_end_of_turn
 from rewards.mathematics.reading import answer_part, last_boxed
 
 _RIGHT_OR_NOT = {True: 1.0, False: 0.0}
+
+
+def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    r"""Returns +1 for the right answer, −1 for a wrong one or none; None if the row's `answer` cannot be judged.
+
+    The answer is the last \boxed{} or else the last number, within the last `<answer>…</answer>` where there is one,
+    so that an unformatted right answer is right.
+
+        "<answer>$1,200.00</answer>" for "… #### 1200" → 1.0        "It is 71 or 72." for "72" → 1.0
+    """
+    return judged(completions, answer, {True: 1.0, False: -1.0})
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:

@@ -20,7 +20,7 @@ from common.user_code.functions import check_parameters, parameters_of, takes_al
 from rewards import ALWAYS_PASSED, RewardFunction
 
 BUILT_IN = {
-    "answer": "rewards.gsm8k.answer",
+    "answer": "rewards.boxed.answer",
     "format": "rewards.format.format",
     "boxed": "rewards.boxed.boxed",
     "boxed_format": "rewards.boxed.boxed_format",

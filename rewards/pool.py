@@ -167,7 +167,7 @@ class RewardPool:
             worker, trouble = self._replaced(worker)
         if worker is None and is_another and self._serves_without(key, job, trouble):
             return
-        result, logged = self._scored(worker, job) if worker else (RewardFailure("crash", trouble), {})
+        result, logged = self._score(worker, job) if worker else (RewardFailure("crash", trouble), {})
         self._results.put((key, result, logged))
         if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
             worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
@@ -208,16 +208,14 @@ class RewardPool:
             raise StartError(f"the reward process {error}. It was importing the reward functions{limit}") from error
         if reply.wanted is None:
             worker.close()
-            raise StartError(self._said(reply.reason))
+            raise StartError(self._with_remedy(reply.reason))
         self.wanted = reply.wanted
         return worker
 
-    def _scored(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
+    def _score(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
         try:
-            reply = self._asked(worker, job)
-            if not reply.reason and len(reply.scores) != len(job.completions):
-                raise LostError("answered something else than it was asked")
+            reply = self._ask(worker, job)
         except LostError as error:
             kind: Literal["timeout", "crash"] = "timeout" if error.timed_out else "crash"
             return RewardFailure(kind, f"the reward process {error}. {about}"), {}
@@ -226,12 +224,14 @@ class RewardPool:
             return RewardFailure("error", reason), {}
         with self._lock:
             self._load.note(reply.seconds, reply.cpu_s)
-        return (RewardFailure("error", self._said(reply.reason)), {}) if reply.reason else (reply.scores, reply.logged)
+        if reply.reason:
+            return RewardFailure("error", self._with_remedy(reply.reason)), {}
+        return reply.scores, reply.logged
 
-    def _said(self, reason: str) -> str:
+    def _with_remedy(self, reason: str) -> str:
         return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
 
-    def _asked(self, worker: Worker, job: Job) -> JobReply:
+    def _ask(self, worker: Worker, job: Job) -> JobReply:
         """Asks as `Worker.ask`; if the worker hangs, waiting jobs may have another process meanwhile."""
         late: list[Worker] = []
 

@@ -174,14 +174,10 @@ def plainly(text: str) -> str:
         text = text.strip("$")
     for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
         text = text.replace(written, meant)
-    return (
-        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text))))
-        .strip()
-        .replace("( ", "(")
-        .replace(" )", ")")
-        .replace(" ^", "^")
-        .replace("° ", "°")
-    )
+    text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text)))).strip()
+    for spaced, joined in (("( ", "("), (" )", ")"), (" ^", "^"), ("° ", "°")):
+        text = text.replace(spaced, joined)
+    return text
 
 
 # ---- numbers ----

@@ -289,7 +289,7 @@ def test_what_the_user_can_mend_stops_the_start(file, tmp_path):
         ({"environment": f"{file}:Obeys", "environment_kwargs": {"size": 3}}, "unexpected keyword argument 'size'"),
         ({"environment": f"{kinds}:Empty"}, "has no reset; write def reset(self, **row)"),
         ({"environment": f"{kinds}:NoTools"}, "has neither step nor methods that are tools"),
-        ({"environment": f"{kinds}:Wants"}, "reset wants 'level'; the data set gives question, answer"),
+        ({"environment": f"{kinds}:Wants"}, "reset wants 'level'; it gets question, answer"),
         ({"environment": f"{kinds}:Alone"}, "step is called with the completion alone (too many positional arguments)"),
         ({"tools": [f"{kinds}:times"]}, "tool 'times' cannot be described to the model"),
     ):

@@ -378,7 +378,7 @@ def test_an_import_that_takes_too_long_names_its_setting(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     for pool, name in (
         (RewardPool(Rewards(reward_funcs=[f"{tmp_path}/slow.py:f"], import_timeout_s=0.5)), "rewards"),
-        (EnvironmentPool(Rollouts(tools=[f"{tmp_path}/slow.py:f"], import_timeout_s=0.5)), "rollout"),
+        (EnvironmentPool(Rollouts(tools=[f"{tmp_path}/slow.py:f"], import_timeout_s=0.5), columns=[]), "rollout"),
     ):
         with pytest.raises(UserError, match=rf"0.5 s.* importing.*; allow more: {name}.import_timeout_s=1"), pool:
             pass

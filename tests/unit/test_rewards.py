@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from rewards import RewardError, score_completions
+from rewards.boxed import answer
 from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.format import is_formatted
-from rewards.gsm8k import answer
 from rewards.mathematics.numbers import last_number
 from tests.support.speed import overdue
 
@@ -123,7 +123,7 @@ def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path, monkeypat
         f"{tmp_path}/broken.py:f": ["cannot be imported", "No module named 'nothing_of_this_name'", "broken.py:1"],
         "broken.f": ["broken cannot be imported: ModuleNotFoundError", "broken.py:1"],
         "nothing_of_this_name.f": ["no module 'nothing_of_this_name'", "path/file.py:function"],
-        "rewards.gsm8k.anser": ["no function 'anser'", "Did you mean answer?"],
+        "rewards.boxed.anser": ["no function 'anser'", "Did you mean answer?"],
     }.items():
         with pytest.raises(UserError) as error:
             resolve(name)

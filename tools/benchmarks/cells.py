@@ -132,9 +132,9 @@ def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
 
 
 def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
-    from rewards import gsm8k
+    from rewards import boxed
 
-    return gsm8k.answer(completions, answer)
+    return boxed.answer(completions, answer)
 
 
 def formatted(completions: list[Any], **_: Any) -> list[Any]:
