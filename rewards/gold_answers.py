@@ -41,23 +41,19 @@ class Findings:
 Delivery = Callable[[GoldRow, Sequence[Probe]], tuple[list[str], list[list[int]]]]
 
 
-def deliver_unchanged(row: GoldRow, row_probes: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+def unchanged(row: GoldRow, row_probes: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
     """Returns the probes' texts as they are, and stand-ins for their tokens."""
     texts = [probe.text for probe in row_probes]
     return texts, [list(range(len(text.split()) + 1)) for text in texts]
 
 
 def check_gold(
-    config: Rewards,
-    rows: Sequence[GoldRow],
-    max_steps: int = 0,
-    deliver: Delivery = deliver_unchanged,
-    thinks: bool = False,
+    config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0, deliver: Delivery = unchanged, thinks: bool = False
 ) -> Findings:
     """Checks that each function, and their sum, prefer right answers in every notation to wrong ones.
 
-    deliver: returns completions as they reach the rewards, and their tokens. thinks: completions begin with thoughts, in
-    which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
+    deliver: returns completions as they reach the rewards, and their tokens. thinks: completions begin with thoughts,
+    in which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
     """
     findings = Findings()
     thinks = thinks or any(name in FORMS_OF_THOUGHT for name in config.reward_funcs)
@@ -88,9 +84,8 @@ def _with_probes(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> l
     counts = ", ".join(f"{kind} {len(some)}" for kind, some in by_kind.items() if kind != NO_KIND)
     if unjudged := by_kind.get(NO_KIND, []):
         reason = gold_kind(unjudged[0].columns.get("answer")).reason
-        counts += (
-            f"{'; ' * bool(counts)}{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
-        )
+        unread = f"{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
+        counts = f"{counts}; {unread}" if counts else unread
     findings.lines.append(f"kinds of gold answers: {counts}")
     thorough = {row.index: some for some in by_kind.values() for row in some[:: -(-len(some) // THOROUGH)]}
     with_probes = list[tuple[GoldRow, list[Probe]]]()

@@ -2,19 +2,19 @@
 
 Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
-with all that it started, and replaced. A worker that died while idle is replaced without failing a job. Groups are
-scored side by side, in more processes as soon as the waiting groups would take longer than another process takes to
-start: one a core, or several where functions mostly wait, as judges behind HTTP do. A worker that hangs does not keep
-groups waiting: another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one
-interpreter until it is killed.
+with all that it started, and replaced. Groups are scored side by side, in as many processes as are worth their cost
+(load.py). A worker that hangs does not keep groups waiting: another process takes its place until it is killed. Left
+out: several jobs share one interpreter until it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +80,7 @@ class RewardPool:
         self._lock = threading.Lock()  # protects all below
         self._waiting: deque[tuple[Hashable, Job]] = deque()
         self._idle: list[Worker] = []
-        self._num_busy = 0
-        self._num_late = 0  # busy ones that take much longer than others did
+        self._busy: dict[int, float] = {}  # by the job's id: when its worker was asked; ∞: its process is starting
         self._load = Load()
 
     def __enter__(self) -> RewardPool:
@@ -113,21 +112,20 @@ class RewardPool:
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
         policy_version: int = 0,
-        **of_row: Sequence[Any],
+        **more: Sequence[Any],
     ) -> None:
         """Queues the completions of one prompt and returns at once.
 
         completions: texts, or for rollouts of several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
-        functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
-        get as trainer_state.global_step. of_row: environment_rewards, the environment's reward of each completion,
+        functions name and, where one takes `**columns`, the rest but for images. policy_version: what reward functions
+        get as trainer_state.global_step. more: environment_rewards, the environment's reward of each completion,
         environments, the `Done.state` of each, and scored_by, as in Problem.
         """
         named, rest = self.wanted.names, self.wanted.rest
-        files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
-        row = {k: value for k, value in columns.items() if k in named or (rest and k not in files)}
-        theirs = {name: list(values) for name, values in of_row.items()}
-        job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
+        row = {k: value for k, value in columns.items() if k in named or (rest and k != self._image_key)}
+        lists = {name: list(values) for name, values in more.items()}
+        job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **lists)
         self.pending += 1
         with self._lock:
             self._waiting.append((key, job))
@@ -135,6 +133,7 @@ class RewardPool:
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
         """Returns finished jobs, in any order. Waits up to timeout_s for the first, but not if none is pending."""
+        self._start_waiting()  # a worker may hang by now
         finished: list[tuple[Hashable, Scores | RewardFailure]] = []
         wait_s = timeout_s if self.pending else 0.0
         with contextlib.suppress(queue.Empty):
@@ -147,16 +146,19 @@ class RewardPool:
         return finished
 
     def _start_waiting(self) -> None:
-        """Starts as many waiting jobs as there are processes, or may be."""
+        """Starts as many waiting jobs as there are processes, or may be. One that hangs does not count."""
         with self._lock:
+            late_since = time.monotonic() - self._load.late_s
             while self._waiting:
-                there = self._num_busy + len(self._idle) - self._num_late
-                paying = self._num_late + self._load.pays(max(1, there), len(self._waiting))
-                if self._num_busy >= (self._num_workers or min(MAX_REWARD_WORKERS, paying)):
+                num_late = sum(asked_s < late_since for asked_s in self._busy.values())
+                num_useful = len(self._busy) + len(self._idle) - num_late
+                worth = num_late + self._load.num_worth(max(1, num_useful), len(self._waiting))
+                if len(self._busy) >= (self._num_workers or min(MAX_REWARD_WORKERS, worth)):
                     return
                 worker = self._idle.pop() if self._idle else None
-                self._num_busy += 1
-                self._threads.submit(self._serve, worker, *self._waiting.popleft())
+                key, job = self._waiting.popleft()
+                self._busy[id(job)] = math.inf
+                self._threads.submit(self._serve, worker, key, job)
 
     # ---- in the threads ----
 
@@ -172,7 +174,7 @@ class RewardPool:
         if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
             worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
         with self._lock:
-            self._num_busy -= 1
+            del self._busy[id(job)]
             if worker is not None:
                 self._idle.append(worker)
         self._start_waiting()
@@ -180,11 +182,12 @@ class RewardPool:
     def _serves_without(self, key: Hashable, job: Job, trouble: str) -> bool:
         """Returns whether other workers serve on alone: a file's import may take what only one process can have."""
         with self._lock:
-            if (others := self._num_busy + len(self._idle) - 1) < 1:
+            if (others := len(self._busy) + len(self._idle) - 1) < 1:
                 return False
-            self._num_workers, self._num_busy = others, others - len(self._idle)
+            self._num_workers = others
+            del self._busy[id(job)]
             self._waiting.appendleft((key, job))
-        say(f"rewards: no more than {others} processes: {trouble}")
+        say(f"rewards: no more than {others} processes score groups, because another cannot start: {trouble}")
         self._start_waiting()
         return True
 
@@ -215,7 +218,8 @@ class RewardPool:
     def _score(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
         try:
-            reply = self._ask(worker, job)
+            self._busy[id(job)] = time.monotonic()
+            reply = worker.ask(job, JobReply, self._timeout_s)
         except LostError as error:
             kind: Literal["timeout", "crash"] = "timeout" if error.timed_out else "crash"
             return RewardFailure(kind, f"the reward process {error}. {about}"), {}
@@ -230,27 +234,3 @@ class RewardPool:
 
     def _with_remedy(self, reason: str) -> str:
         return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
-
-    def _ask(self, worker: Worker, job: Job) -> JobReply:
-        """Asks as `Worker.ask`; if the worker hangs, waiting jobs may have another process meanwhile."""
-        late: list[Worker] = []
-
-        def hangs() -> None:
-            with self._lock:
-                self._num_late += 1
-            late.append(worker)
-            self._start_waiting()
-
-        try:
-            return worker.ask(job, JobReply, self._timeout_s, late=(self._load.late_s, hangs))
-        finally:
-            with self._lock:
-                self._num_late -= len(late)
-
-
-def _holds_bytes(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_bytes, value))
-    return isinstance(value, bytes | bytearray | memoryview)
