@@ -1,7 +1,6 @@
 """Adapters that give a user's environment or tools one interface: reset, step, finish, close.
 
-Three kinds are accepted: a class with `step`; a class without it, whose public methods are tools (TRL's
-`environment_factory`); and plain functions that are tools. This code runs inside the rollout's own process.
+This code runs inside the rollout's own process.
 """
 
 from __future__ import annotations
@@ -109,7 +108,8 @@ class Instance:
             return answer_calls(self.tools, calls) or self.finish()
         given = call_user("step", self.target.step, completion)
         if not isinstance(given, Done):
-            given, reward = given if _has_reward(given) else (given, None)
+            has_reward = isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
+            given, reward = given if has_reward else (given, None)  # two messages are no message with a reward
             return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
         return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
 
@@ -132,11 +132,6 @@ class Instance:
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
             call_user("close", self.target.close)
-
-
-def _has_reward(given: Any) -> bool:
-    """Returns whether a result has a reward, as `"Higher.", 0.5` has, and is not a pair of chat messages."""
-    return isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
 
 
 def _can_be_sent(value: Any) -> bool:

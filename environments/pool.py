@@ -2,9 +2,9 @@
 
 A rollout has a worker of its own (common/worker), and a thread that sends it requests. Deadlines hold while the
 sampler's own thread is inside the engine. A request that exceeds its deadline, kills its process or raises gives one
-`Failed`, and its process is killed with all that it started, without effect on other rollouts. When an environment has
-ended, its `close` is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where
-the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the server is started again.
+`Failed`, and its process is killed with all that it started, without effect on other rollouts. Left out: whoever
+kills the fork server itself, where the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the
+server is started again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The functions run together, in the process and under the deadline that they will have in the run. A function is a
 verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
-gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers. The caller
-gives the result of a completion's way through the tokenizer: without one, words between spaces stand in for tokens.
+gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers.
 """
 
 from __future__ import annotations

@@ -180,9 +180,6 @@ def plainly(text: str) -> str:
     return text
 
 
-# ---- numbers ----
-
-
 def split_unit(text: str) -> tuple[str, str]:
     """Splits a text into number and unit: "5 cm" into ("5", "cm"), "-$5" into ("-5", "$"), "2x" into ("2x", "")."""
     if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
@@ -216,9 +213,6 @@ def _value(number: str) -> Fraction | None:
     if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
         return rational(number)
     return value
-
-
-# ---- letters, times, texts ----
 
 
 def _letter(text: str) -> str | None:

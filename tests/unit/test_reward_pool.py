@@ -207,7 +207,8 @@ def test_integers_of_any_size_halves_of_characters_and_files_travel(file):
         "half": "a\ud83d",
         "file": {"bytes": b"x"},
     }
-    checks = ["columns['large'] == [n] * 2", "columns['half'] == ['a' + chr(0xd83d)] * 2", "columns['file'][0] == {'bytes': b'x'}"]
+    checks = ["columns['large'] == [n] * 2", "columns['half'] == ['a' + chr(0xd83d)] * 2"]
+    checks += ["columns['file'] == [{'bytes': b'x'}] * 2"]
     act = "n = [__import__('math').factorial(30), -2**64, 2**63, {'a': 2**64}]; assert " + " and ".join(checks)
     with RewardPool(Rewards(reward_funcs=[f"{file}:act"]), columns=given) as pool:
         for key, completions in enumerate(([act, ""], ["raise ValueError(columns['half'][0])", ""])):

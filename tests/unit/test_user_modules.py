@@ -98,13 +98,12 @@ def test_what_a_file_puts_on_the_path_is_found_before_ours_and_leaves_ours_alone
 
 
 def test_a_file_with_the_name_of_our_package_still_gets_ours(tmp_path: Path) -> None:
-    files(
-        tmp_path, rewards="from rewards import text_of\nfrom rewards.boxed import answer" + BODY.format("text_of('7')")
-    )
+    imports = "from rewards import text_of\nfrom rewards.built_in import answer"
+    files(tmp_path, rewards=imports + BODY.format("text_of('7')"))
     assert scores(f"{tmp_path}/rewards.py:f") == {"f": 7.0}
 
 
-@pytest.mark.parametrize("name", ["rewards", "rewards.boxed"])
+@pytest.mark.parametrize("name", ["rewards", "rewards.built_in"])
 def test_where_ours_was_meant_and_theirs_is_there_the_line_to_write_is_said(tmp_path: Path, name: str) -> None:
     files(tmp_path, rewards="", mine=f"from {name} import text_of{BODY.format(1)}")
     with pytest.raises(UserError, match=rf"\(mine.py:1\)\. .* Tandem's is tandem\.{name}"):
