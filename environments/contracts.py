@@ -5,7 +5,6 @@ This code runs inside the rollout's own process.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,9 +47,8 @@ class Found:
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         self._setup = setup
-        self._make = (
-            functions.find(f"environment {setup.environment!r}", setup.environment) if setup.environment else None
-        )
+        spec = setup.environment
+        self._make = functions.find(f"environment {spec!r}", spec) if spec else None
         self._tools = {short_name(spec): functions.find(f"tool {spec!r}", spec) for spec in setup.tools}
 
     def instance(self) -> Instance:
@@ -81,7 +79,12 @@ class Found:
                 f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
             )
         if instance.tools is None:
-            _check_step(name, instance.target.step)
+            try:
+                inspect.signature(instance.target.step).bind("")
+            except TypeError as error:
+                raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
+            except ValueError:  # a function written in C may have no signature
+                pass
         check_columns(f"environment {name}: reset", reset, self._setup.columns)
         return instance
 
@@ -139,14 +142,6 @@ def _can_be_sent(value: Any) -> bool:
         return bool(encode({"state": value}, _LARGEST_STATE))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return False
-
-
-def _check_step(name: str, step: Callable[..., Any]) -> None:
-    with contextlib.suppress(ValueError):  # a function written in C may have no signature
-        try:
-            inspect.signature(step).bind("")
-        except TypeError as error:
-            raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
 
 
 def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:

@@ -37,9 +37,9 @@ Calls = tuple[str, Sequence[Call]]  # of a turn: the text around the calls, and 
 NO_CALLS: Calls = ("", ())
 
 
-def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
+def answer_calls(tools: Mapping[str, Function], turn_calls: Calls) -> Turn | None:
     """Runs tool calls and returns their messages in order; None without a call, because the turn is the last then."""
-    content, calls = said
+    content, calls = turn_calls
     if not calls:
         return None
     outcomes = await_all([_start(tools, call) for call in calls])
@@ -58,8 +58,7 @@ def _start(tools: Mapping[str, Function], call: Call) -> Any:
 def _message(call: Call, outcome: Any) -> Message:
     """Returns the tool message of a result or error (TRL's {"error": …}). Raises TypeError for non-text (a picture)."""
     if isinstance(outcome, BaseException):
-        told = f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)
-        outcome = {"error": told}
+        outcome = {"error": f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)}
     return {"role": "tool", "name": call.name or "unknown", "content": _text(call.name, outcome)}
 
 

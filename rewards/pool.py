@@ -3,8 +3,7 @@
 Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
 with all that it started, and replaced. Groups are scored side by side, in as many processes as are worth their cost
-(load.py). A worker that hangs does not keep groups waiting: another process takes its place until it is killed. Left
-out: several jobs share one interpreter until it is killed.
+(load.py); one that hangs is not counted. Left out: several jobs share one interpreter until it is killed.
 """
 
 from __future__ import annotations

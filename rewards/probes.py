@@ -83,8 +83,7 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
     """
     empty = Probe(EMPTY, False, "", what=EMPTY)
-    right = golds(answer)
-    if not right:
+    if not (right := golds(answer)):
         return [empty]
     gold = right[0]
     writings = notations(gold) if thorough else {AS_WRITTEN: gold}

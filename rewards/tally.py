@@ -27,7 +27,6 @@ class GoldRow:
 
     @property
     def kind(self) -> str:
-        """Returns the kind of the row's gold answer."""
         return gold_kind(self.columns.get("answer")).name or NO_KIND
 
 

@@ -176,7 +176,7 @@ def test_a_slow_step_holds_no_other_rollout(file):
 
 def test_a_slow_reset_and_a_row_that_cannot_be_sent_fail_their_rollout(pool):
     reply = started(pool, 1, question="sleep")[1]
-    assert reply.kind == "timeout" and "no answer from reset" in reply.reason
+    assert reply.kind == "timeout" and "did not answer reset" in reply.reason
     reply = started(pool, 1, answer=object())[1]
     assert reply.kind == "error" and "cannot be sent" in reply.reason
     assert pool.pending == 0
