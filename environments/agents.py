@@ -52,7 +52,7 @@ class AgentService(EnvironmentService):
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
         check_columns(self._label, self._function, ["base_url", *self._setup.columns])
 
-    def _answer(self, request: Request, begun: float) -> Answer:
+    def _answer(self, request: Request, started_s: float) -> Answer:
         if request.kind == "describe":
             return Answer(tools=[])
         seed_generators(request.seed)

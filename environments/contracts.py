@@ -42,7 +42,7 @@ class BrokenEnvironment(Exception):
     """The error of a user's environment that raised, or returned a value that violates the contract."""
 
 
-class Found:
+class EnvironmentFactory:
     """The imported class or functions of the user, from which instances are made. Raises UserError."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
@@ -99,22 +99,22 @@ class Instance:
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
             return Turn()
-        given = call_user("reset", self.target.reset, **wanted_columns(self.target.reset, row))
-        if given is None:
+        result = call_user("reset", self.target.reset, **wanted_columns(self.target.reset, row))
+        if result is None:
             return Turn()
-        if isinstance(given, str) and self.tools is not None:
-            return Turn(appended=given)
-        return Turn(messages_of(given, "reset"))
+        if isinstance(result, str) and self.tools is not None:
+            return Turn(appended=result)
+        return Turn(messages_of(result, "reset"))
 
     def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
         if self.tools is not None:
             return answer_calls(self.tools, calls) or self.finish()
-        given = call_user("step", self.target.step, completion)
-        if not isinstance(given, Done):
-            has_reward = isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
-            given, reward = given if has_reward else (given, None)  # two messages are no message with a reward
-            return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
-        return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
+        result = call_user("step", self.target.step, completion)
+        if not isinstance(result, Done):
+            has_reward = isinstance(result, tuple) and len(result) == 2 and not isinstance(result[1], Mapping)
+            result, reward = result if has_reward else (result, None)  # two messages are no message with a reward
+            return Turn(messages_of(result, "step"), reward=_reward(reward, "step"))
+        return Done(_reward(result.reward, "step"), messages_of(result.messages, "step", none=True))
 
     def finish(self) -> Done:
         """Ends a rollout that `step` did not end, with the reward of get_reward.
@@ -144,15 +144,15 @@ def _can_be_sent(value: Any) -> bool:
         return False
 
 
-def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
+def messages_of(result: Any, what: str, none: bool = False) -> list[Message]:
     """Converts a user's result to chat messages; plain text becomes a user message. Raises BrokenEnvironment."""
-    if given is None and none:
+    if result is None and none:
         return []
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [{"role": "user", "content": result}] if isinstance(result, str) else result
     messages = [messages] if isinstance(messages, Mapping) else messages
     if not isinstance(messages, list | tuple) or (not messages and not none):
         raise BrokenEnvironment(
-            f"{what} returned {shorten(given)}, expected text, messages, either with a reward, or Done(reward)"
+            f"{what} returned {shorten(result)}, expected text, messages, either with a reward, or Done(reward)"
         )
     for message in messages:
         right = isinstance(message, Mapping) and isinstance(message.get("role"), str)

@@ -56,15 +56,15 @@ def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, time
     """Returns the function with its rewards.reward_kwargs bound; for a class, which also gets rewards.timeout_s if it
     names it, an object made with them. Raises UserError for arguments that it does not take."""
     parameters = parameters_of(function)
-    taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names_taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not takes_all(parameters):
-        for unknown in set(arguments) - set(taken):
-            near = difflib.get_close_matches(unknown, taken, n=1) or taken
+        for unknown in set(arguments) - set(names_taken):
+            near = difflib.get_close_matches(unknown, names_taken, n=1) or names_taken
             raise UserError(f"rewards.reward_kwargs: {name} takes no {unknown!r}. Did you mean {' or '.join(near)}?")
     if not isinstance(function, type):
         return functools.partial(function, **arguments) if arguments else function
     try:
-        offered = {"timeout_s": timeout_s} if "timeout_s" in taken else {}
+        offered = {"timeout_s": timeout_s} if "timeout_s" in names_taken else {}
         return function(**offered | dict(arguments))  # type: ignore[no-any-return]
     except Exception as error:
         reason = str(error) if isinstance(error, UserError) else functions.describe(error)

@@ -122,8 +122,8 @@ def _score(
 
 def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], findings: Findings) -> None:
     """Checks that right answers earn full marks in every notation, and wrong ones do not, if they differ at all."""
-    applies = [one for one in scored if not all(map(math.isnan, one.of(name)))]
-    scores = [score for one in scored for score in one.of(name)]
+    applies = [one for one in scored if not all(map(math.isnan, one.scores_of(name)))]
+    scores = [score for one in scored for score in one.scores_of(name)]
     findings.lines += [f"  scores: {distribution(scores)}"]
     if len(applies) < len(scored):
         nones = [one.row for one in scored if one not in applies]
@@ -138,7 +138,7 @@ def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], fi
             "or leave it out of rewards.reward_funcs"
         )
         return
-    tally = [Tally.of(one, one.of(name), full_mark) for one in applies]
+    tally = [Tally.of(one, one.scores_of(name), full_mark) for one in applies]
     missed = [t for t in tally if not t.forms]
     reached = len(tally) - len(missed)
     shown = ", ".join(form for form, _ in Counter(form for t in tally for form in t.forms).most_common())

@@ -165,21 +165,21 @@ class RewardPool:
         """Serves a job in a worker. Every job gets exactly one result."""
         is_another, trouble = worker is None, ""
         if worker is None or worker.has_ended():
-            worker, trouble = self._replaced(worker)
-        if worker is None and is_another and self._serves_without(key, job, trouble):
+            worker, trouble = self._replace(worker)
+        if worker is None and is_another and self._continue_without(key, job, trouble):
             return
         result, logged = self._score(worker, job) if worker else (RewardFailure("crash", trouble), {})
         self._results.put((key, result, logged))
         if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
-            worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
+            worker, _ = self._replace(worker)  # now, so that the next job need not wait, either
         with self._lock:
             del self._busy[id(job)]
             if worker is not None:
                 self._idle.append(worker)
         self._start_waiting()
 
-    def _serves_without(self, key: Hashable, job: Job, trouble: str) -> bool:
-        """Returns whether other workers serve on alone: a file's import may take what only one process can have."""
+    def _continue_without(self, key: Hashable, job: Job, trouble: str) -> bool:
+        """Returns whether other workers continue alone: a file's import may take what only one process can have."""
         with self._lock:
             if (others := len(self._busy) + len(self._idle) - 1) < 1:
                 return False
@@ -190,7 +190,7 @@ class RewardPool:
         self._start_waiting()
         return True
 
-    def _replaced(self, worker: Worker | None) -> tuple[Worker | None, str]:
+    def _replace(self, worker: Worker | None) -> tuple[Worker | None, str]:
         """Returns another worker in place of this one, or None and why there is none."""
         if worker is not None:
             worker.close()

@@ -39,7 +39,7 @@ class ScoredRow:
     scores: Scores
     lengths: Sequence[int]  # tokens of the completions
 
-    def of(self, name: str) -> list[float]:
+    def scores_of(self, name: str) -> list[float]:
         return [rewards[name] for rewards, _ in self.scores]
 
     def split(self, scores: Sequence[float]) -> tuple[dict[str, float], dict[str, float], float]:
