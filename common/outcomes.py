@@ -5,12 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
+
+
+def outcome_of(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Calls a user's function and returns its result, still to be awaited if it is async, or the error it raises."""
+    try:
+        return function(*arguments, **named)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit included: a user's function must not end its process in silence
+        return error
 
 
 def await_all(outcomes: Sequence[Any]) -> list[Any]:

@@ -78,7 +78,7 @@ def conversation(turns: Sequence[tuple[str, Turn | Done | None]]) -> list[Messag
     """
     messages: list[Message] = []
     for text, reply in turns:
-        said = reply.assistant if reply is not None else None
-        messages.append(said or {"role": "assistant", "content": text})
+        assistant = reply.assistant if reply is not None else None
+        messages.append(assistant or {"role": "assistant", "content": text})
         messages += reply.messages if reply is not None else []
     return messages

@@ -13,17 +13,18 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import UserError
 from common.outcomes import finite_number, shorten
 from common.user_code import functions
-from common.user_code.functions import check_parameters, short_name
+from common.user_code.functions import short_name
 from common.worker import decode
 from environments import Done
 from environments.chat_completions import Said, answer
-from environments.contracts import AgentSetup, BrokenEnvironment, called, wanted
+from environments.contracts import AgentSetup, BrokenEnvironment, call_user, check_columns, wanted_columns
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
 _NOWHERE = "http://127.0.0.1:9/v1"  # the placeholder until a rollout starts
@@ -38,7 +39,7 @@ class AgentService(EnvironmentService):
         os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require a key; nobody else knows the address
         direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
-        agent, columns = self._setup.agent, self._setup.columns
+        agent = self._setup.agent
         self._clients: list[Any] = []
         if isinstance(agent, list):
             if shutil.which(agent[0]) is None:
@@ -47,18 +48,11 @@ class AgentService(EnvironmentService):
         with contextlib.suppress(Exception):  # without openai, or with another version of it, agents start more slowly
             _note_clients(self._clients)
             _warm()
-        self._label = label = f"agent {short_name(agent)}"
+        self._label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
-        offered = ["base_url", *(columns or ())]
+        check_columns(self._label, self._function, ["base_url", *self._setup.columns])
 
-        def unknown(wanted: str) -> str:
-            remedy = f"Remove it, or set data.rename: {{<a column>: {wanted}}}"
-            return f"{label} wants {wanted!r}; it gets {', '.join(offered)}. {remedy}"
-
-        if columns is not None:
-            check_parameters(label, self._function, offered, (), "", unknown)
-
-    def _answer(self, request: Request, begun: float) -> Answer:
+    def _answer(self, request: Request, started_s: float) -> Answer:
         if request.kind == "describe":
             return Answer(tools=[])
         seed_generators(request.seed)
@@ -70,8 +64,8 @@ class AgentService(EnvironmentService):
             if str(client.base_url).rstrip("/") == _NOWHERE:
                 client.base_url = row["base_url"]
         if isinstance(self._setup.agent, list):
-            return _ran(self._setup.agent, row)
-        return called(self._label, self._function, **wanted(self._function, row))
+            return _run_command(self._setup.agent, row)
+        return call_user(self._label, self._function, **wanted_columns(self._function, row))
 
 
 def _warm() -> None:
@@ -79,12 +73,12 @@ def _warm() -> None:
     import httpx2
     import openai
 
-    said = answer({"id": "", "created": 0, "model": ""}, Said({"role": "assistant", "content": ""}, "stop", {}))
-    mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=said)))
+    response = answer({"id": "", "created": 0, "model": ""}, Said({"role": "assistant", "content": ""}, "stop", {}))
+    mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=response)))
     for http_client in (mock, None):  # None: a request over the network, to an address without a server
-        asked = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions
+        completions = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions
         with contextlib.suppress(openai.APIConnectionError):
-            asyncio.run(asked.create(model="", messages=[{"role": "user", "content": ""}]))
+            asyncio.run(completions.create(model="", messages=[{"role": "user", "content": ""}]))
 
 
 def _note_clients(clients: list[Any]) -> None:
@@ -92,20 +86,27 @@ def _note_clients(clients: list[Any]) -> None:
     import openai
 
     for kind in (openai.OpenAI, openai.AsyncOpenAI):
-        kind.__init__ = functools.partialmethod(_made, kind.__init__, clients)  # type: ignore[assignment, method-assign]
+        init = functools.partialmethod(_init_client, kind.__init__, clients)
+        kind.__init__ = init  # type: ignore[assignment, method-assign]
 
 
-def _made(client: Any, make: Callable[..., None], clients: list[Any], *arguments: Any, **named: Any) -> None:
-    make(client, *arguments, **named)
+def _init_client(client: Any, init: Callable[..., None], clients: list[Any], *arguments: Any, **named: Any) -> None:
+    init(client, *arguments, **named)
     clients.append(client)
 
 
-def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
-    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment."""
-    told = json.dumps(row, default=str).encode()
-    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    last = next((line for line in reversed(_printed(program, told).splitlines()) if line.strip()), b"null")
-    if status := program.returncode:
+def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:
+    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment.
+
+    Its input and output are files: a pipe would stay open in processes that the command leaves behind.
+    """
+    with tempfile.TemporaryFile() as columns, tempfile.TemporaryFile("a+b") as output:
+        columns.write(json.dumps(row, default=str).encode())
+        columns.seek(0)
+        status = subprocess.run(command, stdin=columns, stdout=output).returncode
+        output.seek(0)
+        last = next((line for line in reversed(output.read().splitlines()) if line.strip()), b"null")
+    if status:
         raise BrokenEnvironment(f"{command[0]} ended with exit code {status}; its last line: {shorten(last)}")
     try:
         return json.loads(last)
@@ -115,23 +116,12 @@ def _ran(command: list[str], row: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def _printed(program: subprocess.Popen[bytes], told: bytes | None) -> bytes:
-    """Returns the output up to the program's exit; processes that it leaves behind may hold its output open."""
-    while True:
-        has_ended = program.poll() is not None
-        try:
-            return program.communicate(told, timeout=1)[0]
-        except subprocess.TimeoutExpired as late:
-            if has_ended:
-                return late.output or b""
-            told = None
-
-
-def _done(given: Any) -> Done:
+def _done(result: Any) -> Done:
     """Converts a result: a number is the reward, text the answer for reward functions. Raises BrokenEnvironment."""
-    if isinstance(given, str):
-        return Done(None, [{"role": "assistant", "content": given}])
-    if given is not None and finite_number(given) is None:
+    if isinstance(result, str):
+        return Done(None, [{"role": "assistant", "content": result}])
+    reward = finite_number(result)
+    if reward is None and result is not None:
         expected = "its reward, which is a finite number, its answer, which is text, or None"
-        raise BrokenEnvironment(f"the agent gave {shorten(given)}, expected {expected}")
-    return Done(None if given is None else finite_number(given))
+        raise BrokenEnvironment(f"the agent gave {shorten(result)}, expected {expected}")
+    return Done(reward)

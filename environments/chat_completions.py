@@ -108,30 +108,30 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
 
     names: function names by call id, added to by calls, and read for a tool message without a name. Raises Refused.
     """
-    made = {key: value for key, value in message.items() if value is not None and value != []}
-    made["role"] = "system" if made.get("role") == "developer" else made.get("role")
-    if made["role"] not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"messages: no role {made['role']!r}", "messages")
+    normalized = {key: value for key, value in message.items() if value is not None and value != []}
+    normalized["role"] = "system" if normalized.get("role") == "developer" else normalized.get("role")
+    if normalized["role"] not in ("system", "user", "assistant", "tool"):
+        raise Refused(f"messages: no role {normalized['role']!r}", "messages")
     try:
-        content = made.get("content", "")
-        made["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        if "tool_calls" in made:
-            made["tool_calls"] = [_call(call) for call in made["tool_calls"]]
-            names.update({call["id"]: call["function"]["name"] for call in made["tool_calls"]})
-        if made["role"] == "tool" and made.get("tool_call_id") in names:
-            made.setdefault("name", names[made["tool_call_id"]])
+        content = normalized.get("content", "")
+        normalized["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        if "tool_calls" in normalized:
+            normalized["tool_calls"] = [_call(call) for call in normalized["tool_calls"]]
+            names.update({call["id"]: call["function"]["name"] for call in normalized["tool_calls"]})
+        if normalized["role"] == "tool" and normalized.get("tool_call_id") in names:
+            normalized.setdefault("name", names[normalized["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
         raise Refused(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
-    return made
+    return normalized
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or {}
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = said if isinstance(said, dict) else arguments
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = parsed if isinstance(parsed, dict) else arguments
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -1,12 +1,10 @@
 """Adapters that give a user's environment or tools one interface: reset, step, finish, close.
 
-Three kinds are accepted: a class with `step`; a class without it, whose public methods are tools (TRL's
-`environment_factory`); and plain functions that are tools. This code runs inside the rollout's own process.
+This code runs inside the rollout's own process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from common.outcomes import await_all, finite_number, shorten
+from common.outcomes import await_all, finite_number, outcome_of, shorten
 from common.user_code import functions
 from common.user_code.functions import check_parameters, describe, parameters_of, short_name, takes_all
 from common.worker import encode
@@ -32,33 +30,32 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
     environment: str | None
     tools: list[str]
     arguments: dict[str, Any] = {}  # rollout.environment_kwargs
-    columns: list[str] | None = None  # null: the signature of reset is not checked
+    columns: list[str] = []
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
     agent: str | list[str]
-    columns: list[str] | None = None  # null: the signature is not checked
+    columns: list[str]
 
 
 class BrokenEnvironment(Exception):
     """The error of a user's environment that raised, or returned a value that violates the contract."""
 
 
-class Found:
+class EnvironmentFactory:
     """The imported class or functions of the user, from which instances are made. Raises UserError."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         self._setup = setup
-        self._make = (
-            functions.find(f"environment {setup.environment!r}", setup.environment) if setup.environment else None
-        )
+        spec = setup.environment
+        self._make = functions.find(f"environment {spec!r}", spec) if spec else None
         self._tools = {short_name(spec): functions.find(f"tool {spec!r}", spec) for spec in setup.tools}
 
     def instance(self) -> Instance:
         """Creates a fresh environment instance. Raises BrokenEnvironment."""
         if self._make is None:
             return Instance(None, self._tools)
-        target = called(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
+        target = call_user(short_name(self._setup.environment or ""), self._make, **self._setup.arguments)
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
         names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]  # no property is evaluated
@@ -82,20 +79,14 @@ class Found:
                 f"environment {name} has neither step nor methods that are tools; write def step(self, completion)"
             )
         if instance.tools is None:
-            _check_step(name, instance.target.step)
-        if self._setup.columns is not None:
-            self._check_reset(name, reset, self._setup.columns)
+            try:
+                inspect.signature(instance.target.step).bind("")
+            except TypeError as error:
+                raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
+            except ValueError:  # a function written in C may have no signature
+                pass
+        check_columns(f"environment {name}: reset", reset, self._setup.columns)
         return instance
-
-    def _check_reset(self, name: str, reset: Callable[..., Any], columns: Sequence[str]) -> None:
-        def unknown(parameter: str) -> str:
-            return (
-                f"environment {name}: reset wants {parameter!r}; the data set gives "
-                f"{', '.join(columns) or 'no columns'}. Remove it and add **row, or set "
-                f"data.rename: {{<a column>: {parameter}}}"
-            )
-
-        check_parameters(f"environment {name}", reset, columns, (), "def reset(self, **row)", unknown)
 
 
 class Instance:
@@ -108,27 +99,28 @@ class Instance:
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
             return Turn()
-        given = called("reset", self.target.reset, **wanted(self.target.reset, row))
-        if given is None:
+        result = call_user("reset", self.target.reset, **wanted_columns(self.target.reset, row))
+        if result is None:
             return Turn()
-        if isinstance(given, str) and self.tools is not None:
-            return Turn(appended=given)
-        return Turn(messages_of(given, "reset"))
+        if isinstance(result, str) and self.tools is not None:
+            return Turn(appended=result)
+        return Turn(messages_of(result, "reset"))
 
     def step(self, completion: str, calls: Calls = NO_CALLS) -> Turn | Done:
         if self.tools is not None:
             return answer_calls(self.tools, calls) or self.finish()
-        given = called("step", self.target.step, completion)
-        if not isinstance(given, Done):
-            given, reward = given if _has_reward(given) else (given, None)
-            return Turn(messages_of(given, "step"), reward=_reward(reward, "step"))
-        return Done(_reward(given.reward, "step"), messages_of(given.messages, "step", none=True))
+        result = call_user("step", self.target.step, completion)
+        if not isinstance(result, Done):
+            has_reward = isinstance(result, tuple) and len(result) == 2 and not isinstance(result[1], Mapping)
+            result, reward = result if has_reward else (result, None)  # two messages are no message with a reward
+            return Turn(messages_of(result, "step"), reward=_reward(reward, "step"))
+        return Done(_reward(result.reward, "step"), messages_of(result.messages, "step", none=True))
 
     def finish(self) -> Done:
         """Ends a rollout that `step` did not end, with the reward of get_reward.
         Without get_reward it is None with tools, and 0 for a class with `step`, which has not given one yet."""
         if hasattr(self.target, "get_reward"):
-            return Done(_reward(called("get_reward", self.target.get_reward), "get_reward"))
+            return Done(_reward(call_user("get_reward", self.target.get_reward), "get_reward"))
         return Done(None if self.tools is not None else 0.0)
 
     def state(self) -> dict[str, Any]:
@@ -142,12 +134,7 @@ class Instance:
 
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
-            called("close", self.target.close)
-
-
-def _has_reward(given: Any) -> bool:
-    """Returns whether a result has a reward, as `"Higher.", 0.5` has, and is not a pair of chat messages."""
-    return isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Mapping)
+            call_user("close", self.target.close)
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -157,23 +144,15 @@ def _can_be_sent(value: Any) -> bool:
         return False
 
 
-def _check_step(name: str, step: Callable[..., Any]) -> None:
-    with contextlib.suppress(ValueError):  # a function written in C may have no signature
-        try:
-            inspect.signature(step).bind("")
-        except TypeError as error:
-            raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
-
-
-def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
+def messages_of(result: Any, what: str, none: bool = False) -> list[Message]:
     """Converts a user's result to chat messages; plain text becomes a user message. Raises BrokenEnvironment."""
-    if given is None and none:
+    if result is None and none:
         return []
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [{"role": "user", "content": result}] if isinstance(result, str) else result
     messages = [messages] if isinstance(messages, Mapping) else messages
     if not isinstance(messages, list | tuple) or (not messages and not none):
         raise BrokenEnvironment(
-            f"{what} returned {shorten(given)}, expected text, messages, either with a reward, or Done(reward)"
+            f"{what} returned {shorten(result)}, expected text, messages, either with a reward, or Done(reward)"
         )
     for message in messages:
         right = isinstance(message, Mapping) and isinstance(message.get("role"), str)
@@ -184,20 +163,26 @@ def messages_of(given: Any, what: str, none: bool = False) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def called(what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def call_user(what: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Calls the user's function and returns its awaited result. Raises BrokenEnvironment for any error but Ctrl-C."""
-    try:
-        [value] = await_all([function(*arguments, **named)])
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: an environment must not end its process in silence
-        value = error
+    [value] = await_all([outcome_of(function, *arguments, **named)])
     if isinstance(value, BaseException):
         raise BrokenEnvironment(f"{what} raised {describe(value)}") from value
     return value
 
 
-def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def check_columns(label: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
+    """Raises UserError unless the function can be called by keyword with these columns."""
+
+    def unknown(parameter: str) -> str:
+        remedy = f"Remove it and add **row, or set data.rename: {{<a column>: {parameter}}}"
+        return f"{label} wants {parameter!r}; it gets {', '.join(offered) or 'no columns'}. {remedy}"
+
+    check_parameters(label, function, offered, (), "", unknown)
+
+
+def wanted_columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of the row that the function names; all of them if it takes `**row`."""
     parameters = parameters_of(function)
     if takes_all(parameters):
         return dict(row)
@@ -205,6 +190,7 @@ def wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, An
 
 
 def _reward(value: Any, what: str) -> float | None:
-    if value is not None and finite_number(value) is None:
+    reward = finite_number(value)
+    if reward is None and value is not None:
         raise BrokenEnvironment(f"{what} gave the reward {shorten(value)}, expected a finite number or None")
-    return None if value is None else finite_number(value)
+    return reward

@@ -31,10 +31,10 @@ class OpenEnv:
         """Opens a session and returns its first observation, or None if it is empty, to keep the row's own prompt."""
         self._socket = connect(self._url)
         seed = zlib.crc32(json.dumps(row, sort_keys=True, default=repr).encode())
-        return self._text(self._asked("reset", {"seed": seed} | {name: row[name] for name in self._columns})) or None
+        return self._text(self._request("reset", {"seed": seed} | {name: row[name] for name in self._columns})) or None
 
     def step(self, completion: str) -> Any:
-        result = self._asked("step", {self._action: completion})
+        result = self._request("step", {self._action: completion})
         if "errors" in result:
             return json.dumps({"error": result["errors"][0]["msg"]}, ensure_ascii=False)
         text, reward = self._text(result), result.get("reward")
@@ -43,7 +43,7 @@ class OpenEnv:
     def close(self) -> None:
         self._socket.close()
 
-    def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
         errors = answer["data"].get("errors")  # errors in the action's field are the model's, if there are no others
@@ -53,6 +53,6 @@ class OpenEnv:
         return dict(answer["data"])
 
     def _text(self, result: dict[str, Any]) -> str:
-        seen = result["observation"]
-        seen = seen[self._observation] if self._observation else seen
-        return "" if seen is None else seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
+        shown = result["observation"]
+        shown = shown[self._observation] if self._observation else shown
+        return "" if shown is None else shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)

@@ -2,9 +2,9 @@
 
 A rollout has a worker of its own (common/worker), and a thread that sends it requests. Deadlines hold while the
 sampler's own thread is inside the engine. A request that exceeds its deadline, kills its process or raises gives one
-`Failed`, and its process is killed with all that it started, without effect on other rollouts. When an environment has
-ended, its `close` is called if it has one. Nothing is pickled. Left out: whoever kills the fork server itself, where
-the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the server is started again.
+`Failed`, and its process is killed with all that it started, without effect on other rollouts. Left out: whoever
+kills the fork server itself, where the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the
+server is started again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,15 @@ class EnvironmentPool:
             [(("group 7", 0), Turn([{"role": "tool", …}], num_calls=1, …))] = pool.ready(timeout_s=10)
 
     Entering starts the fork server and, in a process of its own, a first instance, which is checked and dropped; it
-    raises UserError when something cannot be found, imported or, with `columns`, called with these columns. Every
+    raises UserError when something cannot be found, imported or called with these columns. Every
     start, step and finish is answered once, unless its key is closed before. After Done or Failed the key is gone. One
     request per key at a time; use from one thread.
     """
 
-    def __init__(
-        self, config: Rollouts, columns: Iterable[str] | None = None, law: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, config: Rollouts, columns: Iterable[str], law: Mapping[str, float] | None = None) -> None:
         """Prepares the pool. law: the sampling settings in force for agents."""
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template; empty without tools
-        names = None if columns is None else list(columns)
+        names = list(columns)
         service = "environments.service:EnvironmentService"
         setup: Any = EnvironmentSetup(config.environment, config.tools, config.environment_kwargs, names)
         self._endpoint: Endpoint | None = None
@@ -193,11 +191,10 @@ class EnvironmentPool:
 
     def _reply(self, rollout: _Rollout, request: Request) -> Reply:
         about = f" Completion: {shorten(request.completion)}" if request.kind == "step" else ""
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
             if rollout.worker is None:
                 rollout.worker = self._workers.fork()
-                begun = time.monotonic()
             if rollout.is_closed:  # closed meanwhile: nobody would answer its requests
                 rollout.worker.cancel()
             answer = self._ask(rollout, rollout.worker, request)
@@ -207,10 +204,11 @@ class EnvironmentPool:
         except StartError as error:
             return Failed("crash", str(error))
         except LostError as error:
-            whose, what = ("the agent", "its own time") if self._endpoint else ("the environment", request.kind)
-            what = f"no answer from {what} within {self._timeout_s:g} s, killed"
-            reason = what if error.timed_out else f"{whose} {error}"
-            return Failed("timeout" if error.timed_out else "crash", f"{reason}.{about}", time.monotonic() - begun)
+            whose = "the agent" if self._endpoint else "the environment"
+            missed = "neither asked the model nor ended" if self._endpoint else f"did not answer {request.kind}"
+            late = f"{missed} within {self._timeout_s:g} s, so its process was killed"
+            reason = f"{whose} {late if error.timed_out else error}.{about}"
+            return Failed("timeout" if error.timed_out else "crash", reason, time.monotonic() - started_s)
         except (TypeError, ValueError, OverflowError) as error:
             return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
@@ -220,9 +218,9 @@ class EnvironmentPool:
         """Returns the worker's answer; an agent's requests become replies meanwhile. Raises as Worker.ask."""
         if self._endpoint is None:
             return worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
-        begun = time.monotonic()
+        started_s = time.monotonic()
         with self._endpoint.address(worker, self._timeout_s, lambda a: self._replies.put((rollout, a))) as address:
             request = msgspec.structs.replace(request, columns=request.columns | {"base_url": address.url})
             answer = worker.ask(request, Answer, self._timeout_s, MAX_ANSWER_BYTES)
-        own_s = time.monotonic() - begun - address.asked_s
+        own_s = time.monotonic() - started_s - address.asked_s
         return Answer(done=answer.done and replace(answer.done, seconds=own_s), failed=answer.failed)

@@ -14,7 +14,7 @@ import msgspec
 from common.errors import UserError
 from common.worker import decode, encode
 from environments import Done, Failed, Turn
-from environments.contracts import BrokenEnvironment, EnvironmentSetup, Found, Instance
+from environments.contracts import BrokenEnvironment, EnvironmentFactory, EnvironmentSetup, Instance
 from environments.tools import NO_CALLS, Calls, schemas
 
 MAX_ANSWER_BYTES = 1 << 20  # many times the text of a rollout's tokens
@@ -41,13 +41,13 @@ class EnvironmentService:
     """The service of an environment. The fork server imports the user's file, once; the worker makes the instance."""
 
     def __init__(self, setup: bytes) -> None:
-        self._found = Found(decode(setup, EnvironmentSetup))
+        self._factory = EnvironmentFactory(decode(setup, EnvironmentSetup))
         self._instance: Instance | None = None
 
     def answer(self, request: bytes) -> bytes:
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
-            answer = self._answer(decode(request, Request), begun)
+            answer = self._answer(decode(request, Request), started_s)
             return encode(answer, MAX_ANSWER_BYTES)
         except (UserError, BrokenEnvironment) as error:
             reason = str(error)
@@ -55,29 +55,29 @@ class EnvironmentService:
             reason = f"the answer cannot be sent: {error}"
         except Exception as error:  # an object that the environment returned may raise when it is read
             reason = f"{type(error).__name__}: {error}"
-        return encode(Answer(failed=Failed("error", reason, time.monotonic() - begun)))
+        return encode(Answer(failed=Failed("error", reason, time.monotonic() - started_s)))
 
     def close(self) -> None:
         if self._instance is not None:
             with contextlib.suppress(BrokenEnvironment):
                 self._instance.close()
 
-    def _answer(self, request: Request, begun: float) -> Answer:
+    def _answer(self, request: Request, started_s: float) -> Answer:
         if request.kind == "describe":
-            instance = self._instance = self._found.checked()
+            instance = self._instance = self._factory.checked()
             return Answer(tools=schemas(instance.tools or {}))
         if request.kind == "reset":
             seed_generators(request.seed)
-            self._instance = self._found.instance()
+            self._instance = self._factory.instance()
         assert self._instance is not None, "the first request is a reset"
         if request.kind == "step":
-            given: Turn | Done = self._instance.step(request.completion, request.calls)
+            result: Turn | Done = self._instance.step(request.completion, request.calls)
         else:
-            given = self._instance.reset(request.columns) if request.kind == "reset" else self._instance.finish()
-        seconds = time.monotonic() - begun
-        if isinstance(given, Done):
-            return Answer(done=replace(given, seconds=seconds, state=self._instance.state()))
-        return Answer(turn=replace(given, seconds=seconds))
+            result = self._instance.reset(request.columns) if request.kind == "reset" else self._instance.finish()
+        seconds = time.monotonic() - started_s
+        if isinstance(result, Done):
+            return Answer(done=replace(result, seconds=seconds, state=self._instance.state()))
+        return Answer(turn=replace(result, seconds=seconds))
 
 
 def seed_generators(seed: int | None) -> None:

@@ -7,14 +7,13 @@ error message and is counted; it never fails the rollout. A turn without a call 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from common.outcomes import await_all, shorten
+from common.outcomes import await_all, outcome_of, shorten
 from common.user_code.functions import describe
 from environments import Message, Turn
 
@@ -38,9 +37,9 @@ Calls = tuple[str, Sequence[Call]]  # of a turn: the text around the calls, and 
 NO_CALLS: Calls = ("", ())
 
 
-def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
+def answer_calls(tools: Mapping[str, Function], turn_calls: Calls) -> Turn | None:
     """Runs tool calls and returns their messages in order; None without a call, because the turn is the last then."""
-    content, calls = said
+    content, calls = turn_calls
     if not calls:
         return None
     outcomes = await_all([_start(tools, call) for call in calls])
@@ -53,28 +52,13 @@ def answer_calls(tools: Mapping[str, Function], said: Calls) -> Turn | None:
 
 def _start(tools: Mapping[str, Function], call: Call) -> Any:
     """Starts a tool and returns its result, still to be awaited if it is async, or the error."""
-    if call.problem:
-        return ValueError(call.problem)
-    arguments = dict(call.arguments or {})
-    try:
-        inspect.signature(tools[call.name]).bind(**arguments)
-    except TypeError as error:
-        return TypeError(f"{call.name}: {error}")
-    except ValueError:  # a function written in C may have no signature
-        pass
-    try:
-        return tools[call.name](**arguments)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: a tool must not end its process in silence
-        return error
+    return ValueError(call.problem) if call.problem else outcome_of(tools[call.name], **(call.arguments or {}))
 
 
 def _message(call: Call, outcome: Any) -> Message:
     """Returns the tool message of a result or error (TRL's {"error": …}). Raises TypeError for non-text (a picture)."""
     if isinstance(outcome, BaseException):
-        told = f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)
-        outcome = {"error": told}
+        outcome = {"error": f"{type(outcome).__name__}: {outcome}" if outcome.__traceback__ else str(outcome)}
     return {"role": "tool", "name": call.name or "unknown", "content": _text(call.name, outcome)}
 
 

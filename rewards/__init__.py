@@ -3,9 +3,7 @@
 It is TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, plain or async, everything by keyword,
 one number per completion, None where the reward does not apply. `completions` holds strings when the data set's prompts
 are strings and `[{"role": "assistant", "content": …}]` when they are message lists; of a rollout with several turns
-the whole conversation after the prompt, with `environment_rewards` beside it. Of TRL's other arguments,
-`trainer_state` has global_step and max_steps alone, `log_metric` gives a metric of the run, and what `log_extra` gets
-is not kept, because a group has no field for it on its way to the trainer.
+the whole conversation after the prompt, with `environment_rewards` beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.outcomes import await_all, finite_number, shorten
+from common.outcomes import await_all, finite_number, outcome_of, shorten
 from common.user_code.functions import describe, parameters_of, takes_all
 
 # `completions_ids` is what TRL's documentation calls the same argument.
@@ -54,20 +52,17 @@ class TrainerState:
     max_steps: int = 0  # trainer.max_steps
 
 
-class Logged:
-    """The metrics that `log_metric` of one job collects: the mean of all values by name."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
+class Logged(dict[str, list[float]]):
+    """The values that functions gave `log_metric` in one job, by name. Their means are metrics of the run."""
 
     def metric(self, name: str, value: float) -> None:
-        self._values.setdefault(str(name), []).append(float(value))
+        self.setdefault(str(name), []).append(float(value))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Accepts a column, so that functions written for TRL run, and does not keep it."""
+        """Accepts a column, so that functions written for TRL run. A group has no field in which to keep it."""
 
     def means(self) -> dict[str, float]:
-        means = {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        means = {name: math.fsum(values) / len(values) for name, values in self.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
@@ -101,7 +96,7 @@ def score_completions(
     """
     offered = {**columns, "prompts": prompts, "completions": completions}
     offered |= {"completion_ids": completion_ids, "completions_ids": completion_ids}
-    logged = logged or Logged()
+    logged = Logged() if logged is None else logged
     shared = {"trainer_state": trainer_state, "log_metric": logged.metric, "log_extra": logged.extra}
     outcomes = await_all([_call(function, offered, shared) for _, function, _ in functions])
     by_name = {name: _numbers(name, out, completions) for (name, _, _), out in zip(functions, outcomes, strict=True)}
@@ -128,12 +123,7 @@ def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared
     # Each gets copies: a function that sorts its input must not mislead the next.
     ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # no deepcopy of thousands of integers
     arguments = ids | copy.deepcopy({key: value for key, value in offered.items() if key in names - _IDS})
-    try:
-        return function(**arguments, **{key: value for key, value in shared.items() if key in names})
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included: a reward must not end its process in silence
-        return error
+    return outcome_of(function, **arguments, **{key: value for key, value in shared.items() if key in names})
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Any]) -> list[float]:

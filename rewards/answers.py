@@ -56,10 +56,10 @@ def is_right(text: str, gold: Any) -> bool | None:
 def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | None = None) -> list[bool | None]:
     """Returns whether completions are right, None if a gold answer cannot be judged. All of them share a time limit."""
     wanted = [tuple(gold for gold in golds(answer) if kind_of(gold).name) for answer in answers]
-    until, late = time.process_time() + _SECONDS_OF_GROUP, time.monotonic() + _WAIT_S
+    cpu_deadline, wall_deadline = time.process_time() + _SECONDS_OF_GROUP, time.monotonic() + _WAIT_S
     found: list[bool | None] = []
     for completion, right in zip(completions, wanted, strict=True):
-        share = (until - time.process_time()) / 4 if time.monotonic() < late else 0.0
+        share = (cpu_deadline - time.process_time()) / 4 if time.monotonic() < wall_deadline else 0.0
         seconds = min(_SECONDS, max(_LEAST_SECONDS, share))
         found.append(_in_time(judge or _is_right, text_of(completion), right, seconds) if right else None)
     return found

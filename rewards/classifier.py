@@ -36,11 +36,11 @@ class Classifier:
         try:
             sides = {"padding_side": "right", "truncation_side": "left", "revision": self.revision}
             self._tokenizer = AutoTokenizer.from_pretrained(self.model, **sides)
-            given = AutoModelForSequenceClassification.from_pretrained(self.model, revision=self.revision, **options)
-            self._model = given[0].to(self._where).eval()
+            loaded = AutoModelForSequenceClassification.from_pretrained(self.model, revision=self.revision, **options)
+            self._model = loaded[0].to(self._where).eval()
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.model} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from None
-        if missing := sorted(given[1]["missing_keys"]):
+        if missing := sorted(loaded[1]["missing_keys"]):
             raise UserError(f"{self.model} is no sequence classifier: it has no {missing[0]}")
         tokenizer, config = self._tokenizer, self._model.config.get_text_config()
         # a causal model scores the last token that is not padding, so a token that may end a text must not be padding
@@ -85,13 +85,13 @@ class Classifier:
         if self._tokenizer.chat_template is None:
             return self._tokenizer([*map(_text, prompts)], [*map(_text, completions)], **options)
         both = [_messages(p, "user") + _messages(c, "assistant") for p, c in zip(prompts, completions, strict=True)]
-        texts = [self._tokenizer.apply_chat_template(said, tokenize=False) for said in both]
+        texts = [self._tokenizer.apply_chat_template(messages, tokenize=False) for messages in both]
         return self._tokenizer(texts, add_special_tokens=False, **options)
 
 
-def _messages(said: Any, role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+def _messages(content: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _text(said: Any) -> str:
-    return said if isinstance(said, str) else "\n".join(str(message["content"]) for message in said)
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)

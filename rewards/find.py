@@ -1,8 +1,7 @@
 """The search for reward functions by name, the check that a run can call them, and the columns that they want.
 
-Names are built-in (`answer`), `package.module.function` or `path/file.py:function`. A signature is compared with what
-a run on this data set offers, so that a misspelt argument is found before anything is sampled. The process of the
-rewards does this; no other process imports a user's functions.
+A signature is compared with what a run on this data set offers, so that a misspelt argument is found before anything is
+sampled. The process of the rewards does this; no other process imports a user's functions.
 """
 
 from __future__ import annotations
@@ -19,28 +18,12 @@ from common.user_code import functions
 from common.user_code.functions import check_parameters, parameters_of, takes_all
 from rewards import ALWAYS_PASSED, RewardFunction
 
-BUILT_IN = {
-    "answer": "rewards.gsm8k.answer",
-    "format": "rewards.format.format",
-    "boxed": "rewards.boxed.boxed",
-    "boxed_format": "rewards.boxed.boxed_format",
-    "acc": "rewards.boxed.acc",
-    "base_acc": "rewards.boxed.base_acc",
-    "strict_format": "rewards.boxed.strict_format",
-    "math_verify": "rewards.boxed.math_verify",
-    "gated_format": "rewards.boxed.gated_format",
-    "accuracy_reward": "rewards.trl.accuracy_reward",
-    "think_format_reward": "rewards.trl.think_format_reward",
-    "get_soft_overlong_punishment": "rewards.trl.get_soft_overlong_punishment",
-    "environment": "rewards.trl.environment",
-    "classifier": "rewards.classifier.Classifier",
-    "judge": "rewards.judge.Judge",
-}
-
 # built-in functions that compare with a gold answer, with the column that each reads, and those that score form alone
 JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
 JUDGES["accuracy_reward"] = "solution"
 FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
+BUILT_IN = {name: f"rewards.built_in.{name}" for name in (*JUDGES, *FORMS, "environment")}
+BUILT_IN |= {"classifier": "rewards.classifier.Classifier", "judge": "rewards.judge.Judge"}
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -73,19 +56,19 @@ def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, time
     """Returns the function with its rewards.reward_kwargs bound; for a class, which also gets rewards.timeout_s if it
     names it, an object made with them. Raises UserError for arguments that it does not take."""
     parameters = parameters_of(function)
-    taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names_taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not takes_all(parameters):
-        for unknown in set(arguments) - set(taken):
-            near = difflib.get_close_matches(unknown, taken, n=1) or taken
+        for unknown in set(arguments) - set(names_taken):
+            near = difflib.get_close_matches(unknown, names_taken, n=1) or names_taken
             raise UserError(f"rewards.reward_kwargs: {name} takes no {unknown!r}. Did you mean {' or '.join(near)}?")
     if not isinstance(function, type):
         return functools.partial(function, **arguments) if arguments else function
     try:
-        offered = {"timeout_s": timeout_s} if "timeout_s" in taken else {}
+        offered = {"timeout_s": timeout_s} if "timeout_s" in names_taken else {}
         return function(**offered | dict(arguments))  # type: ignore[no-any-return]
     except Exception as error:
-        said = str(error) if isinstance(error, UserError) else functions.describe(error)
-        raise UserError(f"reward {name}: {said}") from error
+        reason = str(error) if isinstance(error, UserError) else functions.describe(error)
+        raise UserError(f"reward {name}: {reason}") from error
 
 
 def check_signature(function: RewardFunction, columns: Iterable[str], name: str) -> None:

@@ -2,14 +2,12 @@
 
 The functions run together, in the process and under the deadline that they will have in the run. A function is a
 verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
-gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers. The caller
-gives the result of a completion's way through the tokenizer: without one, words between spaces stand in for tokens.
+gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, probes
 from rewards.tally import NO_KIND, SHOWN, GoldRow, ScoredRow, Tally, named_rows
 
-SLOW_S = 1.0
 THOROUGH = 12  # rows of a kind that are tried in all notations
 GROUP = 8  # completions per call: some rewards share their time among them
 FORMS_OF_THOUGHT = ("format", "strict_format", "boxed_format", "gated_format", "think_format_reward")
@@ -40,22 +37,22 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-Way = Callable[[GoldRow, Sequence[Probe]], tuple[list[str], list[list[int]]]]
+Delivery = Callable[[GoldRow, Sequence[Probe]], tuple[list[str], list[list[int]]]]
 
 
-def directly(row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+def unchanged(row: GoldRow, row_probes: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
     """Returns the probes' texts as they are, and stand-ins for their tokens."""
-    texts = [probe.text for probe in made_up]
+    texts = [probe.text for probe in row_probes]
     return texts, [list(range(len(text.split()) + 1)) for text in texts]
 
 
 def check_gold(
-    config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0, way: Way = directly, thinks: bool = False
+    config: Rewards, rows: Sequence[GoldRow], max_steps: int = 0, deliver: Delivery = unchanged, thinks: bool = False
 ) -> Findings:
     """Checks that each function, and their sum, prefer right answers in every notation to wrong ones.
 
-    way: returns completions as they reach the rewards, and their tokens. thinks: completions begin with thoughts, in
-    which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
+    deliver: returns completions as they reach the rewards, and their tokens. thinks: completions begin with thoughts,
+    in which a guess is no answer. Raises UserError for a function that cannot be found or called at all.
     """
     findings = Findings()
     thinks = thinks or any(name in FORMS_OF_THOUGHT for name in config.reward_funcs)
@@ -63,7 +60,7 @@ def check_gold(
         untried = pool.wanted.needs_rollout
         tried = {short_name(spec): weight for spec, weight in zip(config.reward_funcs, config.weights, strict=True)}
         tried = {name: weight for name, weight in tried.items() if name not in untried}
-        scored = _score(pool, _probed(rows, thinks, findings), way, findings) if tried else []
+        scored = _score(pool, _with_probes(rows, thinks, findings), deliver, findings) if tried else []
     with_gold = [one for one in scored if len(one.probes) > 1]
     for name, weight in tried.items():
         full_mark = config.full_mark(name)
@@ -78,62 +75,55 @@ def check_gold(
     return findings
 
 
-def _probed(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> list[tuple[GoldRow, list[Probe]]]:
+def _with_probes(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> list[tuple[GoldRow, list[Probe]]]:
     """Returns every row with its probes: for each kind of gold answer some rows, evenly spaced, have thorough ones."""
     by_kind: dict[str, list[GoldRow]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
-    said = ", ".join(f"{kind} {len(some)}" for kind, some in by_kind.items() if kind != NO_KIND)
+    counts = ", ".join(f"{kind} {len(some)}" for kind, some in by_kind.items() if kind != NO_KIND)
     if unjudged := by_kind.get(NO_KIND, []):
         reason = gold_kind(unjudged[0].columns.get("answer")).reason
-        said += f"{'; ' * bool(said)}{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
-    findings.lines.append(f"kinds of gold answers: {said}")
+        unread = f"{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
+        counts = f"{counts}; {unread}" if counts else unread
+    findings.lines.append(f"kinds of gold answers: {counts}")
     thorough = {row.index: some for some in by_kind.values() for row in some[:: -(-len(some) // THOROUGH)]}
-    made = list[tuple[GoldRow, list[Probe]]]()
+    with_probes = list[tuple[GoldRow, list[Probe]]]()
     for place, row in enumerate(rows):
-        answer, alike = row.columns.get("answer"), thorough.get(row.index)
-        after = [*(alike or ()), *(alike or ())][place % len(alike or [0]) :]
+        alike = thorough.get(row.index, [])
+        after = [*alike, *alike][place % max(1, len(alike)) :]
         others = [text for other in after[1:5] for text in golds(other.columns.get("answer"))[:1]]
-        found = probes(answer, list(dict.fromkeys(others)), alike is not None)
-        made.append((row, [probe for probe in found if thinks or probe.what not in (UNFINISHED, THOUGHT_OF)]))
-    return made
+        made = probes(row.columns.get("answer"), list(dict.fromkeys(others)), bool(alike))
+        with_probes.append((row, [one for one in made if thinks or one.what not in (UNFINISHED, THOUGHT_OF)]))
+    return with_probes
 
 
 def _score(
-    pool: RewardPool, rows: Sequence[tuple[GoldRow, list[Probe]]], way: Way, findings: Findings
+    pool: RewardPool, rows: Sequence[tuple[GoldRow, list[Probe]]], deliver: Delivery, findings: Findings
 ) -> list[ScoredRow]:
-    """Scores one row per call, in calls no larger than a group. A row that fails, and a slow call, are findings."""
-    scored, failures, calls = list[ScoredRow](), list[str](), list[tuple[float, int]]()
-    for row, made_up in rows:
-        texts, ids = way(row, made_up)
+    """Scores one row per call, in calls no larger than a group. A row that fails is a finding."""
+    scored, failures = list[ScoredRow](), list[str]()
+    for row, row_probes in rows:
+        texts, ids = deliver(row, row_probes)
         scores: Scores = []
         for at in range(0, len(texts), GROUP):
-            begun = time.monotonic()
             pool.submit(row.index, row.prompt, texts[at : at + GROUP], ids[at : at + GROUP], row.columns)
             [(_, result)] = pool.ready(pool.patience_s)
-            calls.append((time.monotonic() - begun, row.index))
             if isinstance(result, RewardFailure):
                 failures.append(f"  ✗ row {row.index}: {result.reason}")
                 break
             scores += result
         else:
-            scored.append(ScoredRow(row, made_up, scores, [len(one) for one in ids]))
-    # calls of the first row may import what functions need
-    slowest = max([call for call in calls if call[1] != rows[0][0].index] or calls)
+            scored.append(ScoredRow(row, row_probes, scores, [len(one) for one in ids]))
     if failures:
         findings.problems.append(f"the rewards fail on {len(failures)} of {len(rows)} rows")
         findings.lines += failures[:SHOWN]
-    took = f"the slowest call took {slowest[0]:.3f} s, on row {slowest[1]}"
-    findings.lines.append(took)
-    if slowest[0] > SLOW_S:
-        findings.warnings.append(f"{took}; sampling goes on meanwhile, but rewards.timeout_s kills it")
     return scored
 
 
 def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], findings: Findings) -> None:
     """Checks that right answers earn full marks in every notation, and wrong ones do not, if they differ at all."""
-    applies = [one for one in scored if not all(map(math.isnan, one.of(name)))]
-    scores = [score for one in scored for score in one.of(name)]
+    applies = [one for one in scored if not all(map(math.isnan, one.scores_of(name)))]
+    scores = [score for one in scored for score in one.scores_of(name)]
     findings.lines += [f"  scores: {distribution(scores)}"]
     if len(applies) < len(scored):
         nones = [one.row for one in scored if one not in applies]
@@ -148,10 +138,11 @@ def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], fi
             "or leave it out of rewards.reward_funcs"
         )
         return
-    tally = [Tally.of(one, one.of(name), full_mark) for one in applies]
-    reached = [t for t in tally if t.forms]
+    tally = [Tally.of(one, one.scores_of(name), full_mark) for one in applies]
+    missed = [t for t in tally if not t.forms]
+    reached = len(tally) - len(missed)
     shown = ", ".join(form for form, _ in Counter(form for t in tally for form in t.forms).most_common())
-    findings.lines += [f"  gold answers with full marks: {len(reached)} of {len(applies)}, as {shown or 'nothing'}"]
+    findings.lines += [f"  gold answers with full marks: {reached} of {len(applies)}, as {shown or 'nothing'}"]
     if not any(t.tells_apart for t in tally):
         findings.lines += ["  right and wrong answers score the same: no verifier, it judges form or length"]
         return
@@ -161,8 +152,8 @@ def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], fi
             f"rewards.full_marks: {{{name}: <its best score>}}, or accuracies count nothing"
         )
         return
-    _say_kinds(tally, findings)
-    if missed := [t for t in tally if not t.forms]:
+    _add_verdicts_of_kinds(tally, findings)
+    if missed:
         findings.problems.append(f"{name}: {len(missed)} of {len(applies)} gold answers do not earn full marks")
     for t in missed[:SHOWN]:
         gold = shorten(t.row.columns["answer"])
@@ -170,12 +161,12 @@ def _check_function(name: str, full_mark: float, scored: Sequence[ScoredRow], fi
     less, more = f"{name} gives less than full marks to right answers", f"{name} gives a wrong answer full marks"
     remedy = f"; if a right one earns more, set rewards.full_marks: {{{name}: <what it earns>}}"
     unpaid, paid = [t.missed for t in tally], [t.paid for t in tally]
-    findings.problems += _said(f"{less} in other notations", unpaid, findings)
-    findings.problems += [f"{text}{remedy}" for text in _said(more, paid, findings)]
-    findings.doubts += [*_said(less, unpaid, findings, True), *_said(more, paid, findings, True)]
+    findings.problems += _report(f"{less} in other notations", unpaid, findings)
+    findings.problems += [f"{text}{remedy}" for text in _report(more, paid, findings)]
+    findings.doubts += [*_report(less, unpaid, findings, True), *_report(more, paid, findings, True)]
 
 
-def _say_kinds(tally: Sequence[Tally], findings: Findings) -> None:
+def _add_verdicts_of_kinds(tally: Sequence[Tally], findings: Findings) -> None:
     """Adds a verdict for each kind of gold answer."""
     by_kind: dict[str, list[Tally]] = {}
     for t in tally:
@@ -186,7 +177,7 @@ def _say_kinds(tally: Sequence[Tally], findings: Findings) -> None:
         findings.lines.append(f"  {kind}: {earn} of {right} right completions earn full marks, {paid} of {wrong} wrong")
 
 
-def _said(
+def _report(
     what: str, found: Sequence[Sequence[tuple[GoldRow, Probe]]], findings: Findings, doubtful: bool = False
 ) -> list[str]:
     """Returns a sentence in a list if there is something to report, and adds its probes to the lines."""

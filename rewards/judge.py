@@ -62,24 +62,24 @@ class Judge:
         if absent := sorted({*self.columns} - {*columns}):
             raise ValueError(f"the row has no column {absent[0]!r} for the judge; it has {', '.join(columns)}")
         row = {"prompt": prompts[0]} | {name: columns[name][0] for name in self.columns}
-        each = [[one] for one in completions] if self.one_by_one else [completions]
-        asked = [json.dumps(row | {"completions": part}, ensure_ascii=False, default=str) for part in each]
-        once = dict.fromkeys(asked)
+        parts = [[one] for one in completions] if self.one_by_one else [completions]
+        texts = [json.dumps(row | {"completions": part}, ensure_ascii=False, default=str) for part in parts]
+        unique = dict.fromkeys(texts)
         try:
             async with asyncio.timeout(_SHARE_OF_ALL * self.timeout_s):
-                found = await asyncio.gather(*(self._scores(t, len(each[0])) for t in once), return_exceptions=True)
+                found = await asyncio.gather(*(self._scores(t, len(parts[0])) for t in unique), return_exceptions=True)
         except TimeoutError:
             more = f"allow more: rewards.timeout_s={2 * self.timeout_s:g}"
             raise TimeoutError(f"no judgement within {_SHARE_OF_ALL * self.timeout_s:g} s; {more}") from None
         if self._paid:
             log_metric(f"{Path(str(self.cache)).stem}_usd", self._paid.spent().usd)  # not the mean of two files
         scores = dict[str, list[float]]()
-        for text, one in zip(once, found, strict=True):
+        for text, one in zip(unique, found, strict=True):
             if isinstance(one, BaseException):
                 where = self.base_url or os.environ.get("OPENAI_BASE_URL", "OpenAI")
                 raise one if isinstance(one, ValueError) else RuntimeError(f"{where}: {type(one).__name__}: {one}")
             scores[text] = one
-        return [score for text in asked for score in scores[text]]
+        return [score for text in texts for score in scores[text]]
 
     async def _scores(self, text: str, count: int) -> list[float]:
         """Returns scores of a text's completions. Raises the client's errors, and ValueError if answers have none."""
@@ -89,26 +89,26 @@ class Judge:
         key = hashlib.sha256(json.dumps([self.base_url, request], sort_keys=True).encode()).hexdigest()
         if self._paid and (known := self._paid.answer(key)) is not None:
             return read_scores(known, count) or []
-        said = ""
+        output = ""
         for _ in range(_ANSWERS):
-            said = await self._ask(request, key, count)
-            if (scores := read_scores(said, count)) is not None:
+            output = await self._ask(request, key, count)
+            if (scores := read_scores(output, count)) is not None:
                 return scores
             mend = f"These are not {count} scores. {_FORM}"
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": mend}]
-        raise ValueError(f"the judge gave no {count} scores: {shorten(said)}")
+            messages += [{"role": "assistant", "content": output}, {"role": "user", "content": mend}]
+        raise ValueError(f"the judge gave no {count} scores: {shorten(output)}")
 
     async def _ask(self, request: dict[str, Any], key: str, count: int) -> str:
         if self._paid and self.budget is not None and (usd := self._paid.spent().usd) >= self.budget:
             raise ValueError(f"{usd:.2f} USD are spent ({self.cache}) of a budget of {self.budget:g}; make it larger")
         response = await self._client.chat.completions.create(**request)
         message, usage = response.choices[0].message if response.choices else None, response.usage
-        said = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # an error
+        output = (message.content or message.refusal or "") if message else response.to_json(indent=None)  # an error
         sent, got = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         if self._paid:
             usd = (self.price[0] * sent + self.price[1] * got) / 1e6
-            self._paid.add(key, said if read_scores(said, count) is not None else None, sent, got, usd)
-        return str(said)
+            self._paid.add(key, output if read_scores(output, count) is not None else None, sent, got, usd)
+        return str(output)
 
     @functools.cached_property
     def _client(self) -> Any:

@@ -28,14 +28,14 @@ class Load:
     def late_s(self) -> float:
         return _LATE_S + _LATE * self.seconds
 
-    def pays(self, there: int, waiting: int) -> int:
-        """Returns how many processes are worth having, if so many are there and so many groups wait.
+    def num_worth(self, num_workers: int, num_waiting: int) -> int:
+        """Returns how many processes are worth having, if so many run and so many groups wait.
 
         A function that computes in processes of its own gets less of a core when more processes share it, but more
         than _WAITING: it must not look like waiting.
         """
-        if self.seconds * waiting < _WORTH_S:
-            return there
+        if self.seconds * num_waiting < _WORTH_S:
+            return num_workers
         cores = len(os.sched_getaffinity(0))
         waits = self.cpu_s < _WAITING * self.seconds
-        return max(there, min(_MOST, cores * _WAITERS if waits else cores))
+        return max(num_workers, min(_MOST, cores * _WAITERS if waits else cores))

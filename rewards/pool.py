@@ -2,19 +2,18 @@
 
 Threads ask the workers, because a deadline must hold while the sampler's own thread is inside the engine. A job that
 exceeds its deadline, kills its process or raises becomes a RewardFailure and is not tried again; the worker is killed
-with all that it started, and replaced. A worker that died while idle is replaced without failing a job. Groups are
-scored side by side, in more processes as soon as the waiting groups would take longer than another process takes to
-start: one a core, or several where functions mostly wait, as judges behind HTTP do. A worker that hangs does not keep
-groups waiting: another process takes its place until it is killed. Nothing is pickled. Left out: several jobs share one
-interpreter until it is killed.
+with all that it started, and replaced. Groups are scored side by side, in as many processes as are worth their cost
+(load.py); one that hangs is not counted. Left out: several jobs share one interpreter until it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +79,7 @@ class RewardPool:
         self._lock = threading.Lock()  # protects all below
         self._waiting: deque[tuple[Hashable, Job]] = deque()
         self._idle: list[Worker] = []
-        self._num_busy = 0
-        self._num_late = 0  # busy ones that take much longer than others did
+        self._busy: dict[int, float] = {}  # by the job's id: when its worker was asked; ∞: its process is starting
         self._load = Load()
 
     def __enter__(self) -> RewardPool:
@@ -113,21 +111,20 @@ class RewardPool:
         completion_ids: Sequence[Any],
         columns: Mapping[str, Any],
         policy_version: int = 0,
-        **of_row: Sequence[Any],
+        **more: Sequence[Any],
     ) -> None:
         """Queues the completions of one prompt and returns at once.
 
         completions: texts, or for rollouts of several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
-        functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
-        get as trainer_state.global_step. of_row: environment_rewards, the environment's reward of each completion,
+        functions name and, where one takes `**columns`, the rest but for images. policy_version: what reward functions
+        get as trainer_state.global_step. more: environment_rewards, the environment's reward of each completion,
         environments, the `Done.state` of each, and scored_by, as in Problem.
         """
         named, rest = self.wanted.names, self.wanted.rest
-        files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
-        row = {k: value for k, value in columns.items() if k in named or (rest and k not in files)}
-        theirs = {name: list(values) for name, values in of_row.items()}
-        job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **theirs)
+        row = {k: value for k, value in columns.items() if k in named or (rest and k != self._image_key)}
+        lists = {name: list(values) for name, values in more.items()}
+        job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **lists)
         self.pending += 1
         with self._lock:
             self._waiting.append((key, job))
@@ -135,6 +132,7 @@ class RewardPool:
 
     def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Scores | RewardFailure]]:
         """Returns finished jobs, in any order. Waits up to timeout_s for the first, but not if none is pending."""
+        self._start_waiting()  # a worker may hang by now
         finished: list[tuple[Hashable, Scores | RewardFailure]] = []
         wait_s = timeout_s if self.pending else 0.0
         with contextlib.suppress(queue.Empty):
@@ -147,16 +145,19 @@ class RewardPool:
         return finished
 
     def _start_waiting(self) -> None:
-        """Starts as many waiting jobs as there are processes, or may be."""
+        """Starts as many waiting jobs as there are processes, or may be. One that hangs does not count."""
         with self._lock:
+            late_since = time.monotonic() - self._load.late_s
             while self._waiting:
-                there = self._num_busy + len(self._idle) - self._num_late
-                paying = self._num_late + self._load.pays(max(1, there), len(self._waiting))
-                if self._num_busy >= (self._num_workers or min(MAX_REWARD_WORKERS, paying)):
+                num_late = sum(asked_s < late_since for asked_s in self._busy.values())
+                num_useful = len(self._busy) + len(self._idle) - num_late
+                worth = num_late + self._load.num_worth(max(1, num_useful), len(self._waiting))
+                if len(self._busy) >= (self._num_workers or min(MAX_REWARD_WORKERS, worth)):
                     return
                 worker = self._idle.pop() if self._idle else None
-                self._num_busy += 1
-                self._threads.submit(self._serve, worker, *self._waiting.popleft())
+                key, job = self._waiting.popleft()
+                self._busy[id(job)] = math.inf
+                self._threads.submit(self._serve, worker, key, job)
 
     # ---- in the threads ----
 
@@ -164,31 +165,32 @@ class RewardPool:
         """Serves a job in a worker. Every job gets exactly one result."""
         is_another, trouble = worker is None, ""
         if worker is None or worker.has_ended():
-            worker, trouble = self._replaced(worker)
-        if worker is None and is_another and self._serves_without(key, job, trouble):
+            worker, trouble = self._replace(worker)
+        if worker is None and is_another and self._continue_without(key, job, trouble):
             return
-        result, logged = self._scored(worker, job) if worker else (RewardFailure("crash", trouble), {})
+        result, logged = self._score(worker, job) if worker else (RewardFailure("crash", trouble), {})
         self._results.put((key, result, logged))
         if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
-            worker, _ = self._replaced(worker)  # now, so that the next job need not wait, either
+            worker, _ = self._replace(worker)  # now, so that the next job need not wait, either
         with self._lock:
-            self._num_busy -= 1
+            del self._busy[id(job)]
             if worker is not None:
                 self._idle.append(worker)
         self._start_waiting()
 
-    def _serves_without(self, key: Hashable, job: Job, trouble: str) -> bool:
-        """Returns whether other workers serve on alone: a file's import may take what only one process can have."""
+    def _continue_without(self, key: Hashable, job: Job, trouble: str) -> bool:
+        """Returns whether other workers continue alone: a file's import may take what only one process can have."""
         with self._lock:
-            if (others := self._num_busy + len(self._idle) - 1) < 1:
+            if (others := len(self._busy) + len(self._idle) - 1) < 1:
                 return False
-            self._num_workers, self._num_busy = others, others - len(self._idle)
+            self._num_workers = others
+            del self._busy[id(job)]
             self._waiting.appendleft((key, job))
-        say(f"rewards: no more than {others} processes: {trouble}")
+        say(f"rewards: no more than {others} processes score groups, because another cannot start: {trouble}")
         self._start_waiting()
         return True
 
-    def _replaced(self, worker: Worker | None) -> tuple[Worker | None, str]:
+    def _replace(self, worker: Worker | None) -> tuple[Worker | None, str]:
         """Returns another worker in place of this one, or None and why there is none."""
         if worker is not None:
             worker.close()
@@ -208,16 +210,15 @@ class RewardPool:
             raise StartError(f"the reward process {error}. It was importing the reward functions{limit}") from error
         if reply.wanted is None:
             worker.close()
-            raise StartError(self._said(reply.reason))
+            raise StartError(self._with_remedy(reply.reason))
         self.wanted = reply.wanted
         return worker
 
-    def _scored(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
+    def _score(self, worker: Worker, job: Job) -> tuple[Scores | RewardFailure, dict[str, float]]:
         about = f"First completion: {shorten(job.completions[0])}" if job.completions else "No completions"
         try:
-            reply = self._asked(worker, job)
-            if not reply.reason and len(reply.scores) != len(job.completions):
-                raise LostError("answered something else than it was asked")
+            self._busy[id(job)] = time.monotonic()
+            reply = worker.ask(job, JobReply, self._timeout_s)
         except LostError as error:
             kind: Literal["timeout", "crash"] = "timeout" if error.timed_out else "crash"
             return RewardFailure(kind, f"the reward process {error}. {about}"), {}
@@ -226,31 +227,9 @@ class RewardPool:
             return RewardFailure("error", reason), {}
         with self._lock:
             self._load.note(reply.seconds, reply.cpu_s)
-        return (RewardFailure("error", self._said(reply.reason)), {}) if reply.reason else (reply.scores, reply.logged)
+        if reply.reason:
+            return RewardFailure("error", self._with_remedy(reply.reason)), {}
+        return reply.scores, reply.logged
 
-    def _said(self, reason: str) -> str:
+    def _with_remedy(self, reason: str) -> str:
         return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
-
-    def _asked(self, worker: Worker, job: Job) -> JobReply:
-        """Asks as `Worker.ask`; if the worker hangs, waiting jobs may have another process meanwhile."""
-        late: list[Worker] = []
-
-        def hangs() -> None:
-            with self._lock:
-                self._num_late += 1
-            late.append(worker)
-            self._start_waiting()
-
-        try:
-            return worker.ask(job, JobReply, self._timeout_s, late=(self._load.late_s, hangs))
-        finally:
-            with self._lock:
-                self._num_late -= len(late)
-
-
-def _holds_bytes(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_bytes, value))
-    return isinstance(value, bytes | bytearray | memoryview)

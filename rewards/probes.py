@@ -3,8 +3,7 @@ r"""Completions whose worth is known without a model: right and wrong answers, i
     gold answer ─► notations (1/2, 0.5, \frac{1}{2}) ─► forms (tags, box, a sentence, …) ─► right completions
                ─► near misses (7/2, 2, 1.5), answers of other rows, its parts ─► forms ─► wrong completions
 
-Reward functions are tried on them before anything is sampled. A notation is another way to write the same answer;
-none is a matter of opinion (a unit left off is no notation). A near miss is another answer, by mathematics.
+Reward functions are tried on them before anything is sampled.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
     """
     empty = Probe(EMPTY, False, "", what=EMPTY)
-    right = golds(answer)
-    if not right:
+    if not (right := golds(answer)):
         return [empty]
     gold = right[0]
     writings = notations(gold) if thorough else {AS_WRITTEN: gold}
@@ -100,14 +98,14 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     seen = set(right) | set(writings.values())
     for what, texts in wrong.items():
         for text in texts:
-            if text not in seen and not (thorough and is_equal(text, right)):
+            if text not in seen and not (thorough and any(is_equal(text, one) for one in right)):
                 seen.add(text)
                 made += _in_forms(False, text, what)
     if thorough:
-        said = [rf"Perhaps it is \boxed{{{gold}}}, but let me", f"Perhaps the answer is {gold}"]
-        made += [Probe(UNFINISHED, False, f"<think>{text}", what=UNFINISHED, answer=gold) for text in said]
+        guesses = [rf"Perhaps it is \boxed{{{gold}}}, but let me", f"Perhaps the answer is {gold}"]
+        made += [Probe(UNFINISHED, False, f"<think>{text}", what=UNFINISHED, answer=gold) for text in guesses]
         wrongs = [probe for probe in made if probe.what == NEAR][: len(FORMS) - len(_THOUGHTLESS)]
-        made += [replace(probe, thought=f"{said[0]} see. No.", what=THOUGHT_OF) for probe in wrongs]
+        made += [replace(probe, thought=f"{guesses[0]} see. No.", what=THOUGHT_OF) for probe in wrongs]
     return [*made, empty]
 
 

@@ -76,10 +76,10 @@ class RewardService:
         job = decode(request, Job | None)
         if job is None:
             return encode(self._find())
-        before = _clocks()
+        before_s, before_cpu_s = _clocks()
         reply = self._score(job)
-        seconds, cpu_s = (now - then for now, then in zip(_clocks(), before, strict=True))
-        reply = msgspec.structs.replace(reply, seconds=seconds, cpu_s=cpu_s)
+        after_s, after_cpu_s = _clocks()
+        reply = msgspec.structs.replace(reply, seconds=after_s - before_s, cpu_s=after_cpu_s - before_cpu_s)
         try:
             return encode(reply)
         except UnicodeEncodeError:  # the message of an error quotes half a surrogate of the row

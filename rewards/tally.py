@@ -27,7 +27,6 @@ class GoldRow:
 
     @property
     def kind(self) -> str:
-        """Returns the kind of the row's gold answer."""
         return gold_kind(self.columns.get("answer")).name or NO_KIND
 
 
@@ -40,7 +39,7 @@ class ScoredRow:
     scores: Scores
     lengths: Sequence[int]  # tokens of the completions
 
-    def of(self, name: str) -> list[float]:
+    def scores_of(self, name: str) -> list[float]:
         return [rewards[name] for rewards, _ in self.scores]
 
     def split(self, scores: Sequence[float]) -> tuple[dict[str, float], dict[str, float], float]:

@@ -82,7 +82,7 @@ def sampled_group(model: Any, tokenizer: Any, config: Config) -> Group:
         [(_, scores)] = pool.ready(timeout_s=pool.patience_s)
     if isinstance(scores, RewardFailure):
         raise UserError(scores.reason)
-    stop("4. rewards", "rewards/pool.py, service.py, answers.py, format.py",
+    stop("4. rewards", "rewards/pool.py, service.py, answers.py, built_in.py",
          *(f"{dict(rewards)} → reward {reward:g}" for rewards, reward in scores))  # fmt: skip
     rollouts = [as_rollout(c, c.logprobs, r, total) for c, (r, total) in zip(completions, scores, strict=True)]
     return Group(0, 0, problem.index, ids, tuple(rollouts))

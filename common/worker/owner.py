@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +29,6 @@ _EXIT_PATIENCE_S = 3.0  # for a fork server that has something to kill first
 _RECHECK_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
 _KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
 T = TypeVar("T")
-Late = tuple[float, Callable[[], None]]
 
 
 class StartError(Exception):
@@ -193,19 +191,16 @@ class Worker:
         """Returns whether the worker ends within patience_s."""
         return bool(self._ended.poll(1000 * patience_s))
 
-    def ask(
-        self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES, late: Late | None = None
-    ) -> T:
-        """Sends a request and returns its answer. late: seconds, and a function that is called if no answer comes in
-        them. Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent."""
+    def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
+        """Sends a request and returns its answer.
+
+        Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent.
+        """
         body = encode(request)
         self._number += 1
         self.deadline = time.monotonic() + timeout_s
         try:
             self._send(HEADER.pack(len(body), self._number) + body)
-            self._either.modify(self._channel, select.POLLIN)
-            if late is not None and not self._either.poll(1000 * min(timeout_s, late[0])):
-                late[1]()
             size, number = HEADER.unpack(self._receive(HEADER.size))
             if number != self._number or size > max_answer:
                 raise ValueError(f"an answer of {size} bytes to request {number}")

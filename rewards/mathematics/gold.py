@@ -174,17 +174,10 @@ def plainly(text: str) -> str:
         text = text.strip("$")
     for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
         text = text.replace(written, meant)
-    return (
-        _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text))))
-        .strip()
-        .replace("( ", "(")
-        .replace(" )", ")")
-        .replace(" ^", "^")
-        .replace("° ", "°")
-    )
-
-
-# ---- numbers ----
+    text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text)))).strip()
+    for spaced, joined in (("( ", "("), (" )", ")"), (" ^", "^"), ("° ", "°")):
+        text = text.replace(spaced, joined)
+    return text
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -220,9 +213,6 @@ def _value(number: str) -> Fraction | None:
     if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
         return rational(number)
     return value
-
-
-# ---- letters, times, texts ----
 
 
 def _letter(text: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from fractions import Fraction
 from typing import Any
@@ -72,16 +72,13 @@ def notations(gold: str) -> dict[str, str]:
     elif kind in ("text", "time"):
         bare = plainly(gold)
         found |= {"without \\text": bare, "in \\text": rf"\text{{{bare}}}", "in bold": rf"\textbf{{{bare}}}"}
-        found |= dict(_times(bare)) if kind == "time" else {"in other case": _other_case(bare)}
+        other_case = bare.lower() if bare[:1].isupper() else bare[:1].upper() + bare[1:]
+        found |= dict(_times(bare)) if kind == "time" else {"in other case": other_case}
     elif kind == "mathematics":
         found |= dict(_mathematics(gold))
     if kind in ("number", "mathematics") and "$" not in gold:
         found["in $…$"] = f"${gold}$"
     return {name: text for name, text in found.items() if name == AS_WRITTEN or text != gold}
-
-
-def _other_case(text: str) -> str:
-    return text.lower() if text[:1].isupper() else text[:1].upper() + text[1:]
 
 
 def _times(gold: str) -> Iterator[tuple[str, str]]:
@@ -179,7 +176,7 @@ def _as_sympy_writes(gold: str) -> str | None:
     if read is None:
         return None
     written = str(sympy.latex(read))
-    return written if _letters(written) == _letters(gold) and is_equal(written, [gold]) else None
+    return written if _letters(written) == _letters(gold) and is_equal(written, gold) else None
 
 
 def _letters(text: str) -> set[str]:
@@ -192,17 +189,13 @@ def _read(text: str) -> list[Any]:
     return list(load("math_verify").parse(rf"\boxed{{{text}}}", parsing_timeout=1))
 
 
-def is_equal(text: str, wanted: Sequence[str]) -> bool:
+def is_equal(text: str, gold: str) -> bool:
     """Returns whether a text equals a gold answer by plain numbers, or by math-verify: then it is no wrong answer."""
-    verify, number = load("math_verify").verify, value_of(text)
-    for gold in wanted:
-        if number is not None and (other := value_of(gold)) is not None:
-            if number == other:
-                return True
-            continue
-        if text.casefold().strip() == gold.casefold().strip() or verify(_read(gold), _read(text), timeout_seconds=1):
-            return True
-    return False
+    values = value_of(text), value_of(gold)
+    if None not in values:
+        return values[0] == values[1]
+    is_same_text = text.casefold().strip() == gold.casefold().strip()
+    return is_same_text or bool(load("math_verify").verify(_read(gold), _read(text), timeout_seconds=1))
 
 
 def near_misses(gold: str) -> list[str]:
@@ -252,15 +245,12 @@ def of_another_unit(gold: str) -> str | None:
 
 def wrong_answer(gold: str) -> str:
     """Returns another answer of the same kind.  wrong_answer("72") == "73"   wrong_answer("B") == "C" """
-    value = plain_number(gold)
-    if value is not None:
+    if (value := plain_number(gold)) is not None:
         return str(value + 1)
-    letter = re.fullmatch(r"\(?([A-Za-z])\)?", gold)
-    integers = list(_INTEGER.finditer(gold))
-    if integers and not letter:
-        end = integers[-1]
-        return f"{gold[: end.start()]}{int(end.group().replace(',', '')) + 1}{gold[end.end() :]}"
-    if letter:
+    if letter := re.fullmatch(r"\(?([A-Za-z])\)?", gold):
         old = letter[1]
         return gold.replace(old, chr(ord(old) + 1) if old not in "zZ" else chr(ord(old) - 1))
+    if integers := list(_INTEGER.finditer(gold)):
+        end = integers[-1]
+        return f"{gold[: end.start()]}{int(end.group().replace(',', '')) + 1}{gold[end.end() :]}"
     return "none of these" if gold != "none of these" else "something else"

@@ -177,7 +177,7 @@ def test_a_slow_step_holds_no_other_rollout(file):
 
 def test_a_slow_reset_and_a_row_that_cannot_be_sent_fail_their_rollout(pool):
     reply = started(pool, 1, question="sleep")[1]
-    assert reply.kind == "timeout" and "no answer from reset" in reply.reason
+    assert reply.kind == "timeout" and "did not answer reset" in reply.reason
     reply = started(pool, 1, answer=object())[1]
     assert reply.kind == "error" and "cannot be sent" in reply.reason
     assert pool.pending == 0
@@ -290,7 +290,7 @@ def test_what_the_user_can_mend_stops_the_start(file, tmp_path):
         ({"environment": f"{file}:Obeys", "environment_kwargs": {"size": 3}}, "unexpected keyword argument 'size'"),
         ({"environment": f"{kinds}:Empty"}, "has no reset; write def reset(self, **row)"),
         ({"environment": f"{kinds}:NoTools"}, "has neither step nor methods that are tools"),
-        ({"environment": f"{kinds}:Wants"}, "reset wants 'level'; the data set gives question, answer"),
+        ({"environment": f"{kinds}:Wants"}, "reset wants 'level'; it gets question, answer"),
         ({"environment": f"{kinds}:Alone"}, "step is called with the completion alone (too many positional arguments)"),
         ({"tools": [f"{kinds}:times"]}, "tool 'times' cannot be described to the model"),
     ):

@@ -551,12 +551,12 @@ ENDS = {
     "return [1]": "the agent gave [1], expected its reward",
     "return float('nan')": "the agent gave nan",
     "return None": "the agent gave no reward",
-    "time.sleep(99)": "no answer from its own time within 2 s, killed",
-    "await asyncio.sleep(99)": "no answer from its own time within 2 s, killed",
+    "time.sleep(99)": "the agent neither asked the model nor ended within 2 s, so its process was killed",
+    "await asyncio.sleep(99)": "the agent neither asked the model nor ended within 2 s, so its process was killed",
     "os.kill(os.getpid(), 9)": "the agent died of signal 9",
     "os._exit(0)": "the agent ended with exit code 0",
     "x = bytearray(3 << 30)": "agent solve raised MemoryError",
-    "while True: await asyncio.gather(said('again', n=2), return_exceptions=True)": "no answer from its own time",
+    "while True: await asyncio.gather(said('again', n=2), return_exceptions=True)": "neither asked the model nor ended",
 }
 
 
@@ -597,7 +597,9 @@ async def solve(question, **row):
 
     given = config(tmp_path, code, rollout={"timeout_s": 2})
     sampled = played(given, Long(lambda i, prompt: "fine"), decode=decode)
-    assert set(sampled.failures) == {"no answer from its own time within 2 s, killed."}
+    assert set(sampled.failures) == {
+        "the agent neither asked the model nor ended within 2 s, so its process was killed."
+    }
 
 
 def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:

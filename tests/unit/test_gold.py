@@ -10,8 +10,7 @@ from common.errors import UserError
 from common.types import Problem
 from rewards import answers
 from rewards.answers import is_right, same_answer, verdicts
-from rewards.boxed import acc, base_acc, boxed
-from rewards.gsm8k import answer
+from rewards.built_in import acc, answer, base_acc, boxed
 from rewards.mathematics.gold import gold_kind, golds, same
 from sampler.start import judged
 from tests.support.configs import config_of

@@ -8,8 +8,7 @@ import pytest
 
 from common.config import load
 from model.tokenizer import load_tokenizer
-from rewards.format import format
-from rewards.gsm8k import answer
+from rewards.built_in import answer, format
 from sampler.prompts.dataset import load_data
 from sampler.prompts.many_prompts import make_prompts
 

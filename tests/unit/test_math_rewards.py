@@ -9,10 +9,20 @@ from hypothesis import strategies as st
 
 from examples.length_reward import cosine_length
 from rewards.answers import is_right, last_boxed, same_answer
-from rewards.boxed import acc, base_acc, boxed, boxed_format, gated_format, math_verify, strict_format
+from rewards.built_in import (
+    acc,
+    accuracy_reward,
+    base_acc,
+    boxed,
+    boxed_format,
+    gated_format,
+    get_soft_overlong_punishment,
+    math_verify,
+    strict_format,
+    think_format_reward,
+)
 from rewards.find import resolve
 from rewards.mathematics.numbers import plain_number
-from rewards.trl import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 from tests.support.speed import overdue
 
 

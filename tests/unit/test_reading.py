@@ -9,8 +9,8 @@ from common.errors import UserError
 from common.paths import ROOT
 from common.types import Problem
 from model.tokenizer import load_tokenizer
-from rewards.boxed import boxed_format, gated_format, strict_format
-from rewards.format import format as format_reward
+from rewards.built_in import boxed_format, gated_format, strict_format
+from rewards.built_in import format as format_reward
 from sampler.engine.engine_arguments import ends
 from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.prompts import begun_in, make_prompt

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from rewards import RewardError, score_completions
+from rewards.built_in import answer, is_formatted
 from rewards.find import bind, check_signature, resolve, wanted_by
-from rewards.format import is_formatted
-from rewards.gsm8k import answer
 from rewards.mathematics.numbers import last_number
 from tests.support.speed import overdue
 
@@ -114,7 +113,7 @@ def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path, monkeypat
     (tmp_path / "mine.py").write_text("import os\nlimit = 3\ndef short(completions):\n    return []\n")
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     for name, words in {
-        "anser": ["Did you mean answer?", "answer, format", "path/file.py:function"],
+        "anser": ["Did you mean answer?", "answer, boxed", "path/file.py:function"],
         f"{tmp_path}/mine.py": ["which function", f"{tmp_path}/mine.py:function"],
         f"{tmp_path}/min.py:short": ["no file", f"Did you mean {tmp_path}/mine.py?"],
         f"{tmp_path}/mine.py:shot": ["no function 'shot'", "Did you mean short?"],
@@ -123,7 +122,7 @@ def test_every_way_to_misname_a_function_says_how_to_name_it(tmp_path, monkeypat
         f"{tmp_path}/broken.py:f": ["cannot be imported", "No module named 'nothing_of_this_name'", "broken.py:1"],
         "broken.f": ["broken cannot be imported: ModuleNotFoundError", "broken.py:1"],
         "nothing_of_this_name.f": ["no module 'nothing_of_this_name'", "path/file.py:function"],
-        "rewards.gsm8k.anser": ["no function 'anser'", "Did you mean answer?"],
+        "rewards.built_in.anser": ["no function 'anser'", "Did you mean answer?"],
     }.items():
         with pytest.raises(UserError) as error:
             resolve(name)

@@ -179,8 +179,8 @@ def double(x: int) -> int:
     [
         (call("double", x=-1), '{"error": "ValueError: too small"}'),
         (call("double", x=0), '{"error": "SystemExit: "}'),
-        (call("double", y=1), '{"error": "double: missing a required argument: \'x\'"}'),
-        (call("double", x=1, y=1), '{"error": "double: got an unexpected keyword argument \'y\'"}'),
+        (call("double"), '{"error": "TypeError: double() missing 1 required positional argument: \'x\'"}'),
+        (call("double", x=1, y=1), '{"error": "TypeError: double() got an unexpected keyword argument \'y\'"}'),
         (call("halve", x=1), '{"error": "Tool halve not found. There are: double."}'),
         ("<tool_call>7</tool_call>", '{"error": "the call is not valid JSON: not a JSON object"}'),
     ],

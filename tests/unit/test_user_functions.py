@@ -157,7 +157,7 @@ def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_
 @pytest.mark.parametrize("setting", ["adv_estimator", "loss"])
 def test_a_wrong_function_is_found_without_importing_anything(tmp_path: Path, setting: str) -> None:
     file = write(tmp_path, "raise RuntimeError('imported')", "def f(rewards): ...")
-    require_user_functions(Algorithm(adv_estimator=f"{file}:f", loss="rewards.gsm8k.answer"))
+    require_user_functions(Algorithm(adv_estimator=f"{file}:f", loss="rewards.built_in.answer"))
     words = rf"algorithm.{setting} '{file}:g': no function 'g' in {file}. Functions there: f"
     with pytest.raises(UserError, match=words):
         require_user_functions(Algorithm(**{setting: f"{file}:g"}))

@@ -98,13 +98,12 @@ def test_what_a_file_puts_on_the_path_is_found_before_ours_and_leaves_ours_alone
 
 
 def test_a_file_with_the_name_of_our_package_still_gets_ours(tmp_path: Path) -> None:
-    files(
-        tmp_path, rewards="from rewards import text_of\nfrom rewards.gsm8k import answer" + BODY.format("text_of('7')")
-    )
+    imports = "from rewards import text_of\nfrom rewards.built_in import answer"
+    files(tmp_path, rewards=imports + BODY.format("text_of('7')"))
     assert scores(f"{tmp_path}/rewards.py:f") == {"f": 7.0}
 
 
-@pytest.mark.parametrize("name", ["rewards", "rewards.gsm8k"])
+@pytest.mark.parametrize("name", ["rewards", "rewards.built_in"])
 def test_where_ours_was_meant_and_theirs_is_there_the_line_to_write_is_said(tmp_path: Path, name: str) -> None:
     files(tmp_path, rewards="", mine=f"from {name} import text_of{BODY.format(1)}")
     with pytest.raises(UserError, match=rf"\(mine.py:1\)\. .* Tandem's is tandem\.{name}"):
@@ -129,13 +128,13 @@ def test_tools_and_environments_have_their_helpers_and_our_done(tmp_path: Path) 
             return number
     """
     files(tmp_path, environments="start = 'Go.'", report="number = 7", game=lines)
-    with EnvironmentPool(Rollouts(environment=f"{tmp_path}/game.py:Game", timeout_s=limit(20))) as pool:
+    with EnvironmentPool(Rollouts(environment=f"{tmp_path}/game.py:Game", timeout_s=limit(20)), columns=[]) as pool:
         pool.start(1, {})
         assert pool.ready(limit(30))[0][1].messages == [{"role": "user", "content": "Go."}]  # type: ignore[union-attr]
         pool.step(1, "")
         [(_, done)] = pool.ready(limit(30))
         assert isinstance(done, Done) and done.reward == 7.0
-    with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/game.py:tool"], timeout_s=limit(20))) as pool:
+    with EnvironmentPool(Rollouts(tools=[f"{tmp_path}/game.py:tool"], timeout_s=limit(20)), columns=[]) as pool:
         pool.start(1, {})
         pool.ready(limit(30))
         pool.step(1, "", ("", [Call("tool")]))

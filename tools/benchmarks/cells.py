@@ -132,13 +132,13 @@ def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
 
 
 def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
-    from rewards import gsm8k
+    from rewards import built_in
 
-    return gsm8k.answer(completions, answer)
+    return built_in.answer(completions, answer)
 
 
 def formatted(completions: list[Any], **_: Any) -> list[Any]:
-    from rewards.format import format as format_reward
+    from rewards.built_in import format as format_reward
 
     return format_reward(completions)
 
