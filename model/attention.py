@@ -220,14 +220,10 @@ def _past(queries: int, keys: int, window: int | None, device: torch.device) -> 
     attention refuses a mask, and the other kernel writes out every score. On a CPU, or with a window, it is a mask.
     """
     if window is None and devices.is_accelerator(device):
-        return _described_past(queries, keys)
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
+
+        return causal_lower_right(queries, keys)
     return _mask(queries, keys, window, device)
-
-
-def _described_past(queries: int, keys: int) -> Tensor:
-    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
-
-    return causal_lower_right(queries, keys)
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,24 +237,12 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 def _indexes(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns (pad index [G, C], unpad index [Σ C]), made once for all layers of a forward.
 
+    The first are positions of the flat tokens as rows, whose padding repeats a row's last token; the second are
+    positions of real tokens in the flattened rows.  (1, 2) -> [[0, 0], [1, 2]] and [0, 2, 3]
+
     They are computed on the CPU, where the number of real tokens is known without waiting for a GPU.
     """
-    rows, real = pad_index(lengths), unpad_index(lengths)
+    sizes, column = torch.tensor(lengths)[:, None], torch.arange(max(lengths))
+    rows = torch.cumsum(sizes, 0) - sizes + torch.minimum(column, sizes - 1)
+    real = (column < sizes).flatten().nonzero()[:, 0]
     return rows.to(device, non_blocking=True), real.to(device, non_blocking=True)
-
-
-def pad_index(lengths: tuple[int, ...]) -> Tensor:
-    """Returns [G, max] positions of the flat tokens as rows; padding repeats a row's last token.
-
-    lengths (2, 1) -> [[0, 1], [2, 2]]
-    """
-    sizes = torch.tensor(lengths)
-    starts = torch.cumsum(sizes, 0) - sizes
-    column = torch.arange(max(lengths))
-    return starts[:, None] + torch.minimum(column[None], sizes[:, None] - 1)
-
-
-def unpad_index(lengths: tuple[int, ...]) -> Tensor:
-    """Returns [Σ lengths] positions of real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
-    real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-    return real.flatten().nonzero()[:, 0]
