@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import UserError
 from common.types import EncodedImage
 from model import attention
 from model.files.folder import VISION_FAMILIES
@@ -124,12 +123,7 @@ def axes(length: int, begins: Sequence[int], grids: Sequence[tuple[int, int]]) -
 
 
 def freeze_tower(model: Any) -> None:
-    """Excludes the tower, with the layers that join it to the language model, from gradients and updates.
-
-    Raises UserError if the model has no tower.
-    """
-    if model.config.model_type not in VISION_FAMILIES:
-        raise UserError(f"model.freeze_vision_tower: a {model.config.model_type} has no vision tower; remove it")
+    """Excludes the tower, with the layers that join it to the language model, from gradients and updates."""
     model.base_model.visual.requires_grad_(False)
 
 
