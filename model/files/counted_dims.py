@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from model.files.dims import ModelDims, experts_of, model_dims
+from model.files.folder import require_model
 from model.files.hub import model_file, read_json
 from model.files.lora import targets
 
@@ -59,9 +60,7 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
 
     Returns None for a model that transformers does not know. Raises UserError if there is no such model.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+    require_model(path, revision)
     file = model_file(path, "config.json", revision)
     if (settings := read_json(file)) is None:
         raise UserError(f"{file}: no such file, or not JSON; set model.path to a model")
