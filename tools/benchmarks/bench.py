@@ -76,15 +76,10 @@ _FEWER_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_
 
 
 def _commit() -> str:
-    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed; "" without git."""
+    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed."""
     code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
-    try:
-        last = subprocess.run(
-            ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
-        )
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
-    except FileNotFoundError:
-        return ""
+    last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
     return last.stdout.strip() + "-dirty" * (last.returncode == 0 and changed.returncode == 1)
 
 
