@@ -145,18 +145,18 @@ def _routing(
     routing: Sequence[tuple[Experts, Sequence[Experts]]], forks: Sequence[Sequence[Forks]], longest: int
 ) -> Tensor:
     """Returns the row's experts; -1 where the sampler ran no token: each sequence's last, and padding to `longest`."""
-    free = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
+    no_experts = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
     parts = []
-    for (prompt, completions), of_group in zip(routing, forks, strict=True):
+    for (prompt, completions), group_forks in zip(routing, forks, strict=True):
         parts += [] if longest else [prompt]
-        for completion, forked in zip(completions, of_group, strict=True):
-            whole = np.concatenate([prompt, completion, free])
+        for completion, forked in zip(completions, group_forks, strict=True):
+            whole = np.concatenate([prompt, completion, no_experts])
             whole[[len(prompt) + start - 1 for start, _ in forked]] = -1
             if not longest:
                 parts.append(whole[len(prompt) :])
                 continue
             for _, places in _sequences(len(prompt), len(completion) + 1, forked):
-                parts += [whole[places], np.repeat(free, longest - len(places), 0)]
+                parts += [whole[places], np.repeat(no_experts, longest - len(places), 0)]
     return torch.from_numpy(np.concatenate(parts).astype(np.int16))
 
 
@@ -202,25 +202,25 @@ def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
     sources: list[int] = []
     targets: list[int] = []
     spans: list[Span] = []
-    for (prompt, completions), of_group in zip(groups, forks, strict=True):
+    for (prompt, completions), group_forks in zip(groups, forks, strict=True):
         start = len(ids)
         lengths = tuple(len(c) for c in completions)
-        spans.append(Span(start, len(prompt), lengths, tuple(of_group) if any(of_group) else ()))
+        spans.append(Span(start, len(prompt), lengths, tuple(group_forks) if any(group_forks) else ()))
         ids.extend(prompt)  # `+=` would let a NumPy array add itself elementwise
         positions.extend(range(len(prompt)))
-        for completion, forked in zip(completions, of_group, strict=True):
-            behind = len(ids) - len(prompt)
+        for completion, forked in zip(completions, group_forks, strict=True):
+            shift = len(ids) - len(prompt)
             ids.extend(completion)
             targets.extend(completion)
             for shared, places in _sequences(len(prompt), len(completion), forked):
                 positions.extend(range(shared, len(places)))
-                before = places[_before(shared, places)]
-                sources.extend((before + np.where(before < len(prompt), start, behind)).tolist())
+                before = places[_predictors(shared, places)]
+                sources.extend((before + np.where(before < len(prompt), start, shift)).tolist())
     lengths = tuple(length for span in spans for length in span.completions)
     return PackedRow(_int64([ids]), _int64([positions]), tuple(spans), _int64(sources), _int64(targets), lengths)
 
 
-def _before(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+def _predictors(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
     """Returns the position that predicts each token after the shared ones; none predicts token 0, which is observed."""
     return np.maximum(np.arange(shared, len(sequence)) - 1, 0)
 
@@ -229,8 +229,8 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
     """Makes a row of each sequence, padded at its end, where no left-to-right layer shows padding to a real token."""
     flat = [
         (prompt, completion, forked)
-        for (prompt, completions), of_group in zip(groups, forks, strict=True)
-        for completion, forked in zip(completions, of_group, strict=True)
+        for (prompt, completions), group_forks in zip(groups, forks, strict=True)
+        for completion, forked in zip(completions, group_forks, strict=True)
     ]
     rows = [
         (shared, np.array([*prompt, *completion])[places].tolist())
@@ -242,7 +242,7 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
         input_ids=_int64([sequence + [0] * (longest - len(sequence)) for _, sequence in rows]),
         position_ids=torch.arange(longest).repeat(len(rows), 1),
         spans=(),
-        source_index=_int64([i * longest + t for i, row in enumerate(rows) for t in _before(*row).tolist()]),
+        source_index=_int64([i * longest + t for i, row in enumerate(rows) for t in _predictors(*row).tolist()]),
         target_ids=_int64([token for _, completion, _ in flat for token in completion]),
         lengths=tuple(len(completion) for _, completion, _ in flat),
     )

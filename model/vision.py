@@ -92,7 +92,7 @@ def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
     features: list[int] = []
     for (begin, end), images in zip(_sequences(row), row.images, strict=True):
         begins = _image_begins(ids[begin:end], images, layout)
-        table = axes(int(text[begin:end].max()) + 1, begins, [_grid(image, layout) for image in images])
+        table = axes(int(text[begin:end].max()) + 1, begins, [_token_grid(image, layout) for image in images])
         positions[:, begin:end] = torch.from_numpy(table)[:, text[begin:end]]
         for at, image in zip(begins, images, strict=True):
             size, feature = layout.form.num_tokens(image), feature_of[id(image)]
@@ -192,7 +192,7 @@ def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLay
     return begins
 
 
-def _grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
+def _token_grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
     """Returns (rows, columns) of the image's tokens."""
     _, rows, columns = image.grid_thw
     return rows // layout.form.merge_size, columns // layout.form.merge_size

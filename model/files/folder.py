@@ -38,7 +38,7 @@ def require_models(config: Config) -> None:
     It accepts what only the network or the tokenizer itself can tell; `require_downloaded` asks again later.
     """
     require_model(config.model.path, config.model.revision)
-    for other in _others(config).values():
+    for other in _other_models(config).values():
         require_model(*config.start_of(other))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
@@ -48,7 +48,7 @@ def require_models(config: Config) -> None:
     require_settings(config)
 
 
-def _others(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
+def _other_models(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
     """Returns the sections whose models the run loads beside the policy's, if they name one."""
     used: dict[str, CriticSettings | ReferenceSettings] = {}
     if config.algorithm.beta > 0:
@@ -67,10 +67,10 @@ def require_downloaded(config: Config) -> None:
 def require_settings(config: Config) -> None:
     """Checks config.json for `require_models`, if it is in a folder or the hub's cache. Raises UserError."""
     settings = _settings(config.model.path, config.model.revision)
-    _require_known_vision(config, settings)
+    _require_supported_vision(config, settings)
     _require_positions(config, settings)
-    _require_sight(config, settings)
-    _require_same_sight(config, settings)
+    _require_image_column(config, settings)
+    _require_same_vision_family(config, settings)
     _require_shared_rows(config, settings)
     if config.algorithm.router_replay and settings and experts_of(settings) is None:
         raise UserError(
@@ -81,19 +81,19 @@ def require_settings(config: Config) -> None:
 
 def about_experts(config: Config) -> list[str]:
     """Returns warnings about a mixture of experts before it trains; [] for any other model."""
-    settings, said = _settings(config.model.path, config.model.revision), []
+    settings, warnings = _settings(config.model.path, config.model.revision), []
     if experts_of(settings) is None:
         return []
     if config.model.dtype == "bfloat16" and not config.algorithm.router_replay:
-        said.append(
+        warnings.append(
             "in bfloat16 sampler and trainer send some tokens to different experts, and their log-probs differ by "
             "more than rounding (mismatch/*): algorithm.router_replay=true makes the trainer follow the sampler"
         )
     if weight := settings.get("router_aux_loss_coef"):
-        said.append(
+        warnings.append(
             f"router_aux_loss_coef {weight} of the model is not part of the objective: no loss balances experts"
         )
-    return said
+    return warnings
 
 
 def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others = _others(config)
+    others = _other_models(config)
     if config.reference_on == "sampler":
         others.pop("reference", None)
     for settings in (policy, *(_settings(*config.start_of(other)) for other in others.values())):
@@ -123,9 +123,9 @@ def uneven_heads(heads: int, size: int) -> str:
     )
 
 
-def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
+def _require_same_vision_family(config: Config, policy: dict[str, Any]) -> None:
     """Raises UserError if another model is of another vision family, with other image tokens and positions."""
-    for section, other in _others(config).items():
+    for section, other in _other_models(config).items():
         path, revision = config.start_of(other)
         found = _settings(path, revision)
         kinds = policy.get("model_type"), found.get("model_type")
@@ -136,7 +136,7 @@ def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
             )
 
 
-def _require_sight(config: Config, settings: dict[str, Any]) -> None:
+def _require_image_column(config: Config, settings: dict[str, Any]) -> None:
     """Raises UserError for images to a text model, or none to a vision model unless data.limit_images is 0."""
     if not settings:
         return
@@ -168,7 +168,7 @@ def _settings(path: str, revision: str | None) -> dict[str, Any]:
     return settings | (language if isinstance(language, dict) else {}) | {"model_type": settings.get("model_type")}
 
 
-def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
+def _require_supported_vision(config: Config, settings: dict[str, Any]) -> None:
     """Raises UserError for images that would be read otherwise than by vLLM, or a frozen tower that does not exist."""
     kind, path = settings.get("model_type"), config.model.path
     if "vision_config" in settings and kind not in VISION_FAMILIES:
