@@ -122,16 +122,16 @@ def make_model(shape: str, folder: Path) -> None:
 
 def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
     """Returns the functions that `tandem_config` names, for TRL."""
-    return [right, formatted] if cell.is_natural else [even]
+    return [answer_reward, form_reward] if cell.is_natural else [even]
 
 
-def right(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
+def answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
     from rewards import gsm8k
 
     return gsm8k.answer(completions, answer)
 
 
-def formatted(completions: list[Any], **_: Any) -> list[Any]:
+def form_reward(completions: list[Any], **_: Any) -> list[Any]:
     from rewards.format import format as format_reward
 
     return format_reward(completions)
