@@ -70,7 +70,7 @@ def _strict_sdpa(*tensors: Any, **arguments: Any) -> Any:
 
 def _refuse_options(names: Sequence[str], arguments: dict[str, Any]) -> None:
     if unknown := [name for name in names if arguments.get(name) is not None]:
-        raise NotImplementedError(f"attention with {unknown[0]}")
+        raise NotImplementedError(f"attention with {unknown[0]}, an option that cannot be computed here")
 
 
 def options(base: Any, row: PackedRow) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def settle(model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.
     details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     remedy = "model.path to another model" if wanted == "auto" else "trainer.packing=auto"
     raise UserError(
-        f"trainer.packing {wanted}: a {type(model).__name__} computes completions side by side otherwise than one by "
-        f"one ({details[:600]}); set {remedy}"
+        f"trainer.packing {wanted}: a {type(model).__name__} gives completions side by side other hidden states than "
+        f"each of them alone ({details[:600]}); set {remedy}"
     )
 
 

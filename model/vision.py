@@ -188,7 +188,7 @@ def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLay
     found = (ids == layout.image_token).nonzero()[:, 0][: sum(sizes)].tolist()
     begins = [found[at] if at < len(found) else -1 for at in np.cumsum([0, *sizes])[:-1]]
     if found != [begin + i for begin, size in zip(begins, sizes, strict=True) for i in range(size)]:
-        raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)}, or not side by side")
+        raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)} image tokens, or not side by side")
     return begins
 
 
