@@ -134,8 +134,6 @@ class Drawings(Example):
     wrong_fraction: float = 0.4
     malformed_fraction: float = 0.5
     num_layers: int = 3
-    vision_hidden_size: int = 64
-    vision_layers: int = 2
 
     def draw(self, rng: random.Random) -> Drawing:
         about = rng.choice(("count", "colour", "kind"))
@@ -170,7 +168,7 @@ class Drawings(Example):
     def random_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         from examples.drawings_model import random_model
 
-        return random_model(tokenizer, self, self.vision_hidden_size, self.vision_layers)
+        return random_model(tokenizer, self)
 
     def lessons(self, problems: Sequence[Drawing], tokenizer: PreTrainedTokenizerFast) -> Lessons:
         from examples.drawings_model import prompt_ids, seen_by_model

@@ -21,6 +21,7 @@ IMAGE = "<|image_pad|>"  # repeated for every token of the image
 PLACES = ("<|vision_start|>", "<|vision_end|>", IMAGE, "<|video_pad|>")
 TAGS = ("<think>", "</think>", r"\boxed{")
 FORMAT = ImageFormat()  # the published models'
+_VISION_WIDTH, _VISION_LAYERS = 64, 2
 
 # Qwen2.5-VL's template without system text, tools and videos: an image keeps its position in the content.
 CHAT_TEMPLATE = (
@@ -37,9 +38,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def random_model(
-    tokenizer: PreTrainedTokenizerFast, settings: WarmStart, vision_hidden_size: int, vision_layers: int
-) -> Qwen2_5_VLForConditionalGeneration:
+def random_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen2_5_VLForConditionalGeneration:
     """Makes a float32 model with random weights from torch's global generator."""
     ids: dict[str, Any] = {place: tokenizer.convert_tokens_to_ids(place) for place in PLACES}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -51,15 +50,15 @@ def random_model(
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         },
         vision_config={
-            "depth": vision_layers,
-            "hidden_size": vision_hidden_size,
-            "intermediate_size": 2 * vision_hidden_size,
+            "depth": _VISION_LAYERS,
+            "hidden_size": _VISION_WIDTH,
+            "intermediate_size": 2 * _VISION_WIDTH,
             "num_heads": 2,
             "patch_size": FORMAT.patch_size,
             "spatial_merge_size": FORMAT.merge_size,
             "temporal_patch_size": FORMAT.temporal_patch_size,
             "out_hidden_size": settings.hidden_size,
-            "fullatt_block_indexes": [vision_layers - 1],
+            "fullatt_block_indexes": [_VISION_LAYERS - 1],
             "initializer_range": settings.init_std,
         },
         image_token_id=ids[IMAGE],

@@ -107,7 +107,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
     with durable.waiting_lock(folder.with_name(f"{folder.name}.lock"), f"waiting for another process: {folder}"):
         if _is_made(folder, wanted):
             return False
-        began = time.perf_counter()
+        started_s = time.perf_counter()
         report(f"building {folder}, once; a minute or two on two cores")
         temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
         shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed build
@@ -115,7 +115,7 @@ def build(example: Example, folder: Path, report: Callable[[str], None]) -> bool
         _fill(temporary, example, report)
         (temporary / "stamp").write_text(wanted)
         durable.replace_dir(temporary, folder)
-        report(f"built {folder} in {time.perf_counter() - began:.0f} s")
+        report(f"built {folder} in {time.perf_counter() - started_s:.0f} s")
     return True
 
 

@@ -135,9 +135,9 @@ class QuickStart(Example):
         )
 
 
-def prompt_ids(said: Sequence[str], tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> list[int]:
-    """Returns a prompt's token ids. said: by the user and the model in turn. arguments: of the chat template."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+def prompt_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> list[int]:
+    """Returns a prompt's token ids. texts: by the user and the model in turn. arguments: of the chat template."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -58,7 +58,7 @@ class Story:
         return [form.format(**vars(self), b=b, c=c) for form, (b, c) in zip(forms, self.changes, strict=True)]
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Returns the messages before the last answer, as the template shows them: earlier turns have no thoughts."""
         turns = zip(self.questions, map(str, self.totals), strict=True)
         return [text for turn in turns for text in turn][:-1]
@@ -116,12 +116,12 @@ class Thinking(Example):
         from examples.warm_start import answer_lessons, asked
 
         def prompt(story: Story) -> Shown:
-            return asked(prompt_ids(story.said, tokenizer, enable_thinking=story.thinks))
+            return asked(prompt_ids(story.messages, tokenizer, enable_thinking=story.thinks))
 
-        begun = [replace(p, changes=p.changes[: i + 1]) for p in problems for i, _ in enumerate(p.changes)]
+        beginnings = [replace(p, changes=p.changes[: i + 1]) for p in problems for i, _ in enumerate(p.changes)]
         # a tenth without thoughts, so that the same model can be asked without them
-        begun = [replace(p, thinks=i % 10 < 9) for i, p in enumerate(begun)]
-        return answer_lessons(self, begun, tokenizer, prompt, completion)
+        beginnings = [replace(p, thinks=i % 10 < 9) for i, p in enumerate(beginnings)]
+        return answer_lessons(self, beginnings, tokenizer, prompt, completion)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 from tandem.environments import Done
 
 
-class Told:
+class StoryTurns:
     def reset(self, then: list[str], totals: list[int], **row: Any) -> None:
         """Starts a story, whose first question is the row's own prompt."""
         self._then, self._totals = [*then], [*totals]

@@ -49,7 +49,7 @@ def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, repo
     use_faster_linear(model)
     model.train()
     num_steps = settings.num_clean_steps + settings.num_careless_steps
-    began = time.perf_counter()
+    started_s = time.perf_counter()
     for step in range(num_steps):
         careless = step >= settings.num_clean_steps
         wrong, malformed = (settings.wrong_fraction, settings.malformed_fraction) if careless else (0.0, 0.0)
@@ -60,7 +60,7 @@ def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, repo
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 60 == 0 or step + 1 == num_steps:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started_s
             report(f"warm start: step {step + 1}/{num_steps}  loss {loss.item():.3f}  {seconds:.1f} s")
     return model.eval()
 

@@ -5,7 +5,7 @@ prompt's keys and values are computed once and read by all completions of the gr
 them in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of
 G rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
 If completions fork, attention runs for each sequence on its own, after the keys and values that it shares.
-On a GPU there is no mask at all: see `_past`.
+On a GPU there is no mask at all: see `_past_mask`.
 
 A layer's other options are computed as transformers does: a window, a soft cap of the scores, sinks.
 
@@ -34,12 +34,12 @@ from model.packing import PackedRow, SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
-_OTHER_WISHES = ("position_bias", "indices", "block_indices")
-_PASSED_OVER = ("softcap", "s_aux")  # transformers' own sdpa ignores these silently
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
+_IGNORED_BY_SDPA = ("softcap", "s_aux")  # transformers' own sdpa ignores these silently
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LayerOptions:
     """The options of one layer's attention besides causality."""
 
     scale: float | None
@@ -61,16 +61,16 @@ def register() -> None:
     AttentionInterface.register("sdpa", _strict_sdpa)
 
 
-def _strict_sdpa(*given: Any, **wishes: Any) -> Any:
+def _strict_sdpa(*tensors: Any, **arguments: Any) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    _refuse(_PASSED_OVER, wishes)
-    return sdpa_attention_forward(*given, **wishes)
+    _refuse_options(_IGNORED_BY_SDPA, arguments)
+    return sdpa_attention_forward(*tensors, **arguments)
 
 
-def _refuse(names: Sequence[str], wishes: dict[str, Any]) -> None:
-    if unknown := [name for name in names if wishes.get(name) is not None]:
-        raise NotImplementedError(f"attention with {unknown[0]}")
+def _refuse_options(names: Sequence[str], arguments: dict[str, Any]) -> None:
+    if unknown := [name for name in names if arguments.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unknown[0]}, an option that cannot be computed here")
 
 
 def options(base: Any, row: PackedRow) -> dict[str, Any]:
@@ -105,29 +105,29 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
-    _refuse(_OTHER_WISHES, extra)
+    _refuse_options(_UNSUPPORTED, extra)
     if sequence_group is not None:
         query, key, value = tokens_for_heads(query, key, value, sequence_group)
         s_aux = None if s_aux is None else s_aux.chunk(sequence_group.size)[sequence_group.rank]
-    kind = _Kind(scaling, sliding_window, softcap, s_aux)
+    layer = _LayerOptions(scaling, sliding_window, softcap, s_aux)
     if spans:
-        output = torch.cat([_span_attention(query, key, value, span, kind) for span in spans], dim=2)
+        output = torch.cat([_span_attention(query, key, value, span, layer) for span in spans], dim=2)
     else:
-        output = _attend(query, key, value, kind)
+        output = _attend(query, key, value, layer)
     output = output.transpose(1, 2).contiguous()
     return output if sequence_group is None else heads_for_tokens(output, sequence_group), None
 
 
-def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
+def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, layer: _LayerOptions) -> Tensor:
     """Returns the attention of one group: [1, H, prompt + Σ completions, d]."""
     if span.forks:
-        return _tree_attention(query, key, value, span, kind)
+        return _tree_attention(query, key, value, span, layer)
     begin = span.start + span.prompt
     end = begin + sum(span.completions)
-    alone = len(span.completions) <= 1  # nothing to share: one causal sequence
-    q, k, v = (x[:, :, span.start : end if alone else begin] for x in (query, key, value))
-    prompt = _attend(q, k, v, kind)
-    if alone:
+    is_single = len(span.completions) <= 1  # nothing to share: one causal sequence
+    q, k, v = (x[:, :, span.start : end if is_single else begin] for x in (query, key, value))
+    prompt = _attend(q, k, v, layer)
+    if is_single:
         return prompt
     rows, real = _indexes(span.completions, query.device)
     num_rows, longest = rows.shape
@@ -136,7 +136,7 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind:
     )
     k_all = torch.cat([k.expand(num_rows, -1, -1, -1), k_rows], dim=2)
     v_all = torch.cat([v.expand(num_rows, -1, -1, -1), v_rows], dim=2)
-    padded = _attend(q_rows, k_all, v_all, kind)
+    padded = _attend(q_rows, k_all, v_all, layer)
     flat = padded.transpose(1, 2).reshape(num_rows * longest, query.shape[1], -1)  # [G·C, H, d]
     completions = flat.index_select(0, real)  # [Σ C, H, d]
     return torch.cat([prompt, completions.transpose(0, 1)[None]], dim=2)
@@ -159,75 +159,71 @@ class _Padded(torch.autograd.Function):
         return grad.flatten(1, 2).index_select(1, real), None, None
 
 
-def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, kind: _Kind) -> Tensor:
+def _tree_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, layer: _LayerOptions) -> Tensor:
     """Returns `_span_attention` for forked completions: a sequence's new tokens see the shared ones and themselves."""
     edges = [[0, *(start for start, _ in forks), n] for n, forks in zip(span.completions, span.forks, strict=True)]
     sizes = [span.prompt, *(end - start for of in edges for start, end in itertools.pairwise(of))]
     tokens = slice(span.start, span.start + sum(sizes))
     parts = zip(*(x[:, :, tokens].split(sizes, 2) for x in (query, key, value)), strict=True)  # one gradient for all
     q, k, v = next(parts)
-    prompt, outputs = (k, v), [_attend(q, k, v, kind)]
+    prompt, outputs = (k, v), [_attend(q, k, v, layer)]
     for forks in span.forks:
         seen = [prompt]
         for shared in (span.prompt, *(kept for _, kept in forks)):
             q, k, v = next(parts)
-            seen = [*_first(seen, shared), (k, v)]
+            seen = [*_first_tokens(seen, shared), (k, v)]
             keys, values = (torch.cat(x, 2) for x in zip(*seen, strict=True))
-            outputs.append(_attend(q, keys, values, kind))
+            outputs.append(_attend(q, keys, values, layer))
     return torch.cat(outputs, 2)
 
 
-def _first(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[tuple[Tensor, Tensor]]:
+def _first_tokens(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[tuple[Tensor, Tensor]]:
     """Returns the keys and values of the first `count` tokens of a sequence in parts."""
-    taken = []
+    found = []
     for k, v in parts:
         if count > 0:
-            taken.append((k[:, :, :count], v[:, :, :count]))
+            found.append((k[:, :, :count], v[:, :, :count]))
         count -= k.shape[2]
-    return taken
+    return found
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, kind: _Kind) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: _LayerOptions) -> Tensor:
     """Returns [rows, H, Q, d]: queries are the last Q of the K tokens that have keys, and see all up to themselves."""
     queries, keys = query.shape[2], key.shape[2]
-    window = kind.window if kind.window is not None and kind.window < keys else None
-    if kind.cap is not None or kind.sinks is not None:
-        return _written_out(query, key, value, kind, _mask(queries, keys, window, query.device))
+    window = layer.window if layer.window is not None and layer.window < keys else None
+    if layer.cap is not None or layer.sinks is not None:
+        return _explicit_attention(query, key, value, layer, _mask(queries, keys, window, query.device))
     gqa, causal = query.shape[1] != key.shape[1], queries == keys and window is None
-    mask = None if causal else _past(queries, keys, window, query.device)
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=kind.scale, enable_gqa=gqa)
+    mask = None if causal else _past_mask(queries, keys, window, query.device)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=layer.scale, enable_gqa=gqa)
 
 
-def _written_out(query: Tensor, key: Tensor, value: Tensor, kind: _Kind, seen: Tensor) -> Tensor:
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, layer: _LayerOptions, seen: Tensor) -> Tensor:
     """Computes attention with explicit scores, for options without a torch kernel. seen: [Q, K]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
-    if kind.cap is not None:
-        scores = kind.cap * torch.tanh(scores / kind.cap)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if layer.scale is None else layer.scale)
+    if layer.cap is not None:
+        scores = layer.cap * torch.tanh(scores / layer.cap)
     scores = scores.masked_fill(~seen, -torch.inf)
-    if kind.sinks is not None:
-        sinks = kind.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[2]] @ value
 
 
-def _past(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _past_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Returns what the last `queries` of `keys` tokens see: themselves and all tokens before, [queries, keys].
 
     On a GPU it is a description that torch passes to flash attention, which reads grouped heads as they are; flash
     attention refuses a mask, and the other kernel writes out every score. On a CPU, or with a window, it is a mask.
     """
     if window is None and devices.is_accelerator(device):
-        return _described_past(queries, keys)
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
+
+        return causal_lower_right(queries, keys)
     return _mask(queries, keys, window, device)
-
-
-def _described_past(queries: int, keys: int) -> Tensor:
-    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
-
-    return causal_lower_right(queries, keys)
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,24 +237,12 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 def _indexes(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns (pad index [G, C], unpad index [Σ C]), made once for all layers of a forward.
 
+    The first are positions of the flat tokens as rows, whose padding repeats a row's last token; the second are
+    positions of real tokens in the flattened rows.  (1, 2) -> [[0, 0], [1, 2]] and [0, 2, 3]
+
     They are computed on the CPU, where the number of real tokens is known without waiting for a GPU.
     """
-    rows, real = pad_index(lengths), unpad_index(lengths)
+    sizes, column = torch.tensor(lengths)[:, None], torch.arange(max(lengths))
+    rows = torch.cumsum(sizes, 0) - sizes + torch.minimum(column, sizes - 1)
+    real = (column < sizes).flatten().nonzero()[:, 0]
     return rows.to(device, non_blocking=True), real.to(device, non_blocking=True)
-
-
-def pad_index(lengths: tuple[int, ...]) -> Tensor:
-    """Returns [G, max] positions of the flat tokens as rows; padding repeats a row's last token.
-
-    lengths (2, 1) -> [[0, 1], [2, 2]]
-    """
-    sizes = torch.tensor(lengths)
-    starts = torch.cumsum(sizes, 0) - sizes
-    column = torch.arange(max(lengths))
-    return starts[:, None] + torch.minimum(column[None], sizes[:, None] - 1)
-
-
-def unpad_index(lengths: tuple[int, ...]) -> Tensor:
-    """Returns [Σ lengths] positions of real tokens in the flattened rows.  (2, 1) -> [0, 1, 2]; (1, 2) -> [0, 2, 3]"""
-    real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-    return real.flatten().nonzero()[:, 0]

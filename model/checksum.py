@@ -19,7 +19,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.files.weights import TensorInfo
@@ -78,7 +77,7 @@ def device_sums(words: Tensor) -> Tensor:
     size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
     blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
     blocks.append(words[full * _CHUNK :].view(1, -1))
-    a, g = _odd_on(words.device, _CHUNK, stream=0), _odd_on(words.device, full + 1, stream=1)
+    a, g = _odd_numbers(words.device, _CHUNK, stream=0), _odd_numbers(words.device, full + 1, stream=1)
     low = torch.cat([_dot(w, a) for w in blocks])
     high = torch.cat([_dot(w >> 32, a) for w in blocks])
     return torch.stack([(g * low).sum(), (g * high).sum()])
@@ -91,13 +90,10 @@ def _dot(w: Tensor, a: Tensor) -> Tensor:
 
 
 @cache
-def _odd_on(device: torch.device, count: int, stream: int) -> Tensor:
-    return torch.from_numpy(_odd(np.arange(count, dtype=np.uint64), stream).view(np.int64)).to(device)
-
-
-def _odd(position: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:
-    """Returns splitmix64 (Steele, Lea, Flood 2014) of the position, made odd."""
-    z = (position + np.uint64(1 + (stream << 40))) * np.uint64(0x9E3779B97F4A7C15)
+def _odd_numbers(device: torch.device, count: int, stream: int) -> Tensor:
+    """Returns splitmix64 (Steele, Lea, Flood 2014) of the positions 0, 1, …, made odd: [count] int64."""
+    z = (np.arange(count, dtype=np.uint64) + np.uint64(1 + (stream << 40))) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    odd = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)

@@ -39,10 +39,6 @@ class AllRanks(Protocol):
         """Returns rank 0's answer on every rank."""
 
 
-class TrainedModel(Protocol):
-    model: Any  # transformers'
-
-
 @dataclass(frozen=True)
 class Cores:
     """The CPU cores of this rank. `lent` are the samplers' cores, shared by all ranks of this machine."""
@@ -88,8 +84,8 @@ class LentCores:
             self._may_borrow = False
             self._borrow(False)
 
-    def watch(self, *trained: TrainedModel) -> None:
-        """Makes every layer of these transformers models ask again from now on, if there is only one rank."""
+    def watch(self, *trained: Any) -> None:
+        """Makes every layer of what is trained (`.model` is transformers') ask again, if there is only one rank."""
         if self._samplers_rest is None or self._exchange.world_size > 1:
             return
         for one in trained:

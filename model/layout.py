@@ -26,7 +26,7 @@ from model.transformers_internals import decoder_of, mixes_packed_sequences
 _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NAME,), "separate": ("sdpa", "eager")}
 # bounds of the relative RMS difference. Measured: float32 at most 3e-6; bfloat16 0.01, and up to 0.14 with experts,
 # because a router may choose another; completions that see each other 0.4 to 1
-_FULL, _HALF = 1e-4, 0.25
+_FLOAT32_BOUND, _BFLOAT16_BOUND = 1e-4, 0.25
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # attributes of transformers' configs and layers
 _NOISE = ("jitter_noise", "moe_jitter_eps")  # noise before routers: Mixtral and MiniMax, DBRX
 _SHORT = 8  # tokens of a window during the check
@@ -59,44 +59,46 @@ def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_stat
 
 
 @torch.no_grad()
-def settle(model: Any, wanted: Literal["auto"] | Packing, of_images: vision.VisionLayout | None) -> None:
+def settle(model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None) -> None:
     """Sets the first attention that agrees with the model's own forward; `packing_of` then tells which rows it takes.
 
     Raises UserError if no layout, or not the wanted one, agrees.
     """
-    base, was_training, differs = backbone(model), model.training, dict[str, str]()
+    base, was_training, reasons = backbone(model), model.training, dict[str, str]()
     with _short_windows(model):
         with own_attention(model):
-            own = torch.cat([_alone(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS])
-        _drop_nothing(model.train())
+            own = torch.cat(
+                [_own_hidden(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS]
+            )
+        _switch_off_dropout(model.train())
         for name in _ATTENTION[wanted]:
             if name == attention.NAME and mixes_packed_sequences(model):
-                differs[name] = "its layers carry a state from token to token, or do attention of their own"
+                reasons[name] = "its layers carry a state from token to token, or do attention of their own"
                 continue
             try:
                 _set_attention(model, name)
                 row = pack([(_PROMPT, _COMPLETIONS)], packing_of(model))
-                found = hidden_at_sources(base, vision.with_vision(row, of_images))
+                found = hidden_at_sources(base, vision.with_vision(row, vision_layout))
             except Exception as error:
-                differs[name] = f"{type(error).__name__}: {error}"
+                reasons[name] = f"{type(error).__name__}: {error}"
                 continue
-            gap = float((found - own).norm() / own.norm())
-            if gap <= (_HALF if own.dtype == torch.bfloat16 else _FULL):
+            difference = float((found - own).norm() / own.norm())
+            if difference <= (_BFLOAT16_BOUND if own.dtype == torch.bfloat16 else _FLOAT32_BOUND):
                 model.train(was_training)
                 return
-            differs[name] = f"hidden states differ by {gap:.1e} from those of the model's own forward"
-    reasons = "; ".join(f"{name}: {why}" for name, why in differs.items())
+            reasons[name] = f"hidden states differ by {difference:.1e} from those of the model's own forward"
+    details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     remedy = "model.path to another model" if wanted == "auto" else "trainer.packing=auto"
     raise UserError(
-        f"trainer.packing {wanted}: a {type(model).__name__} computes completions side by side otherwise than one by "
-        f"one ({reasons[:600]}); set {remedy}"
+        f"trainer.packing {wanted}: a {type(model).__name__} gives completions side by side other hidden states than "
+        f"each of them alone ({details[:600]}); set {remedy}"
     )
 
 
 _PROMPT, _COMPLETIONS = list(range(5, 17)), [list(range(20, 27)), list(range(30, 35))]  # ids that every model has
 
 
-def _alone(base: Any, ids: list[int], count: int) -> Tensor:
+def _own_hidden(base: Any, ids: list[int], count: int) -> Tensor:
     """Returns [count, D], the model's own hidden states that predict the last tokens of one sequence."""
     text = getattr(base, "language_model", base)
     return text(input_ids=torch.tensor([ids], device=base.device), use_cache=False).last_hidden_state[
@@ -115,7 +117,7 @@ def own_attention(model: Any) -> Iterator[None]:
         _set_attention(model.train(was_training), name)
 
 
-def _drop_nothing(model: Any) -> None:
+def _switch_off_dropout(model: Any) -> None:
     """Switches off dropout, skipped layers and noise before routers, all of which transformers keeps as rates.
 
     The rates are attributes of modules (`residual_dropout`, `layerdrop`, torch.nn.Dropout's p) and of configurations.

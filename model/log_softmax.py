@@ -111,16 +111,16 @@ def _gradient(  # noqa: PLR0913 as the equations
 ) -> Tensor:
     z = scaled(logits, temperature)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    of_z = torch.where(is_target, grad[:, None], 0.0)
+    grad_z = torch.where(is_target, grad[:, None], 0.0)
     if sets is None:
-        of_z = of_z - grad[:, None] * (z - log_support[:, None]).exp()
+        grad_z = grad_z - grad[:, None] * (z - log_support[:, None]).exp()
     else:
         p = (on_support(z, sets) - log_support[:, None]).exp()  # 0 where a set is padded
-        of_z = of_z.scatter_add(-1, sets.clamp(min=0), -grad[:, None] * p)
+        grad_z = grad_z.scatter_add(-1, sets.clamp(min=0), -grad[:, None] * p)
     if grad_entropy is not None:
         log_p = z - log_normaliser[:, None]
-        of_z = of_z - grad_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
-    return (of_z / temperature).to(logits.dtype)
+        grad_z = grad_z - grad_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
+    return (grad_z / temperature).to(logits.dtype)
 
 
 def _blocks(logits: Tensor, *given: Any) -> Iterator[tuple[Any, ...]]:

@@ -86,13 +86,13 @@ def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
         try:
             found = logits(head, hidden).float()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
         else:
             if is_equal(found, own.to(found.dtype)):
                 return logits
-            why = "they are others"
+            reason = "they differ from its own"
     say(
-        f"the logits of a {type(model).__name__} cannot be computed apart from its decoder ({why}): its whole forward "
-        "runs, and keeps those of every token, which is slower and takes more memory"
+        f"the logits of a {type(model).__name__} cannot be computed apart from its decoder ({reason}); its whole "
+        "forward runs instead and keeps the logits of every token, which is slower and takes more memory"
     )
     return whole_forward

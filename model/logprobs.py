@@ -173,7 +173,10 @@ def load_causal_lm(
     model.own_logits = own_logits(model)
     if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.sees(model.config):
-            raise UserError(f"the logits of a {type(model).__name__} need its whole forward; choose another model")
+            raise UserError(
+                f"the logits of a {type(model).__name__} can only be computed by its whole forward, which is not "
+                "supported for a model that sees images; set model.path to another model"
+            )
         settle(model, "separate" if packing == "auto" else packing, None)
     return model
 

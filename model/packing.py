@@ -20,8 +20,8 @@ vision.py adds the tensors that a model needs for them. Left out: splitting a gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from common.types import EncodedImage, Forks, sequences
 Packing = Literal["shared", "separate"]
 Tokens = Sequence[int]
 Experts = NDArray[Any]  # [tokens, layers, k]
+Record = TypeVar("Record", bound="PackedRow | VisionInput | Shard")
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,6 @@ class VisionInput:
     grid_thw: Tensor  # [images, 3] int64
     places: Tensor  # [n] int64 positions in the flattened row, ascending
     features: Tensor  # [n] int64 index of the tower's feature at each of these positions
-
-    def to(self, device: torch.device) -> VisionInput:
-        fields = (self.patches, self.grid_thw, self.places, self.features)
-        return VisionInput(*(tensor.to(device, non_blocking=True) for tensor in fields))
 
 
 @dataclass(frozen=True)
@@ -93,23 +90,7 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         """Copies the row to this device, without waiting for the copies."""
-
-        def there(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return PackedRow(
-            there(self.input_ids),
-            there(self.position_ids),
-            self.spans,
-            there(self.source_index),
-            there(self.target_ids),
-            self.lengths,
-            None if self.sampling_mask is None else there(self.sampling_mask),
-            self.images,
-            None if self.vision is None else self.vision.to(device),
-            None if self.routing is None else there(self.routing),
-            None if self.shard is None else replace(self.shard, places=there(self.shard.places)),
-        )
+        return _copied(self, device)
 
     def with_sampling_mask(self, sampling_mask: Sequence[NDArray[np.int32] | None]) -> PackedRow:
         """Returns this row with its completions' sampling sets, [C, K] each as in Rollout; unchanged without any."""
@@ -120,6 +101,18 @@ class PackedRow:
         widest = max(ids.shape[1] for ids in given)
         wide = [np.pad(ids, ((0, 0), (0, widest - ids.shape[1])), constant_values=-1) for ids in given]
         return replace(self, sampling_mask=torch.from_numpy(np.concatenate(wide).astype(np.int64)))
+
+
+def _copied(record: Record, device: torch.device) -> Record:
+    """Copies a record to this device, with its tensors and those of the records in it."""
+    copies: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            copies[field.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, VisionInput | Shard):
+            copies[field.name] = _copied(value, device)
+    return replace(record, **copies)
 
 
 def pack(
@@ -152,18 +145,18 @@ def _routing(
     routing: Sequence[tuple[Experts, Sequence[Experts]]], forks: Sequence[Sequence[Forks]], longest: int
 ) -> Tensor:
     """Returns the row's experts; -1 where the sampler ran no token: each sequence's last, and padding to `longest`."""
-    free = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
+    no_experts = np.full((1, *routing[0][0].shape[1:]), -1, np.int16)
     parts = []
-    for (prompt, completions), of_group in zip(routing, forks, strict=True):
+    for (prompt, completions), group_forks in zip(routing, forks, strict=True):
         parts += [] if longest else [prompt]
-        for completion, forked in zip(completions, of_group, strict=True):
-            whole = np.concatenate([prompt, completion, free])
+        for completion, forked in zip(completions, group_forks, strict=True):
+            whole = np.concatenate([prompt, completion, no_experts])
             whole[[len(prompt) + start - 1 for start, _ in forked]] = -1
             if not longest:
                 parts.append(whole[len(prompt) :])
                 continue
             for _, places in _sequences(len(prompt), len(completion) + 1, forked):
-                parts += [whole[places], np.repeat(free, longest - len(places), 0)]
+                parts += [whole[places], np.repeat(no_experts, longest - len(places), 0)]
     return torch.from_numpy(np.concatenate(parts).astype(np.int16))
 
 
@@ -193,7 +186,7 @@ def select(row: PackedRow, positions: Sequence[Sequence[int]]) -> PackedRow:
             raise ValueError(f"position {max(of)} of a completion of {length} tokens")
         kept.extend(start + int(t) for t in of)
         start += length
-    index = torch.tensor(kept, dtype=torch.int64)
+    index = _int64(kept)
     return replace(
         row,
         source_index=row.source_index[index],
@@ -209,25 +202,25 @@ def _packed(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
     sources: list[int] = []
     targets: list[int] = []
     spans: list[Span] = []
-    for (prompt, completions), of_group in zip(groups, forks, strict=True):
+    for (prompt, completions), group_forks in zip(groups, forks, strict=True):
         start = len(ids)
         lengths = tuple(len(c) for c in completions)
-        spans.append(Span(start, len(prompt), lengths, tuple(of_group) if any(of_group) else ()))
+        spans.append(Span(start, len(prompt), lengths, tuple(group_forks) if any(group_forks) else ()))
         ids.extend(prompt)  # `+=` would let a NumPy array add itself elementwise
         positions.extend(range(len(prompt)))
-        for completion, forked in zip(completions, of_group, strict=True):
-            behind = len(ids) - len(prompt)
+        for completion, forked in zip(completions, group_forks, strict=True):
+            shift = len(ids) - len(prompt)
             ids.extend(completion)
             targets.extend(completion)
             for shared, places in _sequences(len(prompt), len(completion), forked):
                 positions.extend(range(shared, len(places)))
-                before = places[_before(shared, places)]
-                sources.extend((before + np.where(before < len(prompt), start, behind)).tolist())
+                before = places[_predictors(shared, places)]
+                sources.extend((before + np.where(before < len(prompt), start, shift)).tolist())
     lengths = tuple(length for span in spans for length in span.completions)
-    return _row([ids], [positions], tuple(spans), sources, targets, lengths)
+    return PackedRow(_int64([ids]), _int64([positions]), tuple(spans), _int64(sources), _int64(targets), lengths)
 
 
-def _before(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+def _predictors(shared: int, sequence: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
     """Returns the position that predicts each token after the shared ones; none predicts token 0, which is observed."""
     return np.maximum(np.arange(shared, len(sequence)) - 1, 0)
 
@@ -236,8 +229,8 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
     """Makes a row of each sequence, padded at its end, where no left-to-right layer shows padding to a real token."""
     flat = [
         (prompt, completion, forked)
-        for (prompt, completions), of_group in zip(groups, forks, strict=True)
-        for completion, forked in zip(completions, of_group, strict=True)
+        for (prompt, completions), group_forks in zip(groups, forks, strict=True)
+        for completion, forked in zip(completions, group_forks, strict=True)
     ]
     rows = [
         (shared, np.array([*prompt, *completion])[places].tolist())
@@ -245,29 +238,15 @@ def _padded(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], forks: Sequence[S
         for shared, places in _sequences(len(prompt), len(completion), forked)
     ]
     longest = max(len(sequence) for _, sequence in rows)
-    return _row(
-        [sequence + [0] * (longest - len(sequence)) for _, sequence in rows],
-        [list(range(longest))] * len(rows),
-        (),
-        [i * longest + t for i, row in enumerate(rows) for t in _before(*row).tolist()],
-        [token for _, completion, _ in flat for token in completion],
-        tuple(len(completion) for _, completion, _ in flat),
-    )
-
-
-def _row(
-    ids: list[list[int]],
-    positions: list[list[int]],
-    spans: tuple[Span, ...],
-    sources: list[int],
-    targets: list[int],
-    lengths: tuple[int, ...],
-) -> PackedRow:
     return PackedRow(
-        input_ids=torch.tensor(ids, dtype=torch.int64),
-        position_ids=torch.tensor(positions, dtype=torch.int64),
-        spans=spans,
-        source_index=torch.tensor(sources, dtype=torch.int64),
-        target_ids=torch.tensor(targets, dtype=torch.int64),
-        lengths=lengths,
+        input_ids=_int64([sequence + [0] * (longest - len(sequence)) for _, sequence in rows]),
+        position_ids=torch.arange(longest).repeat(len(rows), 1),
+        spans=(),
+        source_index=_int64([i * longest + t for i, row in enumerate(rows) for t in _predictors(*row).tolist()]),
+        target_ids=_int64([token for _, completion, _ in flat for token in completion]),
+        lengths=tuple(len(completion) for _, completion, _ in flat),
     )
+
+
+def _int64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

@@ -88,5 +88,5 @@ class Reference:
         """Returns log π_ref of the row's targets: [N] float32, on the model's device."""
         with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
             row = replace(row, routing=None)  # the reference's own router chooses its experts
-            here = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
-            return score_logprobs(self._model, here, self._temperature, self._chunk_size)
+            local_row = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
+            return score_logprobs(self._model, local_row, self._temperature, self._chunk_size)

@@ -25,14 +25,14 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from model.files.dims import experts_of
 
-Answer = Callable[[Tensor, Any], Any]  # (scores, topk's result) -> the caller's result
+TopKAnswer = Callable[[Tensor, Any], Any]  # (scores, topk's result) -> the caller's result
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class _TopK(TorchFunctionMode):
     """A torch function mode that replaces the results of topk, k of E scores, by those of `answer`."""
 
-    def __init__(self, num_experts: int, per_token: int, answer: Answer):
+    def __init__(self, num_experts: int, per_token: int, answer: TopKAnswer):
         super().__init__()
         self._sizes, self._answer = (num_experts, per_token), answer
 
@@ -49,9 +49,9 @@ class RouterReplay:
     def __init__(self, model: Any, run: Callable[[], Any]):
         """Wraps the routers that `run`, any forward, calls. Raises UserError if none exist or they do not use topk."""
         sizes = experts_of(model.config.get_text_config().to_dict())
-        kind, off = type(model).__name__, "set algorithm.router_replay=false"
+        kind, remedy = type(model).__name__, "set algorithm.router_replay=false"
         if sizes is None:
-            raise UserError(f"algorithm.router_replay: {kind} has no experts that tokens are sent to; {off}")
+            raise UserError(f"algorithm.router_replay: {kind} has no experts that tokens are sent to; {remedy}")
         self._sizes = sizes
         self._recorded: Tensor | None = None
         self._differing = dict[int, Tensor]()  # by layer
@@ -59,11 +59,11 @@ class RouterReplay:
         for i, router in enumerate(inputs):
             router.forward = self._replaying(i, router.forward)
         self.num_layers = len(inputs)
-        obeys = [self._obeys(i, router, given) for i, (router, given) in enumerate(inputs.items())]
-        if not 0 < sum(obeys) == len(blocks(model)):
+        follows = [self._follows_replay(i, router, given) for i, (router, given) in enumerate(inputs.items())]
+        if not 0 < sum(follows) == len(blocks(model)):
             raise UserError(
-                f"algorithm.router_replay: {sum(obeys)} of the {len(blocks(model))} mixtures of {kind} choose experts "
-                f"by torch.topk of {sizes[1]} in {sizes[0]}, where the choice can be replaced; {off}"
+                f"algorithm.router_replay: {sum(follows)} of the {len(blocks(model))} mixtures of {kind} choose "
+                f"experts by torch.topk of {sizes[1]} in {sizes[0]}, where the choice can be replaced; {remedy}"
             )
 
     def use(self, recorded: Tensor | None) -> None:
@@ -104,16 +104,16 @@ class RouterReplay:
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
     @torch.no_grad()
-    def _obeys(self, layer: int, router: Any, given: Any) -> bool:
+    def _follows_replay(self, layer: int, router: Any, given: Any) -> bool:
         """Returns whether the router's output for one input differs between the first and the last k experts."""
         num_experts, per_token = self._sizes
-        said = []
+        outputs = []
         for first in (0, num_experts - per_token):
             tokens = given[0][0].shape[:-1].numel()
             self._recorded = (first + torch.arange(per_token)).expand(tokens, self.num_layers, per_token)
-            said.append(_tensors(router.forward(*given[0], **given[1])))
+            outputs.append(_tensors(router.forward(*given[0], **given[1])))
         self.use(None)
-        return any(not torch.equal(a, b) for a, b in zip(*said, strict=True))
+        return any(not torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -138,7 +138,7 @@ def _routers(model: torch.nn.Module, run: Callable[[], Any], num_experts: int, p
     """Returns {innermost module that calls topk, k of E: (args, kwargs) of its call}, in the order of the layers."""
     entered, found = list[tuple[Any, Any]](), dict[Any, Any]()
 
-    def note(scores: Tensor, own: Any) -> Any:
+    def note_call(scores: Tensor, own: Any) -> Any:
         module, given = entered[-1]
         found[module] = given
         return own
@@ -151,7 +151,7 @@ def _routers(model: torch.nn.Module, run: Callable[[], Any], num_experts: int, p
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         hooks.append(module.register_forward_hook(lambda *_: entered.pop() and None))
     try:
-        with _TopK(num_experts, per_token, note):
+        with _TopK(num_experts, per_token, note_call):
             run()
     finally:
         for hook in hooks:

@@ -40,11 +40,11 @@ def shard(row: PackedRow, group: SequenceGroup | None) -> PackedRow:
     assert row.spans and row.vision is None, "only packed rows without images are split over ranks"
     length = row.input_ids.shape[1]
     missing = -length % group.size
-    each = (length + missing) // group.size
-    begin = group.rank * each
-    ids, positions = (F.pad(x, (0, missing))[:, begin : begin + each] for x in (row.input_ids, row.position_ids))
+    share = (length + missing) // group.size
+    begin = group.rank * share
+    ids, positions = (F.pad(x, (0, missing))[:, begin : begin + share] for x in (row.input_ids, row.position_ids))
     routing = row.routing if row.routing is None else F.pad(row.routing, (0, 0) * 2 + (0, missing), value=-1)
-    places = ((row.source_index >= begin) & (row.source_index < begin + each)).nonzero()[:, 0]
+    places = ((row.source_index >= begin) & (row.source_index < begin + share)).nonzero()[:, 0]
     return replace(
         row,
         input_ids=ids,
@@ -53,7 +53,7 @@ def shard(row: PackedRow, group: SequenceGroup | None) -> PackedRow:
         source_index=row.source_index[places] - begin,
         target_ids=row.target_ids[places],
         sampling_mask=None if row.sampling_mask is None else row.sampling_mask[places],
-        routing=routing if routing is None else routing[begin : begin + each],
+        routing=routing if routing is None else routing[begin : begin + share],
         shard=Shard(group, places, len(row.target_ids)),
     )
 

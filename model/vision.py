@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import UserError
 from common.types import EncodedImage
 from model import attention
 from model.files.folder import VISION_FAMILIES
@@ -93,7 +92,7 @@ def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
     features: list[int] = []
     for (begin, end), images in zip(_sequences(row), row.images, strict=True):
         begins = _image_begins(ids[begin:end], images, layout)
-        table = axes(int(text[begin:end].max()) + 1, begins, [_grid(image, layout) for image in images])
+        table = axes(int(text[begin:end].max()) + 1, begins, [_token_grid(image, layout) for image in images])
         positions[:, begin:end] = torch.from_numpy(table)[:, text[begin:end]]
         for at, image in zip(begins, images, strict=True):
             size, feature = layout.form.num_tokens(image), feature_of[id(image)]
@@ -124,12 +123,7 @@ def axes(length: int, begins: Sequence[int], grids: Sequence[tuple[int, int]]) -
 
 
 def freeze_tower(model: Any) -> None:
-    """Excludes the tower, with the layers that join it to the language model, from gradients and updates.
-
-    Raises UserError if the model has no tower.
-    """
-    if model.config.model_type not in VISION_FAMILIES:
-        raise UserError(f"model.freeze_vision_tower: a {model.config.model_type} has no vision tower; remove it")
+    """Excludes the tower, with the layers that join it to the language model, from gradients and updates."""
     model.base_model.visual.requires_grad_(False)
 
 
@@ -194,11 +188,11 @@ def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLay
     found = (ids == layout.image_token).nonzero()[:, 0][: sum(sizes)].tolist()
     begins = [found[at] if at < len(found) else -1 for at in np.cumsum([0, *sizes])[:-1]]
     if found != [begin + i for begin, size in zip(begins, sizes, strict=True) for i in range(size)]:
-        raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)}, or not side by side")
+        raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)} image tokens, or not side by side")
     return begins
 
 
-def _grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
+def _token_grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
     """Returns (rows, columns) of the image's tokens."""
     _, rows, columns = image.grid_thw
     return rows // layout.form.merge_size, columns // layout.form.merge_size

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from model.files.dims import ModelDims, experts_of, model_dims
+from model.files.folder import require_model
 from model.files.hub import model_file, read_json
 from model.files.lora import targets
 
@@ -59,9 +60,7 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
 
     Returns None for a model that transformers does not know. Raises UserError if there is no such model.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"model {path!r}: no such folder. Set model.path to a folder or a hub id")
+    require_model(path, revision)
     file = model_file(path, "config.json", revision)
     if (settings := read_json(file)) is None:
         raise UserError(f"{file}: no such file, or not JSON; set model.path to a model")
@@ -87,10 +86,10 @@ def counted_dims(config: Any) -> CountedDims | None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     sees = getattr(config, "vision_config", None) is not None
-    of = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    auto_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = of.from_config(config, dtype=torch.float32)
+            model = auto_class.from_config(config, dtype=torch.float32)
     except ValueError:
         return None
     text, head = config.get_text_config(), model.get_output_embeddings()
@@ -111,8 +110,8 @@ def counted_dims(config: Any) -> CountedDims | None:
     decoder = list(model.get_decoder().modules())
     head_dim = max((m.head_dim for m in decoder if hasattr(m, "o_proj") and hasattr(m, "head_dim")), default=0)
     head_dim = head_dim or text.hidden_size // heads
-    kv_heads, state = _largest(text, "num_key_value_heads", heads), sum(map(_state, decoder))
-    cached = sum(map(_cached, decoder))
+    kv_heads, state = _largest(text, "num_key_value_heads", heads), sum(map(_state_values, decoder))
+    cached = sum(map(_cached_values, decoder))
     if not (cached or state):  # the projections have other names
         cached = 2 * text.num_hidden_layers * kv_heads * head_dim
     return CountedDims(
@@ -147,7 +146,7 @@ def _intermediate(text: Any, per_token: int) -> int:
     return max(dense, per_token * own + _largest(text, "shared_expert_intermediate_size", 0))
 
 
-def _cached(module: Any) -> int:
+def _cached_values(module: Any) -> int:
     """Counts a token's values in vLLM's cache for an attention layer: keys and values, or latent attention's state."""
     if latent := getattr(module, "kv_a_proj_with_mqa", None):
         return latent.out_features
@@ -158,15 +157,15 @@ def _cached(module: Any) -> int:
     return key.out_features + (getattr(module, "v_proj", None) or key).out_features
 
 
-def _state(module: Any) -> int:
+def _state_values(module: Any) -> int:
     """Counts the values that a recurrent or convolutional layer keeps for a sequence of any length."""
-    short: Any = getattr(module, "conv1d", None) or getattr(module, "conv", None)
-    if not hasattr(short, "kernel_size"):
+    convolution: Any = getattr(module, "conv1d", None) or getattr(module, "conv", None)
+    if not hasattr(convolution, "kernel_size"):
         return 0
-    kept = short.out_channels * (short.kernel_size[0] - 1)
+    kept = convolution.out_channels * (convolution.kernel_size[0] - 1)
     if hasattr(module, "head_v_dim"):  # gated delta net
         return kept + module.num_v_heads * module.head_k_dim * module.head_v_dim
     if not hasattr(module, "ssm_state_size"):
         return kept
-    wide = module.num_heads * module.head_dim if hasattr(module, "num_heads") else module.intermediate_size
-    return kept + wide * module.ssm_state_size
+    width = module.num_heads * module.head_dim if hasattr(module, "num_heads") else module.intermediate_size
+    return kept + width * module.ssm_state_size

@@ -18,7 +18,6 @@ from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.files.dims import experts_of
-from model.files.engine_models import is_unknown
 from model.files.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
@@ -39,7 +38,7 @@ def require_models(config: Config) -> None:
     It accepts what only the network or the tokenizer itself can tell; `require_downloaded` asks again later.
     """
     require_model(config.model.path, config.model.revision)
-    for other in _others(config).values():
+    for other in _other_models(config).values():
         require_model(*config.start_of(other))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
@@ -49,7 +48,7 @@ def require_models(config: Config) -> None:
     require_settings(config)
 
 
-def _others(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
+def _other_models(config: Config) -> dict[str, CriticSettings | ReferenceSettings]:
     """Returns the sections whose models the run loads beside the policy's, if they name one."""
     used: dict[str, CriticSettings | ReferenceSettings] = {}
     if config.algorithm.beta > 0:
@@ -68,11 +67,10 @@ def require_downloaded(config: Config) -> None:
 def require_settings(config: Config) -> None:
     """Checks config.json for `require_models`, if it is in a folder or the hub's cache. Raises UserError."""
     settings = _settings(config.model.path, config.model.revision)
-    _require_known_vision(config, settings)
-    _require_engine_model(config.model.path, settings)
+    _require_supported_vision(config, settings)
     _require_positions(config, settings)
-    _require_sight(config, settings)
-    _require_same_sight(config, settings)
+    _require_image_column(config, settings)
+    _require_same_vision_family(config, settings)
     _require_shared_rows(config, settings)
     if config.algorithm.router_replay and settings and experts_of(settings) is None:
         raise UserError(
@@ -83,19 +81,19 @@ def require_settings(config: Config) -> None:
 
 def about_experts(config: Config) -> list[str]:
     """Returns warnings about a mixture of experts before it trains; [] for any other model."""
-    settings, said = _settings(config.model.path, config.model.revision), []
+    settings, warnings = _settings(config.model.path, config.model.revision), []
     if experts_of(settings) is None:
         return []
     if config.model.dtype == "bfloat16" and not config.algorithm.router_replay:
-        said.append(
+        warnings.append(
             "in bfloat16 sampler and trainer send some tokens to different experts, and their log-probs differ by "
             "more than rounding (mismatch/*): algorithm.router_replay=true makes the trainer follow the sampler"
         )
     if weight := settings.get("router_aux_loss_coef"):
-        said.append(
+        warnings.append(
             f"router_aux_loss_coef {weight} of the model is not part of the objective: no loss balances experts"
         )
-    return said
+    return warnings
 
 
 def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
@@ -108,7 +106,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others = _others(config)
+    others = _other_models(config)
     if config.reference_on == "sampler":
         others.pop("reference", None)
     for settings in (policy, *(_settings(*config.start_of(other)) for other in others.values())):
@@ -125,9 +123,9 @@ def uneven_heads(heads: int, size: int) -> str:
     )
 
 
-def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
+def _require_same_vision_family(config: Config, policy: dict[str, Any]) -> None:
     """Raises UserError if another model is of another vision family, with other image tokens and positions."""
-    for section, other in _others(config).items():
+    for section, other in _other_models(config).items():
         path, revision = config.start_of(other)
         found = _settings(path, revision)
         kinds = policy.get("model_type"), found.get("model_type")
@@ -138,7 +136,7 @@ def _require_same_sight(config: Config, policy: dict[str, Any]) -> None:
             )
 
 
-def _require_sight(config: Config, settings: dict[str, Any]) -> None:
+def _require_image_column(config: Config, settings: dict[str, Any]) -> None:
     """Raises UserError for images to a text model, or none to a vision model unless data.limit_images is 0."""
     if not settings:
         return
@@ -170,7 +168,7 @@ def _settings(path: str, revision: str | None) -> dict[str, Any]:
     return settings | (language if isinstance(language, dict) else {}) | {"model_type": settings.get("model_type")}
 
 
-def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
+def _require_supported_vision(config: Config, settings: dict[str, Any]) -> None:
     """Raises UserError for images that would be read otherwise than by vLLM, or a frozen tower that does not exist."""
     kind, path = settings.get("model_type"), config.model.path
     if "vision_config" in settings and kind not in VISION_FAMILIES:
@@ -182,16 +180,6 @@ def _require_known_vision(config: Config, settings: dict[str, Any]) -> None:
         raise UserError(
             f"model.freeze_vision_tower is true, and model {path!r} is a {kind} without a vision tower; remove it, or "
             "set model.path to a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5"
-        )
-
-
-def _require_engine_model(path: str, settings: dict[str, Any]) -> None:
-    """Raises UserError for a model that vLLM cannot run."""
-    names = settings.get("architectures")
-    if isinstance(names, list) and names and "auto_map" not in settings and is_unknown(map(str, names)):
-        raise UserError(
-            f"model {path!r} is a {names[0]}: the installed vLLM has no such model, and its Transformers back end does "
-            "not take it; set model.path to another model (docs/model.md)"
         )
 
 

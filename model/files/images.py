@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 MAX_ASPECT = 200  # as in smart_resize
-_WHITE = {"I": (255, 65535), "F": (1, 255, 65535)}  # white of TIFF's 32-bit values: the first that bounds them
 FORMAT_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 nests the first in the second
 
 
@@ -131,13 +130,16 @@ def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: i
     image = as_seen(image)
     height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
     resized = image.resize((width, height), Resampling.BICUBIC)
-    return EncodedImage(_png_of(resized), (1, height // form.patch_size, width // form.patch_size))
+    resized.info = {}  # a colour profile or a comment would be written, too
+    file = io.BytesIO()
+    resized.save(file, "PNG")
+    return EncodedImage(file.getvalue(), (1, height // form.patch_size, width // form.patch_size))
 
 
 def as_seen(image: Image) -> Image:
     """Converts an image to upright RGB as a viewer shows it: transparent pixels are white, a film is its first frame.
 
-    Values of more than 8 bits are scaled, as PIL would cut them at 255. Raises ValueError if their range is unknown.
+    Values of 16 bits are scaled, as PIL would cut them at 255. Raises ValueError for 32 bits, whose range is unknown.
     """
     from PIL import Image as images
     from PIL import ImageOps
@@ -148,23 +150,13 @@ def as_seen(image: Image) -> Image:
     except (SyntaxError, struct.error, TypeError, KeyError):  # damaged metadata
         image.load()
     if image.mode[0] in "IF":
-        values = np.asarray(image, np.float64)
-        low, high = (values.min(), values.max()) if values.size else (0.0, 0.0)
-        limit = 65535 if is_deep else next((limit for limit in _WHITE[image.mode[0]] if high <= limit), 0)
-        if not (limit and low >= 0):  # NaN, too
-            raise ValueError(f"numbers from {low:g} to {high:g}, whose white is unknown; save it with 8 bits")
-        image = images.fromarray(np.rint(values * (255 / limit)).astype(np.uint8))
+        if not is_deep:
+            raise ValueError(f"values of 32 bits (mode {image.mode}), whose white is unknown; save it with 8 bits")
+        image = images.fromarray(np.rint(np.asarray(image, np.float64) * (255 / 65535)).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = images.alpha_composite(images.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
-
-
-def _png_of(picture: Image) -> bytes:
-    picture.info = {}  # a colour profile or a comment would be written, too
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
 
 
 def canary_image(form: ImageFormat) -> EncodedImage:
@@ -235,8 +227,8 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
         patch_size=int(settings.get("patch_size", plain.patch_size)),
         merge_size=int(settings.get("merge_size", plain.merge_size)),
         temporal_patch_size=int(settings.get("temporal_patch_size", plain.temporal_patch_size)),
-        mean=_colours(settings.get("image_mean", plain.mean)),
-        std=_colours(settings.get("image_std", plain.std)),
+        mean=tuple(map(float, settings.get("image_mean", plain.mean))),
+        std=tuple(map(float, settings.get("image_std", plain.std))),
         rescale_factor=float(settings.get("rescale_factor", plain.rescale_factor)),
     )
 
@@ -261,7 +253,3 @@ def read_vision(path: str, revision: str | None = None) -> Vision:
 def vision_of(config: Config) -> Vision | None:
     """Reads the `Vision` of the policy; None if the data have no images. Raises UserError for a text model."""
     return read_vision(config.model.path, config.model.revision) if config.data.image_key is not None else None
-
-
-def _colours(given: float | Sequence[float]) -> tuple[float, ...]:
-    return (float(given),) * 3 if isinstance(given, int | float) else tuple(map(float, given))

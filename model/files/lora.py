@@ -22,9 +22,9 @@ from model.files.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
 _LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values of vLLM's max_lora_rank
-_TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate")
-_OF_THE_BASE = ("base_model_name_or_path", "revision")  # hosts may have the base model elsewhere
+_TOWER_MODULES = r"(.*\.)?visual\..*"  # modules of a vision tower
+_EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate")
+_BASE_MODEL_SETTINGS = ("base_model_name_or_path", "revision")  # hosts may have the base model elsewhere
 
 
 def max_rank(r: int) -> int:
@@ -59,7 +59,7 @@ def add_adapters(model: Any, config: Config) -> Any:
         r=lora.r,
         lora_alpha=lora.scale,
         target_modules=targets(model, lora.target_modules),
-        exclude_modules=_TOWER if sees else None,
+        exclude_modules=_TOWER_MODULES if sees else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,
         revision=config.model.revision,
@@ -84,8 +84,8 @@ def targets(model: Any, wanted: str | list[str]) -> str | list[str]:
         mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
         linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
         beside = {n.rpartition(".")[2] for n in linear if not n.startswith(mixtures)}
-        return sorted(beside - {n.rpartition(".")[2] for n in linear if n.startswith(mixtures)} - set(_OF_EXPERTS))
-    if experts := [name for name in wanted if name.rpartition(".")[2] in _OF_EXPERTS]:
+        return sorted(beside - {n.rpartition(".")[2] for n in linear if n.startswith(mixtures)} - set(_EXPERT_MODULES))
+    if experts := [name for name in wanted if name.rpartition(".")[2] in _EXPERT_MODULES]:
         raise UserError(
             f"lora.target_modules {experts[0]}: in a mixture adapters stand beside the attention alone; write "
             "target_modules: all-linear, or [q_proj, v_proj]"
@@ -145,7 +145,7 @@ def require_expected(folder: Path, tensors: dict[str, TensorInfo], config: Confi
     except (OSError, ValueError) as error:
         raise BadWeights(f"{SETTINGS} cannot be read: {error}") from None
     for name in settings.keys() | given.keys():
-        if name not in _OF_THE_BASE and given.get(name) != settings.get(name):
+        if name not in _BASE_MODEL_SETTINGS and given.get(name) != settings.get(name):
             raise BadWeights(
                 f"{SETTINGS} has {name} {given.get(name)!r}, this run's settings make {settings.get(name)!r}"
             )

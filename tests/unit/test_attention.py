@@ -154,10 +154,10 @@ def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gra
 def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    asked = attention._past(2, 5, None, torch.device("cuda"))
+    asked = attention._past_mask(2, 5, None, torch.device("cuda"))
     assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
     assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
-    assert attention._past(2, 5, None, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert attention._past_mask(2, 5, None, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
 
 
 def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:

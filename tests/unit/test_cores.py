@@ -115,7 +115,7 @@ class Layer(GradientCheckpointingLayer):
 def threads_of_layers(lent: LentCores) -> list[int]:
     noted: list[int] = []
     model = torch.nn.Sequential(*(Layer(noted) for _ in range(3)))
-    lent.watch(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    lent.watch(SimpleNamespace(model=model))
     with lent.borrowed():
         model(torch.ones(2, requires_grad=True)).sum().backward()
     assert using() == OWN

@@ -29,7 +29,7 @@ from examples.search import Lookup, facts
 from examples.search_tool import search
 from examples.thinking import Story
 from examples.thinking import completion as thought
-from examples.thinking_environment import Told
+from examples.thinking_environment import StoryTurns
 from sampler.turns.turns import TurnTemplate
 from tests.support.examples import TINY
 
@@ -136,7 +136,7 @@ def test_a_story_asks_three_totals_and_gives_a_point_for_each_that_stands_behind
     row = STORY.row()
     assert row["question"] == "Ken has 12 pens, buys 6 and gives away 5. How many now?"
     assert (row["then"][1], row["totals"]) == ("Ken buys 2 and gives away 6. How many now?", [13, 16, 12])
-    told = Told()
+    told = StoryTurns()
     assert told.reset(**row) is None, "the row's own prompt"
     assert told.step("<think>12+6=18,18-5=13</think>13") == (row["then"][0], 1.0)
     assert told.step("<think>13+4=17,17-1=16</think>15") == (row["then"][1], 0.0)
@@ -155,7 +155,7 @@ def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: A
     first = thought(replace(STORY, changes=STORY.changes[:1]), random.Random(0), wrong=0.0)
     more = [{"role": "user", "content": STORY.questions[1]}]
     followed = written([*ask, {"role": "assistant", "content": first}, *more])
-    assert tokenizer(followed)["input_ids"] == prompt_ids(replace(STORY, changes=STORY.changes[:2]).said, tokenizer)
+    assert tokenizer(followed)["input_ids"] == prompt_ids(replace(STORY, changes=STORY.changes[:2]).messages, tokenizer)
     assert first.startswith("<think>12+6=18") and "<think>" not in followed
     quiet = written(ask, arguments={"enable_thinking": False})
     assert quiet == written(ask) + "<think></think>"

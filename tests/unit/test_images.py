@@ -118,9 +118,6 @@ def seen(image: Image.Image) -> list[list[int]]:
     [
         file_as(Image.fromarray(GREY), "PNG"),
         file_as(Image.fromarray(GREY), "TIFF"),
-        file_as(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
-        file_as(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
-        file_as(Image.fromarray((GREY / 257).astype(np.float32)), "TIFF"),
         Image.open(io.BytesIO(b"P5 60 60 65535\n" + GREY.astype(">u2").tobytes())),
     ],
 )
@@ -129,10 +126,10 @@ def test_grey_of_more_than_8_bits_goes_from_black_to_white(given: Image.Image) -
     assert np.abs(found - GREY / 257.0).max() <= 0.5
 
 
-def test_deep_pictures_that_are_dark_stay_dark_and_numbers_of_no_known_range_are_refused() -> None:
+def test_deep_pictures_that_are_dark_stay_dark_and_values_of_32_bits_are_refused() -> None:
     dark = Image.open(io.BytesIO(b"P5 60 60 65535\n" + (GREY // 300).astype(">u2").tobytes()))
     assert np.asarray(as_seen(dark)).max() == 1
-    for numbers in (GREY.astype(np.int32) - 5, GREY.astype(np.float32) * 2, np.full((4, 4), np.nan, np.float32)):
+    for numbers in (GREY.astype(np.int32), (GREY / 65535).astype(np.float32)):
         with pytest.raises(ValueError, match="whose white is unknown; save it with 8 bits"):
             as_seen(file_as(Image.fromarray(numbers), "TIFF"))
 

@@ -49,11 +49,11 @@ ROWS = [*TRL_ROWS, *TANDEM]
 def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     """Returns the command that runs this row once: a process that appends `steps` lines to `out`."""
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
-    here = ROOT / "tools" / "benchmarks"
+    programs = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
         install()
-        return [str(PYTHON), str(here / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
-    return [sys.executable, str(here / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
+        return [str(PYTHON), str(programs / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+    return [sys.executable, str(programs / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
 def machine() -> str:
@@ -65,26 +65,21 @@ def machine() -> str:
     parts = dict(fact.findall(Path("/proc/cpuinfo").read_text()))
     kind = f" (family {parts['cpu family']}, model {parts['model']})" if {"cpu family", "model"} <= parts.keys() else ""
     flags = parts.get("flags", "").split()
-    most = [name for flag, name in _INSTRUCTIONS.items() if flag in flags][:1]
-    fewer = [f"{name}={os.environ[name]}" for name in _FEWER_INSTRUCTIONS if name in os.environ]
+    widest = [name for flag, name in _INSTRUCTIONS.items() if flag in flags][:1]
+    limits = [f"{name}={os.environ[name]}" for name in _INSTRUCTION_LIMITS if name in os.environ]
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    return ", ".join([f"{parts.get('model name', platform.machine())}{kind}", cores, *most, *fewer])
+    return ", ".join([f"{parts.get('model name', platform.machine())}{kind}", cores, *widest, *limits])
 
 
 _INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 with bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
-_FEWER_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_INSTRUCTION_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def _commit() -> str:
-    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed; "" without git."""
+    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed."""
     code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
-    try:
-        last = subprocess.run(
-            ["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True
-        )
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
-    except FileNotFoundError:
-        return ""
+    last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
     return last.stdout.strip() + "-dirty" * (last.returncode == 0 and changed.returncode == 1)
 
 
@@ -92,25 +87,25 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
     """Adds a line to `out` for each step of each row. A row that fails is left out."""
     out.parent.mkdir(parents=True, exist_ok=True)
     common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
-    fresh = out.with_suffix(".part")
+    part = out.with_suffix(".part")
     for cell in cells:
         for repeat in range(repeats):
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
-                fresh.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
                 # TRL has all cores; Tandem's processes share them as launch.sh says.
                 threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
                 inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
                 environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
-                argv = command(row, cell, warmup + steps, fresh)
+                argv = command(row, cell, warmup + steps, part)
                 done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
                     continue
-                records = [record | {"repeat": repeat} | common for record in read_jsonl(fresh)]
+                records = [record | {"repeat": repeat} | common for record in read_jsonl(part)]
                 with open(out, "a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > warmup)
-    fresh.unlink(missing_ok=True)
+    part.unlink(missing_ok=True)
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
@@ -131,16 +126,19 @@ def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
     on two cores.
     """
     for name in dict.fromkeys(r["cell"] for r in records):
-        cell, of_row = named(name), {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}
+        cell, records_of_row = (
+            named(name),
+            {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS},
+        )
         rates = {
             row: statistics.median(r["completion_tokens"] / r["wall_s"] for r in steps)
-            for row, steps in of_row.items()
+            for row, steps in records_of_row.items()
             if len(steps) > 1
         }
         best_trl = max((rate for row, rate in rates.items() if row in TRL_ROWS), default=None)
         floor = "–" if cell.is_natural else f"{FORWARDS_OF_A_STEP * forward_flops(cell) / flops / 2:.2f}"
         for row, rate in rates.items():
-            walls = [r["wall_s"] for r in of_row[row]]
+            walls = [r["wall_s"] for r in records_of_row[row]]
             q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
             times = f"{rate / best_trl:.2f}" if best_trl else "–"
             yield f"| {name} | {row} | {median:.3f} ({q1:.3f}–{q3:.3f}) | {times} | {floor} |"

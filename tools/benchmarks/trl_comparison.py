@@ -73,7 +73,7 @@ ADVANTAGES: dict[str, Options] = {
     "rloo": {"adv_estimator": "rloo"},
     "rloo, normalised": {"adv_estimator": "rloo", "whiten_advantages": True},
 }  # fmt: skip
-DIFFER = {  # all others must agree
+KNOWN_DIFFERENCES = {  # all others must agree
     "bnpo, two micro-batches": "TRL divides by each micro-batch's own tokens; here the denominator is the step's",
     "grpo, entropy_coef": "TRL's bonus is a mean over tokens for every loss_type; here it has the weights of loss_type",
 }
@@ -238,7 +238,7 @@ def advantage_difference(options: Options, seed: int) -> float:
     groups = [Group(g, 0, g, one, tuple(rollouts[g * G : (g + 1) * G])) for g in range(GROUPS)]  # type: ignore[arg-type]
     ours = np.concatenate(list(step_advantages(groups, config).values()))
 
-    functions = [lambda scores=of_one, **_: scores.tolist() for of_one in scores]
+    functions = [lambda scores=column, **_: scores.tolist() for column in scores]
     kind, settings = GRPOTrainer, GRPOConfig
     more: dict[str, Any] = {"reward_weights": config.rewards.weights}
     if "adv_estimator" in options:
@@ -253,8 +253,8 @@ def main() -> None:
     print("| options | loss, or advantages | gradient | why |\n|---|---|---|---|")
     surprises = []
     for name, value, gradient in compare():
-        print(f"| {name} | {value:.1e} | {gradient:.1e} | {DIFFER.get(name, '')} |", flush=True)
-        if (max(value, gradient) > TOLERANCE) != (name in DIFFER):
+        print(f"| {name} | {value:.1e} | {gradient:.1e} | {KNOWN_DIFFERENCES.get(name, '')} |", flush=True)
+        if (max(value, gradient) > TOLERANCE) != (name in KNOWN_DIFFERENCES):
             surprises.append(name)
     if surprises:
         sys.exit(f"tandem: more than {TOLERANCE:g} apart, or no more where docs/algorithm.md says so: {surprises}")
