@@ -18,6 +18,7 @@ from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.files.dims import experts_of
+from model.files.engine_models import is_unknown
 from model.files.hub import model_json, not_to_be_had, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
@@ -68,6 +69,7 @@ def require_settings(config: Config) -> None:
     """Checks config.json for `require_models`, if it is in a folder or the hub's cache. Raises UserError."""
     settings = _settings(config.model.path, config.model.revision)
     _require_supported_vision(config, settings)
+    _require_engine_model(config.model.path, settings)
     _require_positions(config, settings)
     _require_image_column(config, settings)
     _require_same_vision_family(config, settings)
@@ -180,6 +182,16 @@ def _require_supported_vision(config: Config, settings: dict[str, Any]) -> None:
         raise UserError(
             f"model.freeze_vision_tower is true, and model {path!r} is a {kind} without a vision tower; remove it, or "
             "set model.path to a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5"
+        )
+
+
+def _require_engine_model(path: str, settings: dict[str, Any]) -> None:
+    """Raises UserError for a model that vLLM cannot run."""
+    names = settings.get("architectures")
+    if isinstance(names, list) and names and "auto_map" not in settings and is_unknown(map(str, names)):
+        raise UserError(
+            f"model {path!r} is a {names[0]}: the installed vLLM has no such model, and its Transformers back end does "
+            "not take it; set model.path to another model (docs/model.md)"
         )
 
 

@@ -65,10 +65,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "guess.py": GUESS,
         "hides.jinja": "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}",
         "short/config.json": json.dumps(QWEN),
+        "foreign/config.json": json.dumps(QWEN | {"model_type": "mpt", "architectures": ["MptForCausalLM"]}),
         **{f"caller/{name}": "" for name in ("mine.jsonl", "mine.py", "mine/x")},
     }
     for file in (folder / "model").iterdir():
-        texts[f"short/{file.name}"] = file.read_text()
+        texts[f"short/{file.name}"] = texts[f"foreign/{file.name}"] = file.read_text()
         if file.name != "chat_template.jinja":
             texts[f"base/{file.name}"] = file.read_text()
     for name, text in texts.items():
@@ -122,6 +123,9 @@ MISTAKES = (
       ("trainer.max_step: no such option. Did you mean trainer.max_steps?",)),
     M("one GPU for both", BOTH, "sampler.devices=[0] trainer.devices=[0,1]",
       ("GPU 0 is in sampler.devices [0] and in trainer.devices [0, 1]; give each process its own",)),
+    M("a model that vLLM lacks", f"{BOTH} run plan", f"model.path=TASK/foreign prompt.chat_template={CHATML}",
+      ("model 'TASK/foreign' is a MptForCausalLM: the installed vLLM has no such model, and its Transformers back end",
+       "does not take it; set model.path to another model")),
     M("a sampler's id", "sampling.py", "--id ../x", ("--id '../x': use at most 64 letters",)),
     M("own function", "training_worker.py run plan", f"{OWN}adv_estimator=TASK/own.py:shot",
       ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),

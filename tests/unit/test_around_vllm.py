@@ -1,7 +1,9 @@
-"""What is known of vLLM and done around it without starting it: sleep, precision and shared memory."""
+"""What is known of vLLM and done around it without starting it: architectures, sleep, precision and shared memory."""
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -10,9 +12,40 @@ import pytest
 
 from common.errors import Retryable
 from common.files.shared_memory import remove_orphans
+from common.paths import ROOT
+from model.files.engine_models import is_unknown
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.engine_arguments import set_environment
 from tests.support.protocol_helpers import make_config
+from tests.support.speed import limit
+
+
+@pytest.mark.parametrize(
+    ("architecture", "unknown"),
+    [
+        ("Qwen2ForCausalLM", False),  # vLLM's own
+        ("Qwen2VLForConditionalGeneration", False),
+        ("SmolLM3ForCausalLM", False),  # its Transformers back end, as vLLM says itself
+        ("HeliumForCausalLM", False),  # as transformers' source says
+        ("CodeGenForCausalLM", True),  # has an attention of its own
+        ("MptForCausalLM", True),  # vLLM had it once
+        ("NobodysForCausalLM", True),
+    ],
+)
+def test_what_vllm_has_and_what_its_transformers_back_end_takes_is_known(architecture: str, unknown: bool) -> None:
+    assert is_unknown([architecture]) is unknown
+    assert not is_unknown([architecture, "LlamaForCausalLM"])
+
+
+def test_the_answer_takes_less_than_a_second_and_imports_neither() -> None:
+    code = (
+        "import sys, time; begun = time.monotonic(); from model.files.engine_models import is_unknown; "
+        "assert is_unknown(['NobodysForCausalLM']); assert not {'vllm', 'transformers', 'torch'} & set(sys.modules); "
+        "print(time.monotonic() - begun)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < limit(1.0)
+
 
 # ---- its cache sleeps: what vLLM is asked for, and when
 
