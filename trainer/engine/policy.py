@@ -21,7 +21,7 @@ from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
-from trainer.algorithm.mismatch import bounded, by_cause
+from trainer.algorithm.mismatch import by_cause, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
@@ -116,7 +116,7 @@ class PolicyEngine(DeepSpeedModel):
         logprobs = logprobs.detach()
         sampled, known = self._sampled_logprobs(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
-        parts = by_cause(logprobs, old_logprobs, sampled, mass, known)
+        parts = by_cause(logprobs, old_logprobs, sampled, known, mass)
         if self.config.algorithm.router_replay:
             parts |= self.model.router_replay.sums()
         self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
@@ -152,15 +152,7 @@ class PolicyEngine(DeepSpeedModel):
 
 def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
     """Returns a micro-batch's contribution to the sums of the step."""
-    log_ratio = (logprobs - old).double()
     of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
     of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
-    return {name: values.double().sum() for name, values in of_tokens.items()} | {
-        "loss": part,
-        "tokens": log_ratio.new_full((), len(log_ratio)),
-        "token_ratio": bounded(log_ratio).exp().sum(),
-        "log_ratio": log_ratio.sum(),
-        "abs_log_ratio": log_ratio.abs().sum(),
-        "abs_prob_diff": (logprobs.exp() - old.exp()).double().abs().sum(),
-        "exp_abs_log_ratio": bounded(log_ratio.abs()).exp().sum(),
-    }
+    of_tokens["abs_log_ratio"] = (logprobs - old).abs()
+    return gaps(logprobs, old) | {"loss": part} | {name: values.double().sum() for name, values in of_tokens.items()}
