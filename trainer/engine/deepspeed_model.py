@@ -155,10 +155,10 @@ class DeepSpeedModel:
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
     @torch.no_grad()
-    def evaluate(self, row: PackedRow, *arguments: Any, **options: Any) -> Tensor:
+    def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:
         """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
         self.ds.eval()
-        found = self.ds(self.here(row), *arguments, **options)
+        found = self.ds(self.here(row), *arguments)
         self.ds.train()
         return found.cpu()
 
