@@ -11,6 +11,7 @@ rewards alone, which every rank has for all groups, so that all ranks compute th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from model.packing import Packing, common_packing
 from model.reference import Reference
 from trainer.data import micro_batches
 from trainer.data.experience import Experience, score_rewards
-from trainer.data.micro_batches import Budget, Planner, Round, Work, plan_metrics, plan_of, work_of
+from trainer.data.micro_batches import Budget, Planner, Round, Work, plan, plan_metrics, work_of
 from trainer.data.mini_batches import Step, TrainedStep, corrects_later_steps, needs_batch_statistics, waits_for
 from trainer.data.slots import Slots, fill
 from trainer.data.tensors import (
@@ -79,7 +80,7 @@ class BatchTraining:
         """Prepares the batch that follows `progress`, without taking any group of it yet."""
         self.slots = Slots(self.config, progress.cursor)
         self._receiver.begin_batch(progress.cursor)
-        self._at_once = self._budget.at_once(self._exchange.dp_size)
+        self._groups_at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the step's places; the same in every pass
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
         self._is_scored = False  # whether the whole batch is scored, if it must be
@@ -104,10 +105,10 @@ class BatchTraining:
     def _train_as_they_come(self, step: Step) -> list[Round]:
         """Trains as `train` does, on several groups at a time. Returns the rounds, which later passes repeat."""
         planner = Planner(self._exchange.dp_size, self._budget)
-        for first in range(0, len(step.places), self._at_once):
-            places = step.places[first : first + self._at_once]
+        for first in range(0, len(step.places), self._groups_at_once):
+            places = step.places[first : first + self._groups_at_once]
             self._fill(max(places) + 1)
-            for round_ in planner.add(self._works(places)):
+            for round_ in planner.add(self._works_by_place(places)):
                 self._train_round(round_)
         for round_ in planner.finish():
             self._train_round(round_)
@@ -120,21 +121,18 @@ class BatchTraining:
 
     def trained(self, step: Step) -> TrainedStep:
         """Returns the groups and metrics of a step, for its records."""
-        works = self._works(step.places)
+        works = self._works_by_place(step.places)
         return TrainedStep(
             step=step,
             groups=[experience.group for experience in self.slots.at(step.places)],
-            dead_group_metrics=self.slots.dead_group_metrics(step),
-            plan_metrics=plan_metrics(self._rounds[step.places], works, self._budget),
+            metrics=self.slots.dead_group_metrics(step) | plan_metrics(self._rounds[step.places], works, self._budget),
             empty_slots=self.slots.warning() if step.is_last else "",
             oversized_groups=micro_batches.warning(works, self._budget),
         )
 
-    # ---- score ----
-
     def _fill(self, count: int) -> None:
         """Fills `count` slots, then computes advantages and needed log-probs as soon as their inputs are complete."""
-        fill(self.slots, count, self._at_once, self._receiver.receive, self._receiver.refill)
+        fill(self.slots, count, self._groups_at_once, self._receiver.receive, self._receiver.refill)
         algorithm, batch = self.config.algorithm, self.slots.training()
         if not needs_batch_statistics(algorithm):
             new = [experience for experience in batch if experience.advantages is None]
@@ -152,7 +150,7 @@ class BatchTraining:
     def _score_values(self, critic: ActorCritic) -> None:
         start = time.monotonic()
         report_progress("scoring a batch of rollouts with the critic")
-        parts = [self._own(round_) for round_ in self._plan(range(self.slots.size))]
+        parts = [self._own_part(round_) for round_ in self._plan(range(self.slots.size))]
         params = self.config.algorithm.group_params
         adapted = self._progress.threshold if params.threshold_lr else None
         threshold = adapted or params.group_variance_threshold
@@ -165,7 +163,7 @@ class BatchTraining:
         algorithm, packing = self.config.algorithm, self.models.packing
         for round_ in self._plan(range(self.slots.size)):
             report_progress("scoring a batch of rollouts with the weights that sampled it")
-            own = self._own(round_)
+            own = self._own_part(round_)
             logprobs = self.models.policy.score(policy_row(own, algorithm, packing), self.config.sampler.temperature)
             if lengths := self._lengths(own):
                 ids = [experience.group.group_id for experience, _ in lengths]
@@ -174,51 +172,42 @@ class BatchTraining:
         parts = [scored.get(experience.group.group_id, torch.zeros(n)) for experience, n in lengths]
         everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: other ranks add 0
         for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
-            self.slots.replace([replace(experience, proximal_logprobs=logprobs)])
+            self.slots.update(experience.group.group_id, proximal_logprobs=logprobs)
         self._seconds["timing/score_s"] += time.monotonic() - start
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
         """Returns the experiences that train the policy, with their numbers of tokens."""
         return [(e, n) for e in experiences if (n := num_trained_tokens(e, self.config.algorithm))]
 
-    # ---- plan ----
-
-    def _works(self, places: Sequence[int]) -> dict[int, Work]:
+    def _works_by_place(self, places: Sequence[int]) -> dict[int, Work]:
         algorithm, packing, dims = self.config.algorithm, self.models.packing, self.models.policy.dims
         return {place: work_of(self.slots.training([place]), algorithm, packing, dims) for place in places}
 
     def _plan(self, places: Sequence[int]) -> list[Round]:
-        rounds = plan_of(self._works(places), self._exchange.dp_size, self._budget)
+        rounds = plan(self._works_by_place(places), self._exchange.dp_size, self._budget)
         self._deliver(rounds)
         return rounds
 
     def _deliver(self, rounds: Iterable[Round]) -> None:
         """Sends the arrays of the rounds' groups to the ranks that train them and have none yet."""
-        pairs = [
-            (experience.group.group_id, dp_rank)
-            for round_ in rounds
-            for dp_rank, places in enumerate(round_)
-            for experience in self.slots.training(places)
-        ]
         owners: dict[int, list[int]] = {}
-        for group_id, dp_rank in pairs:
-            if (group_id, dp_rank) not in self._delivered:
-                owners.setdefault(group_id, []).append(dp_rank)
-        self._delivered |= set(pairs)
-        whole = self._receiver.deliver(owners)
-        self.slots.replace([replace(self.slots.of_group(group_id), group=group) for group_id, group in whole.items()])
+        for dp_rank, places in itertools.chain(*map(enumerate, rounds)):
+            for group_id in (experience.group.group_id for experience in self.slots.training(places)):
+                if (group_id, dp_rank) not in self._delivered:
+                    self._delivered.add((group_id, dp_rank))
+                    owners.setdefault(group_id, []).append(dp_rank)
+        for group_id, group in self._receiver.deliver(owners).items():
+            self.slots.update(group_id, group=group)
 
-    def _own(self, round_: Round) -> list[Experience]:
+    def _own_part(self, round_: Round) -> list[Experience]:
         """Returns this rank's part of a round."""
         return self.slots.training(round_[self._exchange.dp_rank])
-
-    # ---- train ----
 
     def _train_round(self, round_: Round) -> None:
         """Trains on this rank's part of one round of a step."""
         self._deliver([round_])
         with self._lent_cores.borrowed():
-            own = self._own(round_)
+            own = self._own_part(round_)
             batch = None if self.critic_only else self._packed(own)
             report_progress(f"training a micro-batch of step {self._progress.step + 1}")
             start = time.monotonic()
@@ -241,21 +230,20 @@ class BatchTraining:
             batch = replace(batch, ref_logprobs=reference.score(batch.row))
             assert batch.ref_logprobs is not None
             for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
-                self.slots.replace([replace(self.slots.of_group(group_id), ref_logprobs=logprobs)])
+                self.slots.update(group_id, ref_logprobs=logprobs)
         self._seconds["timing/reference_s"] += time.monotonic() - start
         return batch
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Keeps log-probs for later passes: to correct the mismatch, and to tell numerics from staleness."""
-        algorithm, proximal = self.config.algorithm, batch.by_group(logprobs)
-        sampled = batch.by_group(logprobs.cpu()) if algorithm.num_iterations > 1 else {}
-        is_present = batch.by_group(batch.policy_versions == self._progress.policy_version)
-        for g in proximal:
-            known = self.slots.of_group(g)
-            if algorithm.vllm_importance_sampling_mode is not None and known.proximal_logprobs is None:
-                known = replace(known, proximal_logprobs=proximal[g])
-            if g in sampled and is_present[g].any():
-                before = known.sampled_logprobs
-                before = torch.full_like(sampled[g], torch.nan) if before is None else before
-                known = replace(known, sampled_logprobs=torch.where(is_present[g], sampled[g], before))
-            self.slots.replace([known])
+        algorithm = self.config.algorithm
+        if algorithm.vllm_importance_sampling_mode is not None:
+            for group_id, proximal in batch.by_group(logprobs).items():
+                if self.slots.of_group(group_id).proximal_logprobs is None:
+                    self.slots.update(group_id, proximal_logprobs=proximal)
+        if algorithm.num_iterations > 1:
+            is_present = batch.by_group(batch.policy_versions == self._progress.policy_version)
+            for group_id, sampled in batch.by_group(logprobs.cpu()).items():
+                before = self.slots.of_group(group_id).sampled_logprobs
+                before = torch.full_like(sampled, torch.nan) if before is None else before
+                self.slots.update(group_id, sampled_logprobs=torch.where(is_present[group_id], sampled, before))

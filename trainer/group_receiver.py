@@ -71,10 +71,10 @@ class GroupReceiver:
         if exchange.rank == 0:
             dp_ranks = [rank // exchange.sp_size for rank in range(exchange.world_size)]
             exchange.send_parts(
-                [[self._frames[g][1] for g, those in owners.items() if dp_rank in those] for dp_rank in dp_ranks]
+                [[self._frames[g][1] for g, receivers in owners.items() if rank in receivers] for rank in dp_ranks]
             )
             return {}
-        own = [group_id for group_id, those in owners.items() if exchange.dp_rank in those]
+        own = [group_id for group_id, receivers in owners.items() if exchange.dp_rank in receivers]
         sizes = [wire.decode_outline(self._frames[group_id][0])[1] for group_id in own]
         data = exchange.receive_part(sum(sizes))
         whole: dict[int, Group] = {}

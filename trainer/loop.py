@@ -4,10 +4,8 @@
             ▲                                                                                                  │
             └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-With max_staleness 0 the trainer runs forward and backward on groups while the rest of the batch still decodes, and
-steps when the last group of a mini-batch has arrived. Sums are divided by the whole step's denominator, so the result
-equals that of waiting for all groups. Groups are taken in the order of their ids, so the result does not depend on
-their order of arrival either.
+With max_staleness 0 the trainer trains on groups while the rest of the batch still decodes (batch_training.py). The
+result does not depend on their order of arrival: groups are taken in the order of their ids.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from typing import Any, NoReturn
 from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable
 from common.failpoints import failpoint
+from common.files.run_folder import FINAL
 from common.processes.exits import interrupted, out_of_time
 from common.processes.watchdog import report_progress
 from common.types import EvalResult, Tombstone
@@ -41,9 +40,9 @@ from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
 from trainer.record.throughput import num_devices
-from trainer.save import checkpoint
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import Progress, save_models
+from trainer.save.disk import write_folder
 from trainer.save.moving_reference import MovingReference
 from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.resume import base_fingerprint, with_fingerprints
@@ -118,7 +117,8 @@ class Trainer:
         folder, version = self.config.run.output_dir, self.progress.policy_version
         if not self.best.commit_as_final(partial(write_model_card, folder)):
             card = partial(write_model_card, folder, version=version)
-            checkpoint.commit_final(self.engine, self.exchange, self.tokenizer, folder, self.critic, card)
+            save = partial(save_models, self.engine, self.critic, self.exchange, self.tokenizer)
+            write_folder(self.exchange, folder / FINAL, card, save)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if one of them was asked to end."""
@@ -179,7 +179,7 @@ class Trainer:
             )
 
     def record(self, step: Step, result: StepResult, sums: dict[str, float], seconds: float, waited_s: float) -> None:
-        taken = dict(self.seconds)
+        durations = dict(self.seconds)
         self.seconds.clear()  # on every rank, because durations add up otherwise
         if self.rank_zero is None or self.records is None:
             return
@@ -195,7 +195,7 @@ class Trainer:
         }
         more |= self.actor_critic.metrics() if self.actor_critic else {}
         more |= sampler_values(reported.samplers)
-        more |= {f"link/{name}": float(n) for name, n in reported.counters.items()} | taken
+        more |= {f"link/{name}": float(n) for name, n in reported.counters.items()} | durations
         devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
         self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, more, devices)
 

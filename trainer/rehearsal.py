@@ -76,13 +76,13 @@ def _save(trainer: Trainer) -> None:
     save = partial(save_model, exchange=exchange, tokenizer=trainer.tokenizer, tensors=slice(1))
     try:
         on_rank_0(exchange, partial(_prepare, config, folder))
-        lacks += save(trainer.engine, folder=folder)
-        lacks += save(trainer.critic, folder=folder / CRITIC) if trainer.critic else []
+        lacks += save(trainer.engine, folder=folder)[1]
+        lacks += save(trainer.critic, folder=folder / CRITIC)[1] if trainer.critic else []
         on_rank_0(exchange, partial(_finish, trainer, folder))
     except (OSError, DiskTrouble) as error:
         raise UserError(f"nothing can be saved in {output_dir}: {error}; set another run.output_dir") from error
     if lacks:
-        raise UserError(f"final/ would not be whole: {'; '.join(lacks)}. Mend the files of {config.model.path}")
+        raise UserError(f"final/ would be incomplete: {'; '.join(lacks)}. Mend the files of {config.model.path}")
 
 
 def _prepare(config: Config, folder: Path) -> None:

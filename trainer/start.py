@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import durable
-from common.config import Config, world_size
+from common.config import Config
 from common.errors import UserError
 from common.files.run_folder import TRAINER_LOCK, sampler_log
 from common.processes import exits, out_of_memory
@@ -18,7 +18,6 @@ from common.processes.watchdog import Watchdog
 from common.wire import address
 from model.files.folder import require_models, vocabulary
 from model.tokenizer import check_vocabulary, load_tokenizer
-from trainer.engine.deepspeed_config import deepspeed_config
 
 if TYPE_CHECKING:
     from model.packing import Packing
@@ -41,21 +40,16 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
         if rank == 0:
-            taken = lambda holder: UserError(  # noqa: E731
+            in_use = lambda holder: UserError(  # noqa: E731
                 f"{output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
             )
-            stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, taken))
+            stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, in_use))
             if config.run.replay is None:
                 address.require_free(config)
-        _run(config)
-
-
-def _run(config: Config) -> None:
-    rank, what = int(os.environ.get("RANK", "0")), f"the trainer does not start with {config.model.path}"
-    with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
+        what = f"the trainer does not start with {config.model.path}"
         with said_once(what) if rank == 0 else contextlib.nullcontext():  # another rank may fail because rank 0 did
-            trainer = _started(config, rank, stack)
+            trainer = _build_trainer(config, rank, stack)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
         exits.defer_interrupts(
             "stopping after this step, with a checkpoint; again to stop at once" if rank == 0 else ""
@@ -63,7 +57,7 @@ def _run(config: Config) -> None:
         trainer.run()
 
 
-def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
+def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     """Builds a trainer and fails early: on a wrong checkpoint before ranks meet, on a taken port before models load."""
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
@@ -77,7 +71,6 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
 
     try_own_estimator(config)
     try_own_objective(config.algorithm)
-    deepspeed_config(config, world_size())
     tokenizer = _tokenizer_to_save(config)
 
     def progress_of(resumed: str, run_id: str) -> Progress:
@@ -92,17 +85,16 @@ def _started(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
     init_distributed(config)
     exchange = connect(config)
     resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.text(run_id)
+    progress = progress_of(resume_from, run_id)
     if rank == 0:
-        begun = progress_of(resume_from, run_id)
-        resumed_at = (begun.step, begun.policy_version) if resume_from else (None, None)
-        rank_zero = open_rank_zero(stack, config, begun.run_id, begun.batch, begun.cursor, resumed_at)
+        resumed_at = (progress.step, progress.policy_version) if resume_from else (None, None)
+        rank_zero = open_rank_zero(stack, config, progress.run_id, progress.batch, progress.cursor, resumed_at)
     engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
     tokens = min(len(tokenizer), vocabulary(config.model))
     critic = _critic(config, exchange, tokens)
     if resume_from:
         checkpoint.restore(engine, Path(resume_from), critic)
     reference = _reference(config, engine, exchange, tokens)
-    progress = progress_of(resume_from, run_id)
     _agree_on_layout(exchange, engine.packing)
     trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
     if progress.step == 0:

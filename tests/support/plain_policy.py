@@ -14,6 +14,7 @@ from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from trainer.engine.exported import adapters, parameters, under_checkpoint_names
+from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import Changes, snapshot
 
 
@@ -41,7 +42,7 @@ class PlainPolicy:
     layout = None
 
     def __init__(self, folder: Path, dtype: str = "float32", changes: Changes | None = None):
-        self.changes = changes
+        self.changes = changes or Changes(full_every=1)
         self.model = load_causal_lm(str(folder), dtype, None, False)
         self.packing = packing_of(self.model)
         self.tensors = under_checkpoint_names(self.model, parameters(self.model))
@@ -61,7 +62,8 @@ class PlainPolicy:
         """This policy as a version, by the trainer's real code."""
         vocab, ranks = self.model.config.get_text_config().vocab_size, OneRank()
         name = VersionName(folder, "run", "life", number)
-        return snapshot(self, ranks, name, vocab).write(ranks, self.changes)  # type: ignore[arg-type]
+        taken = snapshot(self, ranks, name, vocab, copies=False, memory=HostCopies())  # type: ignore[arg-type]
+        return taken.write(ranks, self.changes)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

@@ -98,7 +98,7 @@ def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(
         work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)
         for g in map(group, range(8))
     ]
-    expected = plan(works, 1, Budget(1, 60))
+    expected = plan(dict(enumerate(works)), 1, Budget(1, 60))
     events = Run(config(8, algorithm, max_tokens_per_micro_batch=60)).step()
     assert events[:8] == [("receive", [g]) for g in range(8)]
     assert events[8:] == [("train", list(mine)) for (mine,) in expected]

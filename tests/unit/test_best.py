@@ -19,6 +19,7 @@ from tests.support.tiny import dense_logprobs, tiny_model
 from trainer import loop
 from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
+from trainer.save import best as best_module
 from trainer.save import publisher
 from trainer.save.best import Best, BestSoFar, best_so_far
 from trainer.save.checkpoint import Progress
@@ -181,8 +182,8 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
     monkeypatch.setattr(Trainer, "train_batch", advance)
     monkeypatch.setattr(publisher, "snapshot", publish_nothing)
-    monkeypatch.setattr(loop.checkpoint, "commit_final", lambda *_: None)
-    monkeypatch.setattr(Best, "_keep", lambda *_: None)
+    monkeypatch.setattr(loop, "write_folder", lambda *_: None)
+    monkeypatch.setattr(best_module, "keep_version", lambda *_: None)
     rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
     Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()

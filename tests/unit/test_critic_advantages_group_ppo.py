@@ -126,7 +126,7 @@ def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_
     assert sum(lengths) == len(row.target_ids) < num_tokens(EXPERIENCES, algorithm)
     scored = torch.arange(sum(lengths)).float()  # as a reference would, of the row's targets
     known = [dataclasses.replace(e, ref_logprobs=x) for e, x in zip(known, scored.split(lengths), strict=True)]
-    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm)
+    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm, awaits_reference=True)
     assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
     assert torch.equal(batch.row.target_ids, row.target_ids)
     assert {g: x.tolist() for g, x in batch.by_group(scored).items()} == {

@@ -121,7 +121,8 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
     logprobs = engine.backward(batch, VERSION)
     own = torch.where(batch.policy_versions == VERSION, logprobs, math.nan)
     expected = Sums(TOKEN_SUMS, torch.device("cpu"))
-    expected.add(by_cause(logprobs, batch.old_logprobs, torch.where(earlier.isnan(), own, earlier)))
+    sampled = torch.where(earlier.isnan(), own, earlier)
+    expected.add(by_cause(logprobs, batch.old_logprobs, sampled, ~sampled.isnan().numpy()))
     sums, found = engine.sums.drain(), expected.drain()
     assert 0 < sums["numerics_tokens"] < n
     for name in TOKEN_SUMS:

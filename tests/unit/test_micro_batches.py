@@ -49,7 +49,7 @@ def of_tokens(*tokens: int) -> list[Work]:
     ],
 )
 def test_plans_by_hand(tokens: tuple[int, ...], ranks: int, budget: Budget, rounds: list[Round]) -> None:
-    assert plan(of_tokens(*tokens), ranks, budget) == rounds
+    assert plan(dict(enumerate(of_tokens(*tokens))), ranks, budget) == rounds
 
 
 def streamed(works: Sequence[Work], ranks: int, budget: Budget) -> list[tuple[int, Round]]:
@@ -114,9 +114,9 @@ def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches
     tokens: list[int], ranks: int, budget: Budget
 ) -> None:
     works = works_of(tokens)
-    rounds = plan(works, ranks, budget)
+    rounds = plan(dict(enumerate(works)), ranks, budget)
     check(rounds, works, ranks, budget)
-    assert rounds == plan(works, ranks, budget)
+    assert rounds == plan(dict(enumerate(works)), ranks, budget)
     check([found for _, found in streamed(works, ranks, budget)], works, ranks, budget)
     if budget.tokens is None:
         assert len(rounds) == max(1, -(-sum(n > 0 for n in tokens) // (ranks * budget.groups)))
@@ -125,7 +125,7 @@ def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches
 @given(SIZES, st.integers(1, 8), st.integers(30, 400))
 def test_no_rank_is_behind_another_by_more_than_the_costliest_group(tokens: list[int], ranks: int, budget: int) -> None:
     works = works_of(tokens)
-    rounds = plan(works, ranks, Budget(1, budget))
+    rounds = plan(dict(enumerate(works)), ranks, Budget(1, budget))
     loads = [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(one.cost for one in works) + 1e-9
 
@@ -144,7 +144,7 @@ def test_a_round_does_not_depend_on_what_comes_after_it(
 
 def test_the_metrics_of_a_plan_by_hand() -> None:
     works = dict(enumerate(of_tokens(60, 50, 40, 30, 20)))
-    rounds = plan(list(works.values()), 2, Budget(1, 100))  # (60 30) (50 40), then (20) ()
+    rounds = plan(works, 2, Budget(1, 100))  # (60 30) (50 40), then (20) ()
     assert plan_metrics(rounds, works, Budget(1, 100)) == {
         "micro_batches": 2.0,
         "rank_imbalance": pytest.approx(110 / 100 - 1),

@@ -20,6 +20,7 @@ from report.model_card import hub_id, write_model_card
 from report.run_log import MetricsLog
 from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine
 from trainer.save import checkpoint
+from trainer.save.disk import write_folder
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
@@ -148,7 +149,8 @@ def commit_final(run: Path, number: int) -> None:
     """A model and a card of this number."""
     engine: Any = SmallEngine(number)
     card = partial(durable.write_file, data=str(number).encode())
-    checkpoint.commit_final(engine, ONE_RANK, TOKENIZER, run, describe=lambda folder: card(folder / "README.md"))
+    save = partial(checkpoint.save_models, engine, None, ONE_RANK, TOKENIZER)
+    write_folder(ONE_RANK, run / "final", lambda folder: card(folder / "README.md"), save)
 
 
 def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(

@@ -46,7 +46,7 @@ def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> Non
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """slow(0.1): from now on each piece of 1000 bytes takes the disk so long, for writing and for reading."""
     monkeypatch.setattr(pieces, "PIECE", SMALL)
-    monkeypatch.setattr(disk, "_SAID_S", 0.3)
+    monkeypatch.setattr(disk, "_SAY_EVERY_S", 0.3)
 
     def begin(seconds: float) -> None:
         def report(doing: str) -> None:

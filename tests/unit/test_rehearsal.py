@@ -76,7 +76,7 @@ def no_tokenizer(trainer: Any, patch: pytest.MonkeyPatch) -> None:
         (no_log_probs, r"no finite log-probs for 7 \+ 256 tokens"),
         (full, r"nothing can be saved in .*Disk quota exceeded.*set another run\.output_dir"),
         (read_only, "nothing can be saved in .*Permission denied"),
-        (no_tokenizer, "final/ would not be whole: the tokenizer cannot be saved: ValueError: its vocabulary is gone"),
+        (no_tokenizer, "final/ would be incomplete: the tokenizer cannot be saved: ValueError: its vocabulary is gone"),
     ],
 )
 def test_what_could_not_be_saved_or_trained_later_ends_the_run_now(

@@ -283,10 +283,9 @@ def test_what_holds_for_a_source_counts_its_rows() -> None:
 
     groups = [group(0, "a", 1.0, np.nan), group(1, "b", np.nan, 1.0)]
     assert turn_metrics(groups, given)["rollout/max_turns_ratio"] == 0.5
-    scoring = lambda source: given.of_source(source).rewards.names  # noqa: E731
-    found = rollout_metrics(groups, 0, lambda _: 1.0, scoring)
+    found = rollout_metrics(groups, 0, given)
     assert found["rewards/answer/mean"] == found["rewards/format/mean"] == 1.0
-    found = rollout_metrics([group(0, "a", np.nan, np.nan), *groups], 0, lambda _: 1.0, scoring)
+    found = rollout_metrics([group(0, "a", np.nan, np.nan), *groups], 0, given)
     assert {name: value for name, value in found.items() if name.endswith("/none")} == {"rewards/answer/none": 0.5}
 
 

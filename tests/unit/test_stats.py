@@ -58,6 +58,7 @@ def in_two_turns(**changes: Any) -> Rollout:
     return dataclasses.replace(rollout(8, 1.0, 1.0), **known | changes)
 
 
+SCORED = config_of(rewards={"reward_funcs": ["answer", "format"]})
 TURNS = config_of(rollout={"tools": ["t.py:f"], "max_turns": 4})
 
 
@@ -75,13 +76,13 @@ def test_turn_metrics_by_hand() -> None:
         "rollout/forks": 1 / 4,
         "rollout/environment_s": 0.5,
     }
-    metrics = rollout_metrics([turned], policy_version=3, full_mark=full_mark)
+    metrics = rollout_metrics([turned], policy_version=3, config=SCORED)
     assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (18 / 4, 5)
     assert metrics["completion_tokens"] == 18
 
 
 def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, full_mark=full_mark)
+    metrics = rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, config=SCORED)
     assert metrics["tombstones"] == 1
     # rewards 2.25, −2, 1 and 1, 1, 1
     assert metrics["reward"] == pytest.approx((2.25 - 2 + 1 + 3) / 6)
@@ -117,7 +118,7 @@ def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
 
 
 def test_a_batch_of_tombstones_alone_has_what_can_be_known() -> None:
-    assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, full_mark) == {"tombstones": 2.0}
+    assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, SCORED) == {"tombstones": 2.0}
     assert turn_metrics([TOMBSTONE], TURNS) == {"rollout/failures": 0.0}
 
 
@@ -125,7 +126,7 @@ def test_token_metrics_by_hand() -> None:
     # two tokens with log-ratios ln 2 and −ln 2; old probabilities .25 and .5, new ones .5 and .25
     ln2 = math.log(2)
     sums = sums_of(tokens=2, loss=-0.1, entropy=3.0, kl=0.5, clipped=1)
-    sums |= {"ratio": 2.2, "token_ratio": 2.5}  # of sequences: not what the mismatch is made of
+    sums |= {"ratio": 2.2, "k3": 0.5}  # of sequences: not what the mismatch is made of
     sums |= {"log_ratio": 0.0, "abs_log_ratio": 2 * ln2, "abs_prob_diff": 0.5, "exp_abs_log_ratio": 4.0}
     metrics = token_metrics(sums, beta=0.04)
     assert metrics == {
@@ -233,6 +234,6 @@ def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywh
     """`launch.sh check`, training and evaluation must agree on it."""
     score = float(np.float32(0.1)) * 10 - 2e-7  # 0.9999998…
     near = group(0, 3, 4, rollout(2, score, 1.25), rollout(2, 0.99, 1.25))
-    assert rollout_metrics([near], 3, full_mark)["rewards/answer/accuracy"] == 0.5
+    assert rollout_metrics([near], 3, SCORED)["rewards/answer/accuracy"] == 0.5
     samples = tuple(EvalSample(i, "text", {"answer": a}, 3, "stop") for i, a in enumerate((score, 0.99)))
     assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"] == {"answer": 1}

@@ -37,9 +37,8 @@ def record_of(folder: Path, **rollout: Any) -> tuple[dict[str, Any], list[dict[s
     log, display = MetricsLog(folder), SimpleNamespace(advice=lambda *_: {}, step=lambda *_: None)
     rank_zero: Any = SimpleNamespace(log=log, display=display)
     tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    trained = TrainedStep(
-        Step(0, 0, (0,), True), [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())], {}, {}, "", ""
-    )
+    groups = [make_group(0, 0, make_rollout(reward=0.0), of_two_turns())]
+    trained = TrainedStep(Step(0, 0, (0,), True), groups, {}, "", "")
     sums = dict.fromkeys([*TOKEN_SUMS, *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES)], 0.0)
     more = {"step_time": 1.0, "policy_version": 1.0}
     StepRecords(config, rank_zero, tokenizer, 0).write(1, 1, trained, StepResult(True, 1.0, 1e-6), sums, more, 1)
@@ -120,7 +119,7 @@ def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
 def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> None:
     # token 1: engine .5, trainer then .4, trainer now .8; token 2 of an older version: engine .2, trainer now .3
     logprobs, old, own = logs(0.8, 0.3), logs(0.5, 0.2), logs(0.4, math.nan)
-    sums = summed(2, mismatch.by_cause(logprobs, old, own))
+    sums = summed(2, mismatch.by_cause(logprobs, old, own, np.array([True, False])))
     found = mismatch.cause_metrics(sums)
     x, y, z = math.log(0.4 / 0.5), math.log(0.8 / 0.4), math.log(0.3 / 0.2)
     assert found == {
@@ -140,7 +139,9 @@ def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches
     random = torch.Generator().manual_seed(0)
     logprobs, old, own = (-torch.rand(40, generator=random, dtype=torch.float64) for _ in range(3))
     own[torch.rand(40, generator=random) < 0.4] = math.nan
-    parts = [mismatch.by_cause(*(t[rows] for t in (logprobs, old, own))) for rows in torch.arange(40).split(7)]
+    known = ~own.isnan()
+    split = (tuple(t[rows] for t in (logprobs, old, own, known)) for rows in torch.arange(40).split(7))
+    parts = [mismatch.by_cause(*tensors, mask.numpy()) for *tensors, mask in split]
     found = mismatch.cause_metrics(summed(40, *parts))
     share = found["mismatch/numerics/sampled_ratio"]
     whole = share * found["mismatch/numerics/mean_log_ratio"] + found["mismatch/staleness/mean_log_ratio"]
@@ -149,9 +150,8 @@ def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches
 
 def test_a_cause_that_no_token_measured_is_absent() -> None:
     assert mismatch.cause_metrics(summed(0)) == {}
-    aged = mismatch.cause_metrics(
-        summed(2, mismatch.by_cause(logs(0.5, 0.4), logs(0.4, 0.5), logs(math.nan, math.nan)))
-    )
+    parts = mismatch.by_cause(logs(0.5, 0.4), logs(0.4, 0.5), logs(math.nan, math.nan), np.array([False, False]))
+    aged = mismatch.cause_metrics(summed(2, parts))
     assert aged["mismatch/numerics/sampled_ratio"] == 0 and "mismatch/numerics/k3" not in aged
     assert aged["mismatch/staleness/k3"] == pytest.approx((5 / 4 + 4 / 5) / 2 - 1)
 

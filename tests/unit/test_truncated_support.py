@@ -114,7 +114,7 @@ def test_the_mass_that_was_cut_away_is_the_third_part_of_the_log_ratio() -> None
     whole, log_mu = torch.log_softmax(logits, -1), truncated(older)
     now, mass = scored(logits, (1, 2), SUPPORT)
     old = torch.stack([log_mu[0, 1], log_mu[2, 2]])
-    parts = mismatch.by_cause(now, old, torch.stack([now[0], torch.tensor(math.nan)]), mass)
+    parts = mismatch.by_cause(now, old, torch.stack([now[0], torch.tensor(math.nan)]), np.array([True, False]), mass)
     sums = {name: value.item() for name, value in parts.items()}
     total = sum(sums[f"{cause}_log_ratio"] for cause in mismatch.CAUSES)
     assert total == pytest.approx((whole[0, 1] + whole[2, 2] - old.sum()).item(), abs=1e-6)

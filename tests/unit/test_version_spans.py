@@ -207,7 +207,7 @@ def test_metrics_of_a_step_by_hand() -> None:
         "staleness/token_mean": (2 + 2 + 2 + 2 + 1 + 0) / 6,
     }
     assert in_flight_metrics(groups[1:], 6) == {}
-    assert rollout_metrics(groups, 6, lambda _: 1.0)["staleness/mean"] == 2.0, "of its oldest token"
+    assert rollout_metrics(groups, 6, batch_config(2))["staleness/mean"] == 2.0, "of its oldest token"
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------

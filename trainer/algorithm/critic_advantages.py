@@ -12,7 +12,7 @@ because there is no group baseline; masked completions (mask_truncated_completio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,14 +31,14 @@ class Estimates:
     """Holds values, advantages and returns of a batch, with one number per token of each completion of a group.
 
     Group 7 with completions of 2 and 1 tokens has values[7] = [[.5, .25], [.4]]. If only some tokens train, arrays hold
-    one number for each of those: with policy_positions[7] = [[1], [0]], advantages[7] = [[.3], [−.1]].
+    one number for each of those: with positions[7] = [[1], [0]], advantages[7] = [[.3], [−.1]].
     """
 
     values: ByGroup  # the critic's values at the tokens where it learns, before the first update; 0 where masked
     advantages: ByGroup
     returns: ByGroup  # the returns of the tokens at which the critic learns
-    policy_positions: PositionsByGroup | None = None  # tokens of a completion that train; None = all
-    value_positions: PositionsByGroup | None = None  # tokens at which the critic learns; None = all
+    positions: PositionsByGroup = field(default_factory=dict)  # tokens of a completion that train; {} = all
+    value_positions: PositionsByGroup = field(default_factory=dict)  # tokens at which the critic learns; {} = all
     segments: SegmentSums | None = None
 
 
@@ -80,7 +80,7 @@ def estimate_segments(
         values={g: [v[at] for v, at in zip(values[g], of, strict=True)] for g, of in starts.items()},
         advantages=_whitened(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, algorithm),
         returns={g: [s.returns for s in of] for g, of in found.items()},
-        policy_positions=ends if algorithm.trains_endpoints else None,
+        positions=ends if algorithm.trains_endpoints else {},
         value_positions=starts,
         segments=sums_of(unmasked),
     )

@@ -57,12 +57,10 @@ def by_cause(
     logprobs: Tensor,  # [N] log π_θ
     old_logprobs: Tensor,  # [N] log π_old
     proximal_logprobs: Tensor,  # [N] log π_own; any value where it is unknown
+    known: NDArray[np.bool_],  # [N] whether log π_own is known
     log_mass: Tensor | None = None,  # [N] log π_θ(S); None at full support
-    known: NDArray[np.bool_] | None = None,  # [N] whether log π_own is known; None = where it is not NaN
 ) -> dict[str, Tensor]:
-    """Returns the `gaps` of each cause, keyed cause_measure. With `known` it does not wait for the tensors' device."""
-    if known is None:
-        known = ~proximal_logprobs.isnan().cpu().numpy()
+    """Returns the `gaps` of each cause, keyed cause_measure, without a wait for the tensors' device."""
     mask, at = (torch.from_numpy(x).to(logprobs.device, non_blocking=True) for x in (known, np.flatnonzero(known)))
     parts = {
         "numerics": gaps(proximal_logprobs[at], old_logprobs[at]),
@@ -82,12 +80,8 @@ def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for cause in CAUSES:
         if tokens := sums[f"{cause}_tokens"]:
-            found |= {
-                f"mismatch/{cause}/mean_log_ratio": sums[f"{cause}_log_ratio"] / tokens,
-                f"mismatch/{cause}/mean_abs_prob_diff": sums[f"{cause}_abs_prob_diff"] / tokens,
-                f"mismatch/{cause}/mean_exp_abs_log_ratio": sums[f"{cause}_exp_abs_log_ratio"] / tokens,
-                f"mismatch/{cause}/k3": sums[f"{cause}_k3"] / tokens,
-            }
+            found |= {f"mismatch/{cause}/mean_{name}": sums[f"{cause}_{name}"] / tokens for name in MEASURES[1:-1]}
+            found[f"mismatch/{cause}/k3"] = sums[f"{cause}_k3"] / tokens
     if sums["tokens"]:
         found["mismatch/numerics/sampled_ratio"] = sums["numerics_tokens"] / sums["tokens"]
     if sums["routed"]:

@@ -11,8 +11,7 @@ from trainer.algorithm.mismatch import CAUSES, MEASURES
 
 # The policy's sums. ratio is the token's, or its sequence's with importance_sampling_level: sequence
 TOKEN_SUMS = (
-    *("tokens", "loss", "entropy", "kl", "ratio", "token_ratio", "clipped", "correction", "corrected"),
-    *("log_ratio", "abs_log_ratio", "abs_prob_diff", "exp_abs_log_ratio"),
+    *("loss", "entropy", "kl", "ratio", "clipped", "correction", "corrected", "abs_log_ratio", *MEASURES),
     *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES),
     *("routed", "rerouted"),  # counts of (token, layer) pairs: router_replay.py
 )

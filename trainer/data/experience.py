@@ -20,15 +20,6 @@ from trainer.algorithm.segments import Positions
 
 
 @dataclass(frozen=True)
-class ValueTargets:
-    """The critic's training targets from one group."""
-
-    values: Sequence[Floats]  # the critic's own, before the first update on the batch
-    returns: Sequence[Floats]
-    positions: Sequence[Positions] | None = None  # tokens at which the critic learns; None = all
-
-
-@dataclass(frozen=True)
 class Experience:
     """A group with its advantages, targets and log-probs, as far as they are known.
 
@@ -40,7 +31,9 @@ class Experience:
     is_dead: bool = False  # its rewards leave no advantage
     advantages: PerCompletion | None = None  # None: not known yet, or the group does not train
     positions: Sequence[Positions] | None = None  # tokens that train; None = all
-    targets: ValueTargets | None = None  # None: there is no critic, or it has not scored the group yet
+    values: Sequence[Floats] | None = None  # the critic's, before its first update on the batch; None: not scored
+    returns: Sequence[Floats] | None = None  # the critic's targets; None: not scored
+    value_positions: Sequence[Positions] | None = None  # tokens at which the critic learns; None = all
     ref_logprobs: Tensor | None = None  # [n] if the trainer scores them; None: not yet, or the sampler scored them
     proximal_logprobs: Tensor | None = None  # [n] the trainer's before its first update on the group; None: unknown
     sampled_logprobs: Tensor | None = None  # [n] the trainer's at the version that sampled; None: unknown
@@ -59,13 +52,5 @@ def score_rewards(experiences: Sequence[Experience], config: Config) -> list[Exp
 
 def with_estimates(experiences: Sequence[Experience], estimates: Estimates) -> list[Experience]:
     """Returns the experiences with the advantages and value targets that follow from the critic's values."""
-
-    def scored(e: Experience) -> Experience:
-        g, at, learned = e.group.group_id, estimates.policy_positions, estimates.value_positions
-        if g not in estimates.advantages:
-            return e
-        targets = ValueTargets(estimates.values[g], estimates.returns[g], learned[g] if learned is not None else None)
-        positions = at[g] if at is not None else None
-        return replace(e, advantages=estimates.advantages[g], positions=positions, targets=targets)
-
-    return [scored(e) for e in experiences]
+    names = ("advantages", "positions", "values", "returns", "value_positions")
+    return [replace(e, **{name: getattr(estimates, name).get(e.group.group_id) for name in names}) for e in experiences]

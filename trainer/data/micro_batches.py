@@ -13,6 +13,7 @@ micro-batch of its own. Sums are divided by the whole step's denominator, so tha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from model.packing import Packing
 from trainer.data.experience import Experience
 from trainer.data.tensors import trained_completions, unmasked_completions
 
-Round = tuple[tuple[int, ...], ...]  # [rank] -> indexes or keys of its groups
+Round = tuple[tuple[int, ...], ...]  # [rank] -> keys of its groups
 
 
 @dataclass(frozen=True)
@@ -96,27 +97,24 @@ def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing,
     return NOTHING
 
 
-def plan(works: Sequence[Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
-    """Returns the rounds that train these groups, as indexes of groups; a single empty round if no group has work.
+def plan(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] = ()) -> list[Round]:
+    """Returns the rounds that train these groups, as keys of works; a single empty round if no group has work.
 
     loads: each rank's cost so far. With a budget of groups no rank has more rounds than the number of groups requires;
     with a budget of tokens no two ranks differ by more than the cost of the costliest group.
     """
-    costs = {i: work.cost for i, work in enumerate(works) if work.tokens}
+    costs = {key: work.cost for key, work in works.items() if work.tokens}
     loads = loads or [0.0] * ranks
     if budget.tokens is None:
         rounds = math.ceil(len(costs) / (ranks * budget.groups))
-        of_ranks = _deal(costs, loads, most=rounds * budget.groups)
-        packed = [_deal({i: costs[i] for i in mine}, [0.0] * rounds, budget.groups) for mine in of_ranks]
+        of_ranks = _assign(costs, loads, most=rounds * budget.groups)
+        packed = [_assign({key: costs[key] for key in keys}, [0.0] * rounds, budget.groups) for keys in of_ranks]
     else:
-        tokens = {i: works[i].tokens for i in costs}
-        packed = [_first_fit(mine, tokens, budget.tokens) for mine in _deal(costs, loads, most=len(costs))]
+        packed = [_first_fit(keys, works, budget.tokens) for keys in _assign(costs, loads, most=len(costs))]
     # if collectives end every micro-batch, the micro-batches of one round should take equally long
-    packed = [sorted(of_rank, key=lambda bin: -sum(costs[i] for i in bin)) for of_rank in packed]
-    return [
-        tuple(tuple(sorted(of_rank[k])) if k < len(of_rank) else () for of_rank in packed)
-        for k in range(max(1, *map(len, packed)))
-    ]
+    packed = [sorted(bins, key=lambda bin: -sum(costs[key] for key in bin)) for bins in packed]
+    rounds_of_bins = itertools.zip_longest(*(bins or [[]] for bins in packed), fillvalue=[])
+    return [tuple(tuple(key for key in works if key in keys) for keys in bins) for bins in rounds_of_bins]
 
 
 class Planner:
@@ -139,30 +137,21 @@ class Planner:
             if work.tokens:
                 self._waiting[key] = work
             while _is_full(self._waiting.values(), self._ranks, self._budget):
-                self._close(self._plan()[0])
+                self._close(plan(self._waiting, self._ranks, self._budget, self._loads)[0])
         return self.rounds[before:]
 
     def finish(self) -> list[Round]:
         """Returns the rounds of the remaining groups; a single empty round if no group had work."""
         before = len(self.rounds)
         if self._waiting or not self.rounds:
-            self.rounds += self._plan()
+            self.rounds += plan(self._waiting, self._ranks, self._budget, self._loads)
             self._waiting = {}
         return self.rounds[before:]
-
-    def _plan(self) -> list[Round]:
-        return plan_of(self._waiting, self._ranks, self._budget, self._loads)
 
     def _close(self, round_: Round) -> None:
         self.rounds.append(round_)
         for rank, keys in enumerate(round_):
             self._loads[rank] += sum(self._waiting.pop(key).cost for key in keys)
-
-
-def plan_of(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] | None = None) -> list[Round]:
-    """Returns the rounds of `plan` as keys of works instead of indexes."""
-    keys, rounds = list(works), plan(list(works.values()), ranks, budget, loads)
-    return [tuple(tuple(keys[i] for i in indexes) for indexes in round_) for round_ in rounds]
 
 
 def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:
@@ -195,24 +184,24 @@ def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:
     return len(tokens) >= ranks * max(1, per_rank)
 
 
-def _deal(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
+def _assign(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
     """Assigns each key, the costliest first, to the bin with the least cost among those with fewer than `most` keys."""
     loads, bins = list(loads), [list[int]() for _ in loads]
-    for key in sorted(costs, key=lambda key: (-costs[key], key)):
+    for key in sorted(costs, key=lambda key: -costs[key]):
         least = min((b for b in range(len(bins)) if len(bins[b]) < most), key=lambda b: loads[b])
         bins[least].append(key)
         loads[least] += costs[key]
     return bins
 
 
-def _first_fit(keys: Iterable[int], tokens: dict[int, int], budget: int) -> list[list[int]]:
+def _first_fit(keys: Iterable[int], works: Mapping[int, Work], budget: int) -> list[list[int]]:
+    """Puts each key into the first bin that has room for its tokens, else into a new one."""
     bins: list[list[int]] = []
-    rooms: list[int] = []
     for key in keys:
-        found = next((b for b, room in enumerate(rooms) if tokens[key] <= room), len(bins))
-        if found == len(bins):
-            bins.append([])
-            rooms.append(budget)
-        bins[found].append(key)
-        rooms[found] -= tokens[key]
+        room = budget - works[key].tokens
+        found = next((bin for bin in bins if sum(works[other].tokens for other in bin) <= room), None)
+        if found is None:
+            bins.append([key])
+        else:
+            found.append(key)
     return bins

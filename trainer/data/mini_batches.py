@@ -40,8 +40,7 @@ class TrainedStep:
 
     step: Step
     groups: list[Group | Tombstone]
-    dead_group_metrics: dict[str, float]
-    plan_metrics: dict[str, float]
+    metrics: dict[str, float]  # of dead groups and of the plan
     empty_slots: str  # the warning about empty slots; "" = none
     oversized_groups: str  # the warning about groups above the budget; "" = none
 
@@ -56,9 +55,8 @@ def steps(config: Config, batch: int) -> list[Step]:
     for iteration in range(algorithm.num_iterations):
         places = np.arange(config.prompts_per_batch)
         if algorithm.shuffle_mini_batches:
-            places = np.random.Generator(np.random.PCG64([config.run.seed % 2**64, batch, iteration])).permutation(
-                places
-            )
+            seed = [config.run.seed % 2**64, batch, iteration]
+            places = np.random.Generator(np.random.PCG64(seed)).permutation(places)
         for mini_batch in range(algorithm.steps_per_generation):
             mine = tuple(places[mini_batch * size : (mini_batch + 1) * size].tolist())
             planned.append(Step(iteration, mini_batch, mine, len(planned) + 1 == algorithm.steps_per_batch))

@@ -13,6 +13,8 @@ Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from common.config import Config
 from common.failpoints import failpoint
@@ -49,7 +51,7 @@ class Slots:
         """Starts without groups. first: the id of the batch's first group."""
         self._config, self._first = config, first
         self._slots: list[list[int]] = []  # ids of the groups taken for each slot; the last one keeps it
-        self._passed: list[int] = []  # ids of groups taken for the next slot that did not keep it
+        self._without_slot: list[int] = []  # ids of groups taken for the next slot that did not keep it
         self._experiences: dict[int, Experience] = {}  # by group id, in order
         self.num_refilled = 0
 
@@ -83,6 +85,10 @@ class Slots:
         """Replaces the records of these groups, of which more is known."""
         self._experiences |= {e.group.group_id: e for e in experiences}
 
+    def update(self, group_id: int, **known: Any) -> None:
+        """Replaces the record of a group, of which these fields are known now."""
+        self._experiences[group_id] = replace(self._experiences[group_id], **known)
+
     def of_group(self, group_id: int) -> Experience:
         """Returns the newest record of a group that was taken."""
         return self._experiences[group_id]
@@ -97,10 +103,10 @@ class Slots:
         """Fills slots and returns how many more groups than known before will be taken beyond the batch's slots."""
         for item in taken:
             self._experiences[item.group_id] = Experience(item, is_dead_group(item, self._config))
-            self._passed.append(item.group_id)
-            if self._stays(item.group_id):
-                self._slots.append(self._passed)
-                self._passed = []
+            self._without_slot.append(item.group_id)
+            if self._keeps_slot(item.group_id):
+                self._slots.append(self._without_slot)
+                self._without_slot = []
         needed = min(self.num_taken - self.num_filled, self.size * self._config.algorithm.resamples)
         more = max(0, needed - self.num_refilled)
         self.num_refilled += more
@@ -108,13 +114,13 @@ class Slots:
 
     def close(self) -> None:
         """Ends the batch without taking more groups; those taken for no slot count in the first empty one."""
-        self._slots += [self._passed] + [[] for _ in range(self.size - self.num_filled - 1)]
-        self._passed = []
+        self._slots += [self._without_slot] + [[] for _ in range(self.size - self.num_filled - 1)]
+        self._without_slot = []
 
     @property
     def num_empty(self) -> int:
         """Counts the slots whose last group is missing, dead or a tombstone; 0 unless dead groups are resampled."""
-        return sum(not (slot and self._stays(slot[-1])) for slot in self._slots)
+        return sum(not (slot and self._keeps_slot(slot[-1])) for slot in self._slots)
 
     def dead_group_metrics(self, step: Step) -> dict[str, float]:
         """Returns the number of dead groups of a step; the batch's last step also has the metrics of resampling."""
@@ -134,7 +140,7 @@ class Slots:
             "choose problems of another difficulty"
         )
 
-    def _stays(self, group_id: int) -> bool:
+    def _keeps_slot(self, group_id: int) -> bool:
         if self._config.algorithm.dead_groups != "resample":
             return True
         e = self._experiences[group_id]

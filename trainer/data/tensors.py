@@ -102,8 +102,7 @@ def num_trained_tokens(experience: Experience, algorithm: Algorithm) -> int:
 
 def num_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
     """Returns Σ |o_i|, the sampled tokens of the unmasked completions, or the number of their positions."""
-    every = _parts((e, unmasked_completions(e.group, algorithm), e.positions) for e in experiences)
-    return sum(_lengths(every))
+    return sum(_lengths(_parts((e, unmasked_completions(e.group, algorithm), e.positions) for e in experiences)))
 
 
 def num_value_tokens(experiences: Iterable[Experience], algorithm: Algorithm) -> int:
@@ -134,9 +133,8 @@ def micro_batch(
     """Packs the completions that can change the weights, or returns a filler of weight 0 if there are none.
 
     A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
-    one, and is left out; so is a masked completion. Every rank must still run its forward and backward, because
-    collectives have to match: hence the filler. awaits_reference: the trainer scores the reference on this row, and
-    groups may have no ref_logprobs before that.
+    one, and is left out; so is a masked completion. awaits_reference: the trainer scores the reference on this row, and
+    groups have no ref_logprobs before that.
     """
     parts = _policy_parts(experiences, algorithm)
     if not parts:
@@ -146,7 +144,7 @@ def micro_batch(
     return MicroBatch(
         row=_row(parts, packing),
         old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
-        ref_logprobs=_ref_logprobs(parts, awaits_reference) if algorithm.beta > 0 else None,
+        ref_logprobs=_ref_logprobs(parts, by_trainer=awaits_reference) if algorithm.beta > 0 else None,
         advantages=_per_token(parts, [e.advantages for e in known]),
         weights=token_weights(_lengths(parts), denominator),
         policy_versions=torch.from_numpy(np.concatenate(versions)),
@@ -172,8 +170,7 @@ def value_batch(
     if not parts:
         zero = torch.zeros(1)
         return ValueBatch(filler_row(), zero, zero, zero)
-    targets = [part.experience.targets for part in parts]
-    values, returns = (_per_token(parts, [getattr(t, name) for t in targets]) for name in ("values", "returns"))
+    values, returns = (_per_token(parts, [getattr(p.experience, of) for p in parts]) for of in ("values", "returns"))
     return ValueBatch(_row(parts, packing), values, returns, torch.full_like(values, 1 / num_tokens))
 
 
@@ -187,8 +184,7 @@ def _policy_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> li
 
 
 def _value_parts(experiences: Iterable[Experience], algorithm: Algorithm) -> list[_Part]:
-    kept = ((e, unmasked_completions(e.group, algorithm)) for e in experiences)
-    return _parts((e, indexes, e.targets.positions if e.targets else None) for e, indexes in kept)
+    return _parts((e, unmasked_completions(e.group, algorithm), e.value_positions) for e in experiences)
 
 
 def _parts(kept: Iterable[tuple[Experience, Sequence[int], Sequence[Positions] | None]]) -> list[_Part]:
@@ -227,20 +223,14 @@ def _per_token(parts: Sequence[_Part], values: Sequence[Any]) -> Tensor:
     return _flat([np.broadcast_to(value, n) for value, n in zip(per_completion, _lengths(parts), strict=True)])
 
 
-def _ref_logprobs(parts: Sequence[_Part], may_be_missing: bool) -> Tensor | None:
-    """Returns reference log-probs [N] by this trainer, else the sampler's; None if they may be missing and some are."""
-    scored = [part.experience.ref_logprobs for part in parts]
-    if may_be_missing and any(logprobs is None for logprobs in scored):
-        return None
-    return torch.cat([_came(part) if x is None else x for part, x in zip(parts, scored, strict=True)])
-
-
-def _came(part: _Part) -> Tensor:
-    """Returns the group's reference log-probs [n] that the sampler scored."""
-    rollouts = part.completions()
-    came = [r.ref_logprobs[index] for r, index in rollouts if r.ref_logprobs is not None]
-    assert len(came) == len(rollouts), f"group {part.group.group_id} was not scored by the reference"
-    return _flat(came)
+def _ref_logprobs(parts: Sequence[_Part], by_trainer: bool) -> Tensor | None:
+    """Returns reference log-probs [N]: the sampler's, or this trainer's, which are None before it has scored them."""
+    if by_trainer:
+        return _joined([part.experience.ref_logprobs for part in parts])
+    completions = [completion for part in parts for completion in part.completions()]
+    scored = [r.ref_logprobs[at] for r, at in completions if r.ref_logprobs is not None]
+    assert len(scored) == len(completions), f"{len(completions) - len(scored)} completions lack reference log-probs"
+    return _flat(scored)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

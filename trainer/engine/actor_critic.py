@@ -82,10 +82,10 @@ class ActorCritic:
             for group in (experience.group for experience in part):
                 for i in unmasked_completions(group, self.config.algorithm):
                     scores[group.group_id][i][:] = next(by_completion).numpy()
-        if arrays := [array for of_group in scores.values() for array in of_group]:
+        if arrays := [array for arrays_of_group in scores.values() for array in arrays_of_group]:
             total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
-            for array, of_all in zip(arrays, total.split(list(map(len, arrays))), strict=True):
-                array[:] = of_all.numpy()
+            for array, summed in zip(arrays, total.split(list(map(len, arrays))), strict=True):
+                array[:] = summed.numpy()
         return scores
 
     def backward(self, own: Experiences, num_tokens: int) -> None:

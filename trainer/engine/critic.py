@@ -25,9 +25,10 @@ from model.sequence_parallel import gather
 from model.transformers_internals import value_class
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS
-from trainer.data.tensors import ValueBatch, filler_row
+from trainer.data.tensors import ValueBatch
 from trainer.engine.deepspeed_config import critic_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.exported import parameters, under_checkpoint_names
 
 
 class ValueHead(torch.nn.Linear):
@@ -54,7 +55,8 @@ class Critic(DeepSpeedModel):
 
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
         model = load_value_model(config)
-        super().__init__(config, world_size, critic_of(config), model, ValueModel(model), sequence_group)
+        super().__init__(config, world_size, critic_of(config), ValueModel(model), sequence_group)
+        self.tensors = under_checkpoint_names(model, parameters(model))
         self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
 
     def backward(self, batch: ValueBatch) -> None:
@@ -68,9 +70,6 @@ class Critic(DeepSpeedModel):
         self.accumulate(loss_sum)
         real = weights > 0
         self.sums.add({"tokens": real.sum(), "loss": loss_sum, "clipped": (is_clipped & real).sum()})
-
-    def probe(self) -> Tensor:
-        return self.ds(self.here(filler_row()))
 
 
 def load_value_model(config: Config) -> Any:
@@ -89,14 +88,8 @@ def load_value_model(config: Config) -> Any:
         raise UserError(f"critic {path!r} is a {type(model).__name__} without a linear head `score`; choose another")
     if lost := [name for name in missing if not name.startswith("score.")]:
         raise UserError(f"critic {path!r} lacks {len(lost)} weights, the first is {lost[0]}; download the model again")
-    model.score = _head(head, fresh=bool(missing))
+    model.score = ValueHead(head.in_features, 1, bias=head.bias is not None, device="meta")
+    model.score.weight, model.score.bias = head.weight, head.bias
+    for parameter in model.score.parameters() if missing else ():
+        torch.nn.init.zeros_(parameter)
     return model
-
-
-def _head(loaded: torch.nn.Linear, fresh: bool) -> ValueHead:
-    head = ValueHead(loaded.in_features, 1, bias=loaded.bias is not None, device="meta")
-    head.weight, head.bias = loaded.weight, loaded.bias
-    if fresh:
-        for parameter in head.parameters():
-            torch.nn.init.zeros_(parameter)
-    return head

@@ -54,22 +54,22 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     DeepSpeed treats all ranks as data-parallel, also those that share a micro-batch: it adds their gradients up.
     """
     trainer, optimized = config.trainer, optimized or policy_of(config)
-    at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
+    groups_at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
     groups = "trainer.prompts_per_step (in groups, rounded up)"
     budget = "groups_per_micro_batch" if trainer.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
-    given = _given(config)
-    _agree(
+    given = _user_settings(config)
+    _impose(
         given,
         "deepspeed",
         {
-            "train_micro_batch_size_per_gpu": (at_once, f"trainer.{budget}"),
+            "train_micro_batch_size_per_gpu": (groups_at_once, f"trainer.{budget}"),
             "gradient_accumulation_steps": (accumulation, groups),
-            "train_batch_size": (at_once * accumulation * world_size, groups),
+            "train_batch_size": (groups_at_once * accumulation * world_size, groups),
             "gradient_clipping": (trainer.max_grad_norm, "trainer.max_grad_norm"),
             "managed_gradient_accumulation": (False, "the training loop"),
         },
     )
-    _agree(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
+    _impose(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
     given["fp16"]["enabled"] = False
@@ -96,7 +96,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     return _without_auto(given)
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _user_settings(config: Config) -> dict[str, Any]:
     """Returns a copy of the user's settings. Raises UserError if they are not a JSON object."""
     given: Any = config.deepspeed
     if isinstance(given, Path):
@@ -118,7 +118,7 @@ def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _agree(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
+def _impose(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]) -> None:
     """Sets Tandem's values in a section. Raises UserError if the user's own value is another."""
     for key, (value, source) in ours.items():
         if section.get(key, _AUTO) not in (_AUTO, value):
@@ -148,7 +148,7 @@ def _fill_zero(zero: dict[str, Any], default: int) -> None:
     if zero["stage"] not in (0, 1, 2, 3):
         raise UserError(f"deepspeed.zero_optimization.stage {zero['stage']} is not 0, 1, 2 or 3")
     if zero["stage"] < 2:  # gradients stay local until the step; DeepSpeed refuses to overlap no communication
-        _agree(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
+        _impose(zero, "deepspeed.zero_optimization", {"overlap_comm": (False, f"stage {zero['stage']}")})
     elif zero["stage"] == 3 and zero.get("overlap_comm", _AUTO) == _AUTO:
         zero["overlap_comm"] = False
 
@@ -178,7 +178,7 @@ def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized)
         rate = optimized.learning_rate, f"{optimized.section}.learning_rate"
         params = _section(_section(given, "optimizer"), "params")
         decay = trainer.weight_decay, "trainer.weight_decay"
-        _agree(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
+        _impose(params, "deepspeed.optimizer.params", {"lr": rate, "weight_decay": decay})
         if optimizer_of(given) == "muon":
             params.setdefault("torch_adam", True)  # DeepSpeed's own Adam would be compiled first, also on a CPU
     schedule = _section(_section(given, "scheduler"), "params")

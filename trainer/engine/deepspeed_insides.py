@@ -58,10 +58,10 @@ def clip_with(engine: Any, clip: Callable[[], None]) -> None:
     engine.clip_fp32_gradients = clip
 
 
-def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callable[[int, Tensor], Tensor]) -> None:
-    """Sets the float32 masters of every trained bfloat16 parameter to make(its index, its weights).
+def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callable[[Tensor, int], Tensor]) -> None:
+    """Sets the float32 masters of every trained bfloat16 parameter to make(its weights, its index).
 
-    The masters round to its weights. optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it.
+    optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it; the masters round to the weights.
     """
     import deepspeed
 
@@ -70,7 +70,7 @@ def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callab
         if parameter.dtype != torch.bfloat16:
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-            masters = make(index, parameter.detach())
+            masters = make(parameter.detach(), index)
         if stage == 3:
             size = deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
             deepspeed.utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), size))
@@ -99,8 +99,8 @@ def make_moments(optimizer: Any, stage: int, trained: list[Tensor], step: Any) -
     """Creates zero moments as the optimizer does in its first step, with the step count `step`."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for stepped in _stepped(optimizer, stage, trained):
-        taken = step.clone().to(stepped.device) if isinstance(step, Tensor) else step
-        inner.state[stepped] = {"step": taken} | {key: torch.zeros_like(stepped) for key in MOMENTS}
+        count = step.clone().to(stepped.device) if isinstance(step, Tensor) else step
+        inner.state[stepped] = {"step": count} | {key: torch.zeros_like(stepped) for key in MOMENTS}
 
 
 def _stepped(optimizer: Any, stage: int, trained: list[Tensor]) -> list[Tensor]:
@@ -126,9 +126,9 @@ def set_state(optimizer: Any, stage: int, parameter: Any, key: str, whole: Tenso
         (inner.state[stepped][key] if key else stepped.data).copy_(whole.view_as(parameter))
     elif (place := parameter._hp_mapping) is not None:
         stepped = _stepped(optimizer, stage, [])[place.param_group_index]
-        here, there = place.hp_fragment_address, place.lp_fragment_address
-        own = whole[there.start : there.start + there.numel]
-        (inner.state[stepped][key] if key else stepped.data).narrow(0, here.start, here.numel).copy_(own)
+        target, source = place.hp_fragment_address, place.lp_fragment_address
+        own = whole[source.start : source.start + source.numel]
+        (inner.state[stepped][key] if key else stepped.data).narrow(0, target.start, target.numel).copy_(own)
     if not key:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
             parameter.data.copy_(whole.view_as(parameter))

@@ -34,16 +34,18 @@ from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
+from trainer.data.tensors import filler_row
 from trainer.engine.build_locks import guard_ops, require_folder
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import (
     clip_with,
     pickle_the_stage_by_value,
+    set_masters,
     unlink_shared_buffer,
     without_shared_buffers,
 )
-from trainer.engine.exported import Exported, parameters, under_checkpoint_names
-from trainer.engine.off_grid import leave_the_grid
+from trainer.engine.exported import Exported
+from trainer.engine.off_grid import off_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.ranks import patience
 
@@ -93,18 +95,14 @@ class DeepSpeedModel:
     adapter_settings: bytes | None = None  # adapter_config.json, if only adapters are trained
     layout: VisionLayout | None = None  # None: the model sees no images
     sequence_group: SequenceGroup | None = None  # the ranks that share this rank's rows
+    tensors: Sequence[Exported]  # the tensors of versions and checkpoints
     _sums: Sequence[str]  # names of the sums over micro-batches
 
     def __init__(
-        self,
-        config: Config,
-        world_size: int,
-        optimized: Optimized,
-        model: Any,
-        forward: torch.nn.Module,
-        sequence_group: SequenceGroup | None = None,
+        self, config: Config, world_size: int, optimized: Optimized, forward: Any, sequence_group: SequenceGroup | None
     ):
-        """Prepares a transformers model. forward: the module around it whose call DeepSpeed's hooks see."""
+        """Prepares forward.model, a transformers model. forward: the module whose call DeepSpeed's hooks see."""
+        model = forward.model
         sp_size = sequence_group.size if sequence_group else 1
         assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
         if sp_size > 1 and packing_of(model) == "separate":
@@ -115,14 +113,12 @@ class DeepSpeedModel:
         self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
         self._optimized, self._forward = optimized, forward
         self._ds_config = deepspeed_config(config, world_size, optimized)
-        self.dtype = config.model.dtype
         self.stage: int = self._ds_config["zero_optimization"]["stage"]
         require_fused_experts(model, self.stage)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.tensors = self._exported()  # for versions and checkpoints
 
     def start(self) -> Self:
         """Joins the other ranks: each calls it once, before anything else. Returns self."""
@@ -137,7 +133,7 @@ class DeepSpeedModel:
                 lr_scheduler=scheduler(self.config, self._optimized),
                 config=self._ds_config,
             )
-        leave_the_grid(self.model, self.optimizer, self.stage)
+        set_masters(self.model, self.optimizer, self.stage, off_the_grid)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -159,10 +155,10 @@ class DeepSpeedModel:
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
     @torch.no_grad()
-    def evaluate(self, row: PackedRow, *arguments: Any, **options: Any) -> Tensor:
+    def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:
         """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
         self.ds.eval()
-        found = self.ds(self.here(row), *arguments, **options)
+        found = self.ds(self.here(row), *arguments)
         self.ds.train()
         return found.cpu()
 
@@ -213,12 +209,8 @@ class DeepSpeedModel:
 
     def poison(self) -> None:
         """Makes the gradients of this step NaN, so that `step` skips it as DeepSpeed skips any other NaN."""
-        self.accumulate(self.probe().sum() * math.nan)
+        self.accumulate(self.ds(self.here(filler_row()))[0].sum() * math.nan)
         self._not_finite.zero_()  # the bad gradient has been reported already
-
-    def probe(self) -> Tensor:
-        """Returns any output of the model for a filler row, with a gradient."""
-        raise NotImplementedError
 
     def _clip(self) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
@@ -227,10 +219,6 @@ class DeepSpeedModel:
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _exported(self) -> list[Exported]:
-        """Returns the tensors of versions and checkpoints; the policy's may be adapters or weights merged with them."""
-        return under_checkpoint_names(self.model, parameters(self.model))
 
     def whole(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
@@ -246,9 +234,9 @@ class DeepSpeedModel:
             with deepspeed.zero.GatheredParameters(list(group[0].parameters), enabled=self.stage == 3):
                 for tensor in group:
                     if wanted(tensor.name):
-                        there = tensor.make()
-                        made = to_host(tensor.name, there) if to_host else there.cpu()
-                        yield tensor.name, made.clone() if self.stage == 3 and made is there else made
+                        on_device = tensor.make()
+                        on_host = to_host(tensor.name, on_device) if to_host else on_device.cpu()
+                        yield tensor.name, on_host.clone() if self.stage == 3 and on_host is on_device else on_host
 
 
 def require_fused_experts(model: torch.nn.Module, stage: int) -> None:

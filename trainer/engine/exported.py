@@ -55,7 +55,7 @@ def parameters(model: Any) -> list[Exported]:
     """Returns every parameter and every saved buffer, under the module's names; a tied head is its embedding."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return [
-        _as_it_is(name, named[name]) if name in named else _buffer(model, name, tensor)
+        _unchanged(name, named[name]) if name in named else _buffer(model, name, tensor)
         for name, tensor in without_tied(model, model.state_dict()).items()
     ]
 
@@ -63,13 +63,13 @@ def parameters(model: Any) -> list[Exported]:
 def adapters(model: Any) -> list[Exported]:
     """Returns the trained parameters, under peft's names."""
     named = [(published_name(name), p) for name, p in model.named_parameters()]
-    return [_as_it_is(name, p) for name, p in named if name]
+    return [_unchanged(name, p) for name, p in named if name]
 
 
 def base(model: Any) -> list[Exported]:
     """Returns the frozen parameters under adapters, under the names of the base model."""
     named = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters() if not published_name(name)]
-    return [_as_it_is(name, p) for name, p in named]
+    return [_unchanged(name, p) for name, p in named]
 
 
 def merged(model: Any) -> list[Exported]:
@@ -88,7 +88,7 @@ def merged(model: Any) -> list[Exported]:
     return found
 
 
-def _as_it_is(name: str, parameter: Parameter) -> Exported:
+def _unchanged(name: str, parameter: Parameter) -> Exported:
     return Exported(name, (parameter,), parameter.detach, _form(parameter))
 
 
@@ -106,9 +106,6 @@ def _with_adapter(weight: Parameter, layer: Any) -> tuple[tuple[Parameter, ...],
             return weight.detach() + layer.get_delta_weight("default").to(weight.dtype)
 
     return (weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight), make
-
-
-# ---- conversion to a checkpoint's tensors --------------------------------------------------------------------------
 
 
 def under_checkpoint_names(model: Any, tensors: list[Exported]) -> list[Exported]:
@@ -156,7 +153,7 @@ class _Recorded(TorchFunctionMode):
 
     def exported(self, name: str, tensor: Tensor) -> Exported:
         parts = {p: None for source in self._sources_of(tensor) for p in source.parameters}
-        return Exported(name, tuple(parts), lambda: self._made(tensor).contiguous(), tensor)
+        return Exported(name, tuple(parts), lambda: self._repeated(tensor).contiguous(), tensor)
 
     def _sources_of(self, tensor: Tensor) -> list[Exported]:
         if source := self._sources.get(_memory(tensor)):
@@ -164,9 +161,9 @@ class _Recorded(TorchFunctionMode):
         _, arguments, _ = self._calls[_memory(tensor)]
         return [s for t in tree_flatten(arguments)[0] if isinstance(t, Tensor) for s in self._sources_of(t)]
 
-    def _made(self, tensor: Tensor) -> Tensor:
+    def _repeated(self, tensor: Tensor) -> Tensor:
         func, arguments, _ = self._calls[_memory(tensor)]
-        args, kwargs = tree_map(lambda x: self._made(x) if isinstance(x, Tensor) else x, arguments)
+        args, kwargs = tree_map(lambda x: self._repeated(x) if isinstance(x, Tensor) else x, arguments)
         with torch.no_grad():
             whole = func(*args, **kwargs).contiguous()
         return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())

@@ -14,12 +14,8 @@ Their Effect on Quantization Noise).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from trainer.engine.deepspeed_insides import set_masters
 
 _SIGNIFICANT_BITS = 8  # bits of bfloat16's significand, including the hidden one
 _AT_ONCE = 1 << 24  # numbers per chunk, with 0.4 GB of temporaries, however large an embedding is
@@ -37,12 +33,3 @@ def off_the_grid(weights: Tensor, seed: int) -> Tensor:
         candidates = w + torch.ldexp(u, torch.frexp(w).exponent - _SIGNIFICANT_BITS)
         w.copy_(torch.where(candidates.bfloat16() == w, candidates, w))
     return masters
-
-
-def leave_the_grid(model: torch.nn.Module, optimizer: Any, stage: int) -> None:
-    """Randomizes DeepSpeed's float32 masters of the model's bfloat16 parameters, once, before the first step.
-
-    optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it; the masters are the same with any number of ranks and in
-    every stage.
-    """
-    set_masters(model, optimizer, stage, lambda index, weights: off_the_grid(weights, seed=index))

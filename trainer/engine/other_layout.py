@@ -69,7 +69,10 @@ def holds_moments(state: Collection[str], saved: str) -> bool:
     """Returns whether a state has moments, as after a first step. Raises UserError if they are not Adam's."""
     found = {*state} - {"", "step"}
     if found and found != {*MOMENTS}:
-        raise UserError(f"{saved}; what its optimizer holds ({', '.join(sorted(found))}) goes on as it was saved alone")
+        raise UserError(
+            f"{saved}; an optimizer with the state {', '.join(sorted(found))} is restored only by as many ranks at the "
+            "same stage: resume with those, or start a new run from its weights by model.path"
+        )
     return bool(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,18 @@ from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss, token_objective
-from trainer.algorithm.mismatch import bounded, by_cause
+from trainer.algorithm.mismatch import by_cause, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import Exported, base, exported
+from trainer.engine.exported import base, exported
 
 
 class Policy(torch.nn.Module):
     """A module with one forward for DeepSpeed's hooks: PackedRow -> (log-probs, entropies, log-masses) of its targets.
 
-    With logprobs_only it returns log-probs alone; with norms_only the targets' score norms instead, without gradient.
+    With `score`, a function of model.logprobs, it returns that function's result for every target instead.
     """
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
@@ -40,17 +41,9 @@ class Policy(torch.nn.Module):
         self.chunk_size = chunk_size
         self.entropy_gradient = entropy_gradient
 
-    def forward(
-        self,
-        row: PackedRow,
-        temperature: float,
-        logprobs_only: bool = False,
-        norms_only: bool = False,
-    ) -> Any:
-        if logprobs_only:
-            return score_logprobs(self.model, row, temperature, self.chunk_size)
-        if norms_only:
-            return score_norms_of_row(self.model, row, temperature, self.chunk_size)
+    def forward(self, row: PackedRow, temperature: float = 1.0, score: Callable[..., Tensor] | None = None) -> Any:
+        if score is not None:
+            return score(self.model, row, temperature, self.chunk_size)
         return score_terms(self.model, row, temperature, self.chunk_size, self.entropy_gradient)
 
 
@@ -64,17 +57,15 @@ class PolicyEngine(DeepSpeedModel):
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
         if config.algorithm.router_replay:
-            model.router_replay = RouterReplay(model, lambda: policy(filler_row(), 1.0, logprobs_only=True))
-        super().__init__(config, world_size, policy_of(config), model, policy, sequence_group)
+            model.router_replay = RouterReplay(model, lambda: policy(filler_row(), score=score_logprobs))
+        super().__init__(config, world_size, policy_of(config), policy, sequence_group)
+        self.tensors = exported(model, config.lora)
         self.layout = layout_of(model.config, config.model.path, config.model.revision)
 
     @property
     def published_settings(self) -> bytes | None:
         """Returns adapter_config.json of every version; None if whole weights are published."""
         return self.adapter_settings if self.config.lora.publishes_adapters else None
-
-    def _exported(self) -> list[Exported]:
-        return exported(self.model, self.config.lora)
 
     def base_checksums(self) -> dict[str, str]:
         """Returns checksums of the frozen weights, made on their device. Every rank calls it; rank 0 has the result."""
@@ -100,7 +91,7 @@ class PolicyEngine(DeepSpeedModel):
         row = self.here(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = (
-            self._here(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
+            self._to_device(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
         )
         if batch.is_filler:  # a rank without work joins the collectives with one token: no objective sees it
             loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model's output
@@ -108,7 +99,7 @@ class PolicyEngine(DeepSpeedModel):
             self.sums.add({"loss": loss_sum})
             return logprobs.detach()
         ref_logprobs, proximal_logprobs = (
-            None if x is None else self._here(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
+            None if x is None else self._to_device(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
         )
         objective, terms = token_objective(
             logprobs,
@@ -123,18 +114,18 @@ class PolicyEngine(DeepSpeedModel):
         loss_sum = loss(objective, weights)
         self.accumulate(loss_sum)
         logprobs = logprobs.detach()
-        sampled, known = self._when_sampled(batch, logprobs, policy_version)
+        sampled, known = self._sampled_logprobs(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
-        parts = by_cause(logprobs, old_logprobs, sampled, mass, known)
+        parts = by_cause(logprobs, old_logprobs, sampled, known, mass)
         if self.config.algorithm.router_replay:
             parts |= self.model.router_replay.sums()
         self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def _when_sampled(
+    def _sampled_logprobs(
         self, batch: MicroBatch, logprobs: Tensor, policy_version: int | None
     ) -> tuple[Tensor, NDArray[np.bool_]]:
         """Returns log-probs [N] under the weights that sampled, and a mask of the tokens for which they are known.
@@ -146,32 +137,22 @@ class PolicyEngine(DeepSpeedModel):
         if batch.sampled_logprobs is None:
             return logprobs, is_present
         is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
-        sampled = torch.where(self._here(torch.from_numpy(is_earlier)), self._here(batch.sampled_logprobs), logprobs)
+        mask, earlier = self._to_device(torch.from_numpy(is_earlier)), self._to_device(batch.sampled_logprobs)
+        sampled = torch.where(mask, earlier, logprobs)
         return sampled, is_earlier | is_present
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Returns log-probs [N] of the row's targets, as `evaluate` does."""
-        return self.evaluate(row, temperature, logprobs_only=True).float()
+        return self.evaluate(row, temperature, score_logprobs).float()
 
     def score_norms(self, row: PackedRow) -> Tensor:
         """Returns squared norms [N] of the targets' scores under the present weights, as `evaluate` does."""
-        return self.evaluate(row, self.config.sampler.temperature, norms_only=True)
-
-    def probe(self) -> Tensor:
-        return self.ds(self.here(filler_row()), 1.0)[0]
+        return self.evaluate(row, self.config.sampler.temperature, score_norms_of_row)
 
 
 def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
     """Returns a micro-batch's contribution to the sums of the step."""
-    log_ratio = (logprobs - old).double()
     of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
     of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
-    return {name: values.double().sum() for name, values in of_tokens.items()} | {
-        "loss": part,
-        "tokens": log_ratio.new_full((), len(log_ratio)),
-        "token_ratio": bounded(log_ratio).exp().sum(),
-        "log_ratio": log_ratio.sum(),
-        "abs_log_ratio": log_ratio.abs().sum(),
-        "abs_prob_diff": (logprobs.exp() - old.exp()).double().abs().sum(),
-        "exp_abs_log_ratio": bounded(log_ratio.abs()).exp().sum(),
-    }
+    of_tokens["abs_log_ratio"] = (logprobs - old).abs()
+    return gaps(logprobs, old) | {"loss": part} | {name: values.double().sum() for name, values in of_tokens.items()}

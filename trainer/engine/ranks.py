@@ -32,7 +32,7 @@ from common.processes.watchdog import progress_heard_by, report_progress
 from model.packing import SequenceGroup
 
 T = TypeVar("T")
-_WORD_S = 5.0  # seconds between rank 0's announcements that it still waits, or less with a short timeout
+_TELL_EVERY_S = 5.0  # seconds between rank 0's announcements that it still waits, or less with a short timeout
 _STOP_TOGETHER, _STILL_WAITING = -1, -2  # in place of an exit code; the first: all save a last checkpoint
 
 
@@ -42,7 +42,7 @@ class Exchange:
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stall_timeout_s = config.channel.stall_timeout_s
-        self._word_s = min(_WORD_S, self.stall_timeout_s / 4)
+        self._tell_every_s = min(_TELL_EVERY_S, self.stall_timeout_s / 4)
         self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
         self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
         self._group, self.sequence_group = group, sequence_group
@@ -52,7 +52,7 @@ class Exchange:
 
         An error of the work ends rank 0. The other ranks raise Interrupted if the error was that, else PeerEnded.
         """
-        frames = self._waited_for(work) if self.rank == 0 else []
+        frames = self._run_announced(work) if self.rank == 0 else []
         while (sizes := self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64)))[0] == _STILL_WAITING:
             report_progress(self.text(None))
             self.any(exits.interrupted())
@@ -77,9 +77,9 @@ class Exchange:
         self.broadcast(frames)
         return found[0] if found else None
 
-    def _waited_for(self, work: Callable[[], T]) -> T:
+    def _run_announced(self, work: Callable[[], T]) -> T:
         """Runs work on rank 0, and tells the other ranks that it still runs, or that it has failed."""
-        is_due = exits.every(self._word_s)
+        is_due = exits.every(self._tell_every_s)
 
         def say(doing: str) -> None:
             if is_due():
@@ -102,8 +102,7 @@ class Exchange:
         """Sends each rank its entry of `parts`, on rank 0. The other ranks call `receive_part`."""
         tensors = {rank: _tensor(part) for rank, part in enumerate(parts) if rank and any(part)}
         sending = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
-        for work in sending:
-            assert work is not None, "rank 0 is of its own group"
+        for work in filter(None, sending):  # None: the sender is of another group
             work.wait()
 
     def receive_part(self, size: int) -> memoryview:
@@ -115,7 +114,7 @@ class Exchange:
 
     def agree(self, value: bool) -> bool:
         """Returns rank 0's decision, on every rank."""
-        return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
+        return bool(self._broadcast(torch.tensor([value]))[0])
 
     def any(self, value: bool) -> bool:
         """Returns whether `value` is true on some rank."""
@@ -123,14 +122,10 @@ class Exchange:
 
     def text(self, value: str | None) -> str:
         """Returns rank 0's text, on every rank."""
-        if self.world_size == 1:
-            return value or ""
         return self._broadcast(_tensor([(value or "").encode(), b"\0"])).numpy().tobytes()[:-1].decode()
 
     def gather(self, text: str) -> list[str]:
         """Returns the texts of all ranks, in rank order, on rank 0; [] on other ranks."""
-        if self.world_size == 1:
-            return [text]
         data = text.encode()
         lengths = [int(length) for length in self.add([len(data) * (r == self.rank) for r in range(self.world_size)])]
         own = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8)

@@ -50,8 +50,7 @@ class Evaluation:
 
     def release(self, sampler_id: str) -> list[int]:
         """Frees a lost sampler's unanswered chunks for other samplers, and returns them."""
-        leased = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
-        lost = [chunk for chunk in leased if chunk not in self.results]
+        lost = [chunk for chunk, owner in self.leases.items() if owner == sampler_id and chunk not in self.results]
         for chunk in lost:
             del self.leases[chunk]
         return lost

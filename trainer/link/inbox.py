@@ -75,24 +75,24 @@ class Inbox(GroupSource):
             self.state.published = published
             self.state.progress += 1
             self.state.kept.begin(published)
-            self._take_kept()
+            self._accept_kept()
             if eval_id is not None:
                 self.state.evaluation = evaluation_of(eval_id, num_problems, problems_per_chunk(self.config))
-        self.thread.wake()
+        self.thread.transport.wake()  # samplers hear of it at once
         failpoint("trainer.credited")
 
     def refill(self, count: int) -> None:
         with self.state.changed:
             self.state.ledger.refill(count)
             self.state.progress += 1
-            self._take_kept()
-        self.thread.wake()
+            self._accept_kept()
+        self.thread.transport.wake()  # samplers hear of it at once
 
     def forget(self, version: int) -> None:
         with self.state.changed:
             self.state.kept.forget(version - self.thread.max_version_lag)
 
-    def _take_kept(self) -> None:
+    def _accept_kept(self) -> None:
         """Accepts kept groups of an earlier start that are admitted now, by the checks of newly received groups."""
         ledger, waiting = self.state.ledger, self.state.kept.waiting
         for group_id in [g for g in waiting if g < ledger.admitted.stop]:

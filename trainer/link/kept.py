@@ -41,33 +41,33 @@ class Kept:
 
     def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):
         self._folder, self._say = config.run.output_dir / FOLDER, say
-        self._is_on = config.trainer.saves_checkpoints  # without checkpoints no restart could use the files
-        maker = self._maker = _maker(config, run_id)
-        self._now: Path | None = None  # the file of the newest version
+        self._is_enabled = config.trainer.saves_checkpoints  # without checkpoints no restart could use the files
+        maker = self._sampling_digest = _sampling_digest(config, run_id)
+        self._newest: Path | None = None  # the file of the newest version
         self._recorder: Recorder | None = None
         self.waiting: dict[int, Received] = {}  # groups of versions that were published again, until they are admitted
-        files = {path: {one.group.group_id for one in _whole(path)} for path in sorted(self._folder.glob("*-*-*"))}
-        self._to_come = {p: ids for p, ids in files.items() if self._is_on and p.name.split("-")[1] == maker}
-        self.reserved: set[int] = set().union(*self._to_come.values())
-        self._drop({p: ids for p, ids in files.items() if p not in self._to_come}, "settings are others than before")
+        files = {path: {one.group.group_id for one in _undamaged(path)} for path in sorted(self._folder.glob("*-*-*"))}
+        self._expected = {p: ids for p, ids in files.items() if self._is_enabled and p.name.split("-")[1] == maker}
+        self.reserved: set[int] = set().union(*self._expected.values())
+        self._drop({p: ids for p, ids in files.items() if p not in self._expected}, "settings of sampling have changed")
 
     def begin(self, published: Published) -> None:
         """Starts the newest version's file; groups accepted under this version by an earlier start become `waiting`."""
         version, digest = published.version, published.tensors_sha256[:16]
-        path = self._folder / f"{version:08d}-{self._maker}-{digest}"
-        if path == self._now or not (self._is_on and digest):
+        path = self._folder / f"{version:08d}-{self._sampling_digest}-{digest}"
+        if path == self._newest or not (self._is_enabled and digest):
             return
-        is_first, self._now = self._now is None, path
-        earlier = [p for p in self._to_come if is_first and _version(p) < version]
-        rest = [p for p in self._to_come if p not in earlier]
-        come_again = [*earlier, *rest[:1]] if rest[:1] == [path] or (is_first and not rest) else []
-        for old in come_again:
-            self.waiting |= {one.group.group_id: one for one in _whole(old)}
-        if not come_again:
-            self._drop(self._to_come, f"version {version} is another than before")
-        self._to_come = {p: self._to_come[p] for p in rest if come_again and p != path}
-        self.reserved.intersection_update(set().union(*self._to_come.values()))
-        self._open(path, goes_on=path in come_again)
+        is_first, self._newest = self._newest is None, path
+        earlier = [p for p in self._expected if is_first and _version(p) < version]
+        rest = [p for p in self._expected if p not in earlier]
+        matching = [*earlier, *rest[:1]] if rest[:1] == [path] or (is_first and not rest) else []
+        for old in matching:
+            self.waiting |= {one.group.group_id: one for one in _undamaged(old)}
+        if not matching:
+            self._drop(self._expected, f"version {version} differs from that of the earlier start")
+        self._expected = {p: self._expected[p] for p in rest if matching and p != path}
+        self.reserved.intersection_update(set().union(*self._expected.values()))
+        self._open(path, goes_on=path in matching)
 
     def _open(self, path: Path, goes_on: bool) -> None:
         self.close()
@@ -108,7 +108,7 @@ def _remove(files: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _whole(path: Path) -> list[Received]:
+def _undamaged(path: Path) -> list[Received]:
     """Returns the groups of a file, up to the first record that a crash damaged."""
     found: list[Received] = []
     with contextlib.suppress(UserError):
@@ -120,7 +120,7 @@ def _version(path: Path) -> int:
     return int(path.name.split("-")[0])
 
 
-def _maker(config: Config, run_id: str) -> str:
+def _sampling_digest(config: Config, run_id: str) -> str:
     """Returns a digest of the run, of all settings that decide what is sampled, and of the files that they name."""
     settings = json.dumps(config.model_dump(mode="json", exclude=_NOT_SAMPLING), sort_keys=True, ensure_ascii=False)
     files = [Path(name).expanduser() for name in re.findall(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]', settings)]

@@ -22,7 +22,6 @@ group trains exactly once, in order.
 from __future__ import annotations
 
 import collections
-import heapq
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -51,22 +50,19 @@ class Ledger:
         """Returns whether every admitted group has arrived, so that none is to be produced until the cursor moves."""
         return all(group_id in self.held for group_id in self.admitted)
 
-    # ---- leases -------------------------------------------------------------------------------------------------
-
     def lease_out(self, samplers: Collection[str]) -> None:
         """Leases all free groups to these live samplers, then groups leased to others to samplers without work."""
         self.is_due = False
         if not samplers:
             return
         leased = self.by_sampler()
-        queue = [(len(leased.get(name, ())), i, name) for i, name in enumerate(samplers)]
-        heapq.heapify(queue)
+        counts = {name: len(leased.get(name, ())) for name in samplers}
         for group_id in self.admitted:
             if not (group_id in self.leases or group_id in self.held or group_id in self.reserved):
-                count, i, name = queue[0]
-                self.leases[group_id] = [name]
-                heapq.heapreplace(queue, (count + 1, i, name))
-        idle = [name for count, _, name in sorted(queue) if count == 0]
+                shortest = min(counts, key=lambda name: counts[name])  # of several the first
+                self.leases[group_id] = [shortest]
+                counts[shortest] += 1
+        idle = [name for name, count in counts.items() if count == 0]
         once = [group_id for group_id in sorted(self.leases) if len(self.leases[group_id]) == 1]
         for group_id, name in zip(once, itertools.cycle(idle)):
             self.leases[group_id].append(name)
@@ -90,8 +86,6 @@ class Ledger:
         self.is_due = True
         return free
 
-    # ---- results ------------------------------------------------------------------------------------------------
-
     def refusal(self, group: Group | Tombstone, versions: range) -> str | None:
         """Returns why this group is refused, as a countable name, or None. versions: those that may have sampled it."""
         if group.group_id in self.held:
@@ -112,8 +106,6 @@ class Ledger:
         holders = self.leases.pop(group_id, [])
         goes_on = holders == [sampler] and any(sampler in names for names in self.leases.values())
         self.is_due |= not goes_on
-
-    # ---- the training loop --------------------------------------------------------------------------------------
 
     def refill(self, count: int) -> None:
         """Admits `count` more groups, because as many of the batch at the cursor are dead; the run ends later."""

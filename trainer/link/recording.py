@@ -138,7 +138,6 @@ class Replay(GroupSource):
                 f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
                 "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
             )
-
         if needs_routing and any(g.routing is None for g in groups):
             raise UserError(
                 f"recording {path} holds groups that do not say which experts their tokens met: it was made without "

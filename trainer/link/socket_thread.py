@@ -51,14 +51,10 @@ class SocketThread(threading.Thread):
         self._first_hello: wire.Hello | None = None  # all others must agree with it, even after that sampler is lost
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # time and progress of the last credit to all
 
-    def wake(self) -> None:
-        """Wakes the thread after a change of the state, so that samplers hear of it at once."""
-        self.transport.wake()
-
     def end(self, bye: wire.Bye | None = None) -> None:
         self._bye = bye or self._bye
         self._ending.set()
-        self.wake()
+        self.transport.wake()
         self.join(timeout=5)
 
     def run(self) -> None:
@@ -87,8 +83,6 @@ class SocketThread(threading.Thread):
                     self._find_lost(now)
                 self._credit(is_beat)
                 self.state.changed.notify_all()
-
-    # ---- messages from samplers ---------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         for _ in range(_READ_AT_ONCE):
@@ -122,13 +116,13 @@ class SocketThread(threading.Thread):
     def _handle(self, envelope: wire.Envelope, message: wire.WireMessage, frames: list[bytes]) -> None:
         name = envelope.sampler_id
         if isinstance(message, wire.Hello):
-            self._welcome(name, message)
+            self._handle_hello(name, message)
             return
         if isinstance(message, wire.Beat) and not envelope.run_id:
             self.state.preparing = f"sampler {name} is {message.phase} ({message.progress:,})"
             return
         if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
-            self._part(name, message)
+            self._handle_bye(name, message)
             return
         if (envelope.run_id, envelope.incarnation) != (self.envelope.run_id, self.envelope.incarnation):
             raise WireError("other_incarnation", f"{envelope}")
@@ -146,7 +140,7 @@ class SocketThread(threading.Thread):
         else:
             raise WireError("unexpected", type(message).__name__)
 
-    def _welcome(self, name: str, hello: wire.Hello) -> None:
+    def _handle_hello(self, name: str, hello: wire.Hello) -> None:
         peers = self.state.peers
         first = self._first_hello or hello
         if refused := refusal(hello, first, self.limits.needs_ref_logprobs):
@@ -156,16 +150,15 @@ class SocketThread(threading.Thread):
         self._first_hello = first
         old, now = peers.get(name), time.monotonic()
         peer = Peer(hello, now, progressed_at=now)
-        is_known = old is not None and old.process == peer.process
-        if old is not None and not is_known:
+        if old is not None and old.process != peer.process:
             self.say(f"sampler {name} is back as pid {hello.pid}")
-        if old is not None and is_known and not old.lost:
+        elif old is not None and not old.lost:
             old.heard_at = now
-        else:
-            self.state.peers = {**peers, name: peer}
-            self.state.ledger.is_due = True
+            return
+        self.state.peers = {**peers, name: peer}
+        self.state.ledger.is_due = True
 
-    def _part(self, name: str, bye: wire.Bye) -> None:
+    def _handle_bye(self, name: str, bye: wire.Bye) -> None:
         """Handles a sampler's goodbye, which may come before its hello if its engine refuses the settings."""
         self.say(f"sampler {name} ended: {bye.reason}")
         if name in self.state.peers:
@@ -187,7 +180,7 @@ class SocketThread(threading.Thread):
                 raise
             self.count(error)
             row = f"row {group.problem_index}: " if isinstance(group, Group) else ""
-            group = Tombstone(group.group_id, newest, f"{row}what sampler {name} made of it is refused: {error}")
+            group = Tombstone(group.group_id, newest, f"{row}the group of sampler {name} is refused: {error}")
         if isinstance(group, Tombstone):
             frames = wire.encode(self.envelope, group)
         received = wire.Received(group, frames)
@@ -220,7 +213,7 @@ class SocketThread(threading.Thread):
             if error.reason in _EXPECTED:
                 raise
             self.count(error)
-            refused = f"what sampler {name} made of it is refused: {error}"
+            refused = f"the result of sampler {name} is refused: {error}"
             result = evaluation.fail(result.chunk, published.version, refused)
         what = f"held-out problems could not be scored in evaluation {result.eval_id}"
         for failure in result.failures:
@@ -230,8 +223,6 @@ class SocketThread(threading.Thread):
     def _end_if_too_many(self, failures: int, total: int, what: str, last: Tombstone | EvalFailure) -> None:
         if text := too_many(failures, total, what):
             self.state.failure = UserError(f"{text}; the last one: {last.reason}")
-
-    # ---- lost samplers ------------------------------------------------------------------------------------------
 
     def _find_lost(self, now: float) -> None:
         works = self.state.works()
@@ -246,13 +237,13 @@ class SocketThread(threading.Thread):
                 silent_s = f"silent for {now - peer.heard_at:.0f} s"
                 self.say(f"sampler {name} lost: {silent_s}; its {freed} unfinished groups are reassigned")
             elif peer.is_idle and now - peer.progressed_at > _IDLE_S:
-                self._send_away(name, f"it is idle for {_IDLE_S:.0f} s, and its work is {works[name]}")
+                self._dismiss(name, f"it is idle for {_IDLE_S:.0f} s, and its work is {works[name]}")
             elif now - peer.progressed_at > self.config.channel.stall_timeout_s:
                 still_s = now - peer.progressed_at
                 too_short = "channel.stall_timeout_s is too short if that is normal here"
-                self._send_away(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase}); {too_short}")
+                self._dismiss(name, f"its work has not moved for {still_s:.0f} s (phase: {peer.phase}); {too_short}")
 
-    def _send_away(self, name: str, reason: str) -> None:
+    def _dismiss(self, name: str, reason: str) -> None:
         """Ends a sampler that still reads messages; a supervisor restarts it, and others get its work meanwhile.
 
         Leaving `peers` keeps beats in transit from reviving it; if the goodbye is lost, the sampler says hello again.
@@ -267,8 +258,6 @@ class SocketThread(threading.Thread):
         evaluation = self.state.evaluation
         freed = self.state.ledger.release(name)
         return len(freed) + len(evaluation.release(name) if evaluation else [])
-
-    # ---- messages to samplers -----------------------------------------------------------------------------------
 
     def _credit(self, is_beat: bool) -> None:
         """Sends credits to all samplers at a beat and after progress of the loop, else to those whose lease changed."""

@@ -62,9 +62,9 @@ def open_rank_zero(
     stack.callback(log.close)
     display = StepDisplay(config)
     display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
-    for said in filter(None, [config.uneven_work(world_size()), *about_experts(config)]):
-        display.note(said)
-    stack.callback(_leave_no_versions, weights_dir)
+    for note in filter(None, [config.uneven_work(world_size()), *about_experts(config)]):
+        display.note(note)
+    stack.callback(_remove_versions, weights_dir)
     records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
     recorder = Recorder(output_dir / FILE, cursor) if records else None
     if recorder is not None:
@@ -79,7 +79,7 @@ def open_rank_zero(
     return RankZero(stack.enter_context(inbox), recorder, log, display)
 
 
-def _leave_no_versions(weights_dir: Path) -> None:
+def _remove_versions(weights_dir: Path) -> None:
     with contextlib.suppress(OSError):  # a failing disk must not hide why the run ends; the next start tries again
         weights.remove_versions(weights_dir)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,9 @@ from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
-Scoring = Callable[[str], Collection[str]]  # source -> the functions that score its rows
 
 
-def rollout_metrics(
-    groups: Sequence[Group | Tombstone], policy_version: int, full_mark: FullMark, scoring: Scoring | None = None
-) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, config: Config) -> dict[str, float]:
     """Returns metrics of rewards, lengths, dead groups and staleness, means over completions unless named otherwise."""
     alive = [g for g in groups if isinstance(g, Group)]
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
@@ -32,18 +30,18 @@ def rollout_metrics(
     rewards = [rewards_of(g) for g in alive]
     metrics |= {
         "reward": float(np.concatenate(rewards).mean()),
-        "reward_std": float(np.mean([r.std(ddof=1) for r in rewards])),
-        "frac_reward_zero_std": float(np.mean([is_dead(r) for r in rewards])),
+        "reward_std": fmean([r.std(ddof=1) for r in rewards]),
+        "frac_reward_zero_std": fmean([is_dead(r) for r in rewards]),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "prompts/mean_length": float(np.mean([len(g.prompt_ids) for g in alive])),
-        "staleness/mean": float(np.mean([policy_version - g.policy_version for g in alive])),
+        "completions/clipped_ratio": fmean([r.finish_reason == "length" for r in rollouts]),
+        "prompts/mean_length": fmean([len(g.prompt_ids) for g in alive]),
+        "staleness/mean": fmean([policy_version - g.policy_version for g in alive]),
         "completion_tokens": float(lengths.sum()),
     }
     for name in rollouts[0].rewards:
-        asked = [g for g in alive if scoring is None or name in scoring(g.source)]
+        asked = [g for g in alive if name in config.of_source(g.source).rewards.names]
         scores = np.array([r.rewards[name] for g in asked for r in g.rollouts])
         none, scores = np.isnan(scores).sum() / max(1, len(scores)), scores[~np.isnan(scores)]
         if none:
@@ -51,7 +49,7 @@ def rollout_metrics(
         if len(scores):
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
-            metrics[f"rewards/{name}/accuracy"] = float((scores >= full_mark(name) - ROUNDING).mean())
+            metrics[f"rewards/{name}/accuracy"] = float((scores >= config.rewards.full_mark(name) - ROUNDING).mean())
     return metrics
 
 
@@ -64,8 +62,8 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
         metrics |= {
             f"sources/{source}/groups": float(len(own)),
             f"sources/{source}/kept": float(sum(not is_dead_group(g, config) for g in own)),
-            f"sources/{source}/reward": float(np.mean([r.reward for r in rollouts])),
-            f"sources/{source}/mean_length": float(np.mean([r.num_sampled for r in rollouts])),
+            f"sources/{source}/reward": fmean([r.reward for r in rollouts]),
+            f"sources/{source}/mean_length": fmean([r.num_sampled for r in rollouts]),
         }
     return metrics
 
@@ -78,17 +76,16 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
     alive = [g for g in groups if isinstance(g, Group)]
     metrics = {"rollout/failures": float(sum(len(g.failures) for g in alive))}
     if rollouts := [r for g in alive for r in g.rollouts]:
-        most = [config.of_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
+        limits = [config.of_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
+        is_cut = [r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, limits, strict=True)]
         metrics |= {
-            "rollout/turns": float(np.mean([r.turns for r in rollouts])),
-            "rollout/max_turns_ratio": float(
-                np.mean([r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, most, strict=True)])
-            ),
-            "rollout/tool_calls": float(np.mean([r.tool_calls for r in rollouts])),
-            "rollout/tool_errors": float(np.mean([r.tool_errors for r in rollouts])),
-            "rollout/observed_tokens": float(np.mean([len(r.completion_ids) - r.num_sampled for r in rollouts])),
-            "rollout/forks": float(np.mean([len(r.forks) for r in rollouts])),
-            "rollout/environment_s": float(np.mean([r.environment_s for r in rollouts])),
+            "rollout/turns": fmean([r.turns for r in rollouts]),
+            "rollout/max_turns_ratio": fmean(is_cut),
+            "rollout/tool_calls": fmean([r.tool_calls for r in rollouts]),
+            "rollout/tool_errors": fmean([r.tool_errors for r in rollouts]),
+            "rollout/observed_tokens": fmean([len(r.completion_ids) - r.num_sampled for r in rollouts]),
+            "rollout/forks": fmean([len(r.forks) for r in rollouts]),
+            "rollout/environment_s": fmean([r.environment_s for r in rollouts]),
         }
     return metrics
 
@@ -101,7 +98,7 @@ def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) 
     staleness = np.concatenate([(policy_version - versions)[r.sampled()] for r, versions in rollouts])
     spans = [max(1, len(r.version_spans)) for r, _ in rollouts]
     return {
-        "in_flight/mixed_ratio": float(np.mean([n > 1 for n in spans])),
+        "in_flight/mixed_ratio": fmean([n > 1 for n in spans]),
         "in_flight/max_versions": float(max(spans)),
         "staleness/token_mean": float(staleness.mean()),
     }
@@ -112,12 +109,12 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
     alive = [g for g in groups if isinstance(g, Group)]
     algorithm, metrics = config.algorithm, {}
     if alive and algorithm.kl_in_reward:
-        metrics["kl_per_completion"] = float(np.mean([r.ref_log_ratios().sum() for g in alive for r in g.rollouts]))
+        metrics["kl_per_completion"] = fmean([r.ref_log_ratios().sum() for g in alive for r in g.rollouts])
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
         metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
         masked = [not trains(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
-        metrics["completions/masked_ratio"] = float(np.mean(masked))
+        metrics["completions/masked_ratio"] = fmean(masked)
     return metrics
 
 
@@ -132,7 +129,7 @@ def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
         "mismatch/mean_abs_log_ratio": sums["abs_log_ratio"] / n,
         "mismatch/mean_abs_prob_diff": sums["abs_prob_diff"] / n,
         "mismatch/mean_exp_abs_log_ratio": sums["exp_abs_log_ratio"] / n if sums["tokens"] else 1.0,
-        "mismatch/k3": (sums["token_ratio"] - sums["log_ratio"]) / n - 1.0 if sums["tokens"] else 0.0,
+        "mismatch/k3": sums["k3"] / n,
     }
     return metrics | ({"kl": sums["kl"] / n} if beta > 0 else {})
 
@@ -176,8 +173,8 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
                 left_out = record.setdefault("scored", {})
                 left_out[name] = [len(scored), len({s.problem_index for s in scored})]
     if samples:
-        record["mean_length"] = float(np.mean([s.num_tokens for s in samples]))
-        record["clipped_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
+        record["mean_length"] = fmean([s.num_tokens for s in samples])
+        record["clipped_ratio"] = fmean([s.finish_reason == "length" for s in samples])
     return record
 
 

@@ -64,19 +64,16 @@ class StepRecords:
     ) -> dict[str, float]:
         """Returns the metrics of the step's groups and of its result. version: the policy's before the step."""
         step, groups, config, algorithm = trained.step, trained.groups, self._config, self._config.algorithm
-        scoring = lambda source: config.of_source(source).rewards.names  # noqa: E731
-        values = stats.rollout_metrics(groups, version, config.rewards.full_mark, scoring)
-        values |= stats.source_metrics(groups, config)
+        values = stats.rollout_metrics(groups, version, config) | stats.source_metrics(groups, config)
         if config.max_turns:
             values |= stats.turn_metrics(groups, config)
         if config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
-        values |= stats.shaping_metrics(groups, config) | trained.dead_group_metrics
+        values |= stats.shaping_metrics(groups, config) | trained.metrics
         if not result.critic_only:
             values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
             values |= mismatch.cause_metrics(sums)
             values |= {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
-        values |= trained.plan_metrics
         if algorithm.steps_per_batch > 1:
             values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
         return values

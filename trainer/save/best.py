@@ -82,18 +82,15 @@ class Best:
         """Reads past evaluations, before the first step: a run that stopped early may be resumed, and stops again."""
         if self._metric is not None:
             self.records = self._recorded()
-            self._look_at_patience()
+            self._check_patience()
 
     def _is_of_this_history(self) -> bool:
         """Returns whether these evaluations name best/, which may be of repeated steps or of another metric."""
-        now = best_so_far(self.records, self.config.eval)
-        return (self.folder / COMMIT).is_file() and self._kept() == self._scored(now)
+        commit, now = self.folder / COMMIT, best_so_far(self.records, self.config.eval)
+        return commit.is_file() and json.loads(commit.read_bytes()) == self._record_of(now)
 
-    def _scored(self, now: BestSoFar) -> dict[str, Any]:
-        return {"policy_version": now.version, "metric": self._metric, "value": now.value}
-
-    def _kept(self) -> dict[str, Any]:
-        return json.loads((self.folder / COMMIT).read_bytes())
+    def _record_of(self, best: BestSoFar) -> dict[str, Any]:
+        return {"policy_version": best.version, "metric": self._metric, "value": best.value}
 
     def update(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
         """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = no evaluation."""
@@ -102,9 +99,13 @@ class Best:
         self.records += [record] if record else []
         now = best_so_far(self.records, self.config.eval)
         if self.exchange.agree(record is not None and now.version == record["step"]):
-            keep = lambda folder: self._keep(folder, published, engine, tokenizer, now)  # noqa: E731
+
+            def keep(folder: Path) -> None:
+                keep_version(folder, published, engine, tokenizer)
+                durable.write_file(folder / COMMIT, json.dumps(self._record_of(now), indent=1).encode())
+
             write_folder(self.exchange, self.folder, keep)
-        self._look_at_patience()
+        self._check_patience()
 
     def commit_as_final(self, describe: Callable[[Path, int], None] = lambda *_: None) -> bool:
         """Makes output_dir/final a copy of best/. Returns False if that is not set, or no evaluation has succeeded.
@@ -114,7 +115,7 @@ class Best:
 
         def copy(folder: Path) -> None:
             shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
-            describe(folder, self._kept()["policy_version"])
+            describe(folder, json.loads((folder / COMMIT).read_bytes())["policy_version"])
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self._is_of_this_history()):
             return False
@@ -122,7 +123,7 @@ class Best:
         write_folder(self.exchange, final, copy)
         return True
 
-    def _look_at_patience(self) -> None:
+    def _check_patience(self) -> None:
         patience = self.config.eval.early_stopping_patience
         if patience is None or self.stops_early:
             return
@@ -133,10 +134,6 @@ class Best:
                 f"stopping early: {self._metric} has not been better than {now.value:.4g} of "
                 f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
             )
-
-    def _keep(self, folder: Path, published: Published, engine: Any, tokenizer: Any, now: BestSoFar) -> None:
-        keep_version(folder, published, engine, tokenizer)
-        durable.write_file(folder / COMMIT, json.dumps(self._scored(now), indent=1).encode())
 
 
 def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:

@@ -7,13 +7,11 @@
 
 commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
 before all ranks have saved, so it is neither written nor read. trainer/save/resume.py chooses the one to go on from.
-DeepSpeed's pickles are read with weights_only=True and three allowed classes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from common import durable
 from common.errors import UserError
 from common.failpoints import failpoint
 from common.files import pieces
-from common.files.run_folder import COMMIT, FINAL, step_dir, step_dirs
+from common.files.run_folder import COMMIT, step_dir, step_dirs
 from model.files import lora
 from trainer.engine import other_layout
 from trainer.engine.critic import Critic
@@ -147,28 +145,22 @@ def _prune(checkpoints: Path, newest: int, keep: int) -> None:
 def save_models(
     engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path
 ) -> Written:
-    written: Written = {}
-    save_model(engine, exchange, tokenizer, folder, written=written)
+    """Writes the policy's folder and the critic's in it, each as `save_model`. Returns the files of weights."""
+    written, _ = save_model(engine, exchange, tokenizer, folder)
     if critic:
-        save_model(critic, exchange, tokenizer, folder / CRITIC, written=written)
+        written |= save_model(critic, exchange, tokenizer, folder / CRITIC)[0]
     return written
 
 
 def save_model(
-    engine: DeepSpeedModel,
-    exchange: Exchange,
-    tokenizer: Any,
-    folder: Path,
-    tensors: slice = slice(None),
-    written: Written | None = None,
-) -> list[str]:
+    engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path, tensors: slice = slice(None)
+) -> tuple[Written, list[str]]:
     """Writes a Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
 
     With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
-    tensors: those to write. written: gets the files of weights. Returns what the folder lacks, as `write_side_files`.
+    tensors: those to write. Returns the files of weights, and what the folder lacks, as `write_side_files`.
     """
-    settings, lacks = engine.adapter_settings, list[str]()
-    written = {} if written is None else written
+    settings, written, lacks = engine.adapter_settings, Written(), list[str]()
     wanted = engine.tensors if settings is None else adapters(engine.model)
     state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
 
@@ -182,21 +174,7 @@ def save_model(
         lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 
     on_rank_0(exchange, write)
-    return lacks
-
-
-def commit_final(
-    engine: PolicyEngine,
-    exchange: Exchange,
-    tokenizer: Any,
-    output_dir: Path,
-    critic: Critic | None = None,
-    describe: Callable[[Path], None] = lambda _: None,
-) -> None:
-    """Writes the trained model as output_dir/final, replaced as a whole. describe: adds a model card to the folder."""
-    write_folder(
-        exchange, output_dir / FINAL, describe, lambda folder: save_models(engine, critic, exchange, tokenizer, folder)
-    )
+    return written, lacks
 
 
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:

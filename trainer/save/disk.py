@@ -24,8 +24,8 @@ from trainer.engine.ranks import Exchange
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
-_WORD_S, _AT_WORK = 5.0, -1.0  # seconds between messages of a rank at work; their value in place of an errno
-_SAID_S = 30.0  # seconds between messages to the user
+_TELL_EVERY_S, _WORKING = 5.0, -1.0  # seconds between messages of a rank at work; their value in place of an errno
+_SAY_EVERY_S = 30.0  # seconds between messages to the user
 
 
 class DiskTrouble(Retryable):
@@ -39,11 +39,11 @@ def together(ranks: Exchange, work: Callable[[], None]) -> None:
     rank 0 now and then. A part contains no other collective.
     """
     codes, reason = [0.0] * ranks.world_size, ""
-    is_due, is_late = every(min(_WORD_S, ranks.stall_timeout_s / 4)), every(_SAID_S)
+    is_due, is_late = every(min(_TELL_EVERY_S, ranks.stall_timeout_s / 4)), every(_SAY_EVERY_S)
 
     def tell(doing: str) -> None:
         if ranks.world_size > 1 and is_due():
-            ranks.add([_AT_WORK * (rank == ranks.rank) for rank in range(ranks.world_size)])
+            ranks.add([_WORKING * (rank == ranks.rank) for rank in range(ranks.world_size)])
         if ranks.rank == 0 and is_late():
             say(doing)
 
@@ -57,8 +57,8 @@ def together(ranks: Exchange, work: Callable[[], None]) -> None:
         codes[ranks.rank], reason = float(code), str(error)
     if ranks.world_size > 1:
         own = codes
-        while min(codes := ranks.add(own)) == _AT_WORK:
-            report_progress(waits := f"waiting for the disk of rank {codes.index(_AT_WORK)}")
+        while min(codes := ranks.add(own)) == _WORKING:
+            report_progress(waits := f"waiting for the disk of rank {codes.index(_WORKING)}")
             if ranks.rank == 0 and is_late():
                 say(waits)
     if any(codes):
@@ -130,4 +130,4 @@ def may_stay(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        say(f"{what} stays for now: {error}")
+        say(f"{what} could not be deleted yet: {error}")

@@ -7,8 +7,7 @@
 The second way is safe, because a sampler knows nothing before CREDIT, which carries version and cursor as ever, so a
 crash in between is a crash before publishing. The thread owns a copy of the parameters, a process group of its own,
 and the ledger until `finish`: groups of batch n + 1 are admitted already, and `refill`, which would change the ledger
-meanwhile, keeps to the first way. Every rank calls `finish` at the same point, which raises what the thread raised.
-Left out: more than one version in flight.
+meanwhile, keeps to the first way. Left out: more than one version in flight.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Publisher:
         self._changes = Changes(config.weights.full_every)
         self._exchange_behind = exchange_behind
         self._thread = ThreadPoolExecutor(1, "publisher")
-        self._behind: Future[None] | None = None  # the version in flight
-        self._write_s = 0.0
+        self._behind: Future[float] | None = None  # the version in flight; its result: the seconds of writing it
 
     def is_writing(self) -> bool:
         """Returns whether a version is being written while training goes on."""
@@ -81,26 +79,25 @@ class Publisher:
         is_first = self.published.version < 0  # nothing can be trained meanwhile
         ranks = self.exchange if is_first else self._exchange_behind or self.exchange
         behind = ranks is self._exchange_behind
-        taken = None  # None: the newest version is announced again
+        new_version = None  # None: the newest version is announced again
         if version != self.published.version:
             name = VersionName(self.dir, run_id, self.incarnation, version)
-            taken = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
+            new_version = snapshot(self.engine, self.exchange, name, vocab_size, copies=behind, memory=self._copies)
         self._seconds["sync/snapshot_s"] += time.monotonic() - start
 
-        def deliver() -> None:
-            begun = time.monotonic()
-            self.published = taken.write(ranks, self._changes) if taken else self.published
+        def deliver() -> float:
+            started_s = time.monotonic()
+            self.published = new_version.write(ranks, self._changes) if new_version else self.published
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
                 with may_stay("an old version of the weights"):
                     weights.prune(self.dir, self.source.versions_in_use())
-            self._write_s = time.monotonic() - begun
+            return time.monotonic() - started_s
 
         if behind:
             self._behind = self._thread.submit(deliver)
         else:
-            deliver()
-            self._seconds["sync/write_s"] += self._write_s
+            self._seconds["sync/write_s"] += deliver()
         self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def finish(self) -> None:
@@ -113,8 +110,7 @@ class Publisher:
             report_progress("waiting for the newest version to be written")
         wait([behind])  # a slow or failing disk reports progress; the watchdog ends a disk that hangs
         self._behind = None  # only now: after an interrupt `close` waits for it
-        behind.result()
-        self._seconds["sync/write_s"] += self._write_s
+        self._seconds["sync/write_s"] += behind.result()
         self._seconds["sync/publish_s"] += time.monotonic() - start
 
     def close(self) -> None:

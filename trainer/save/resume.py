@@ -60,7 +60,7 @@ _OTHERS = (
 def stream_settings(config: Config) -> dict[str, Any]:
     """Returns settings that define which groups come, in which order, by dotted name, without secrets, as JSON."""
     names = [f"{s}.{field}" for s in _SECTIONS for field in type(getattr(config, s)).model_fields]
-    given = {name: _recorded(name, config) for name in (*_OTHERS, *names) if name not in _HARMLESS}
+    given = {name: _setting_value(name, config) for name in (*_OTHERS, *names) if name not in _HARMLESS}
     lora = config.lora  # a checkpoint with adapters has no other weights
     given |= {
         "lora.r": lora.r or None,
@@ -71,7 +71,7 @@ def stream_settings(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(given))
 
 
-def _recorded(name: str, config: Config) -> Any:
+def _setting_value(name: str, config: Config) -> Any:
     section, _, field = name.partition(".")
     value = getattr(getattr(config, section), field)
     if not isinstance(value, Path):
@@ -123,10 +123,10 @@ def newest_valid(
     candidates = _committed(folders[: folders.index(newest) + 1] if newest in folders else folders, say)
     while name := ranks.text(next((folder.name for folder in candidates), "")):
         folder, problems = checkpoints / name, list[str]()
-        together(ranks, partial(_look_for_damage, folder, ranks, problems))
+        together(ranks, partial(_read_share, folder, ranks, problems))
         problem = next(filter(None, ranks.gather("".join(problems))), "")
         if problem:
-            _skip(folder, problem, say)
+            say(f"checkpoint {folder} is skipped: {problem}")
         if ranks.agree(not problem):
             return folder
     return None
@@ -136,13 +136,9 @@ def _committed(folders: Sequence[Path], say: Callable[[str], None]) -> Iterator[
     """Yields folders whose record is whole and whose files have its sizes, newest first."""
     for folder in reversed(folders):
         if problem := _problem(folder):
-            _skip(folder, problem, say)
+            say(f"checkpoint {folder} is skipped: {problem}")
         else:
             yield folder
-
-
-def _skip(folder: Path, problem: str, say: Callable[[str], None]) -> None:
-    say(f"checkpoint {folder} is skipped: {problem}")
 
 
 def _problem(folder: Path) -> str:
@@ -162,16 +158,16 @@ def _size(path: Path) -> dict[str, Any]:
         return {"size": os.fstat(file.fileno()).st_size}
 
 
-def _look_for_damage(folder: Path, ranks: Exchange, problems: list[str]) -> None:
+def _read_share(folder: Path, ranks: Exchange, problems: list[str]) -> None:
     """Reads this rank's part of a committed checkpoint up to the first problem."""
     files = read_record(folder)["files"]
     differ = (_difference(folder / n, n, files[n], pieces.record) for n in _shares(files, ranks.world_size)[ranks.rank])
     problems.extend(itertools.islice(filter(None, differ), 1))
 
 
-def _difference(path: Path, name: str, expected: dict[str, Any], look: Callable[[Path], dict[str, Any]]) -> str:
+def _difference(path: Path, name: str, expected: dict[str, Any], describe: Callable[[Path], dict[str, Any]]) -> str:
     try:
-        found = look(path)
+        found = describe(path)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

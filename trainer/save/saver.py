@@ -66,7 +66,7 @@ class Saver:
             self._save(progress)
         elif self.exchange.rank == 0:
             done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
-            self._say(f"{done}: the newest checkpoint stays that of step {self.saved_step}")
+            self._say(f"{done}: the newest checkpoint is still that of step {self.saved_step}")
 
     def _save(self, progress: Progress) -> None:
         report_progress(f"saving the checkpoint of step {progress.step}")

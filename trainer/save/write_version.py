@@ -39,14 +39,9 @@ _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
 def slices(sizes: Sequence[int], count: int) -> list[range]:
     """Returns contiguous index ranges of about equal sums.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
-    total, bounds, running = sum(sizes), [0], 0
-    for i, size in enumerate(sizes):
-        # a boundary falls where the running sum passes the next multiple of total / count
-        while len(bounds) < count and running + size / 2 > total * len(bounds) / count:
-            bounds.append(i)
-        running += size
-    bounds += [len(sizes)] * (count + 1 - len(bounds))
-    return [range(a, b) for a, b in itertools.pairwise(bounds)]
+    middles, multiples = np.cumsum(sizes) - np.array(sizes) / 2, sum(sizes) * np.arange(1, count) / count
+    bounds = np.searchsorted(middles, multiples, side="right").tolist()  # a range ends where its share of the sum does
+    return [range(a, b) for a, b in itertools.pairwise([0, *bounds, len(sizes)])]
 
 
 def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
@@ -114,9 +109,8 @@ class Snapshot:
     canary: Canary
     adapter_settings: bytes | None  # peft's; None for a whole model
 
-    def write(self, ranks: Exchange, changes: Changes | None = None) -> Published:
+    def write(self, ranks: Exchange, changes: Changes) -> Published:
         """Writes and commits the version. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
-        changes = changes or Changes(full_every=1)
 
         def prepare() -> None:
             durable.remove_dir(self.name.temporary)
@@ -164,8 +158,8 @@ def snapshot(
     exchange: Exchange,
     name: VersionName,
     vocab_size: int,
-    copies: bool = False,
-    memory: HostCopies | None = None,
+    copies: bool,
+    memory: HostCopies,
 ) -> Snapshot:
     """Scores the canary and takes this rank's slice of the parameters.
 
@@ -182,7 +176,6 @@ def snapshot(
     shares = dict(zip(files, slices([tensor.size for tensor in engine.tensors], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
     own = [engine.tensors[i] for i in shares[file]] if file is not None else []
-    memory = memory or HostCopies()
     memory.make_room([tensor.size for tensor in own])
     tensors, on_device = _on_host(engine, {tensor.name for tensor in own}, copies, memory)
     return Snapshot(name, file, tensors, on_device, scored, settings)
