@@ -1,12 +1,10 @@
 """Runs one process of a run on one of its hosts:  python -m launcher.hosts.on_host, started by over_hosts.py over ssh.
 
-    stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
-             (all output is in the process's log in the run folder)
-    stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
-             signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
-    exit     the code of the process, 256 - n for a signal n
-
-Ends with 2 if this host does not see the run folder of the others.
+stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
+         (all output is in the process's log in the run folder)
+stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
+         signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
+exit     the code of the process, 256 - n for a signal n; 2 if this host does not see the run folder of the others
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from common.processes.exits import INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT
 from common.processes.out_of_memory import less_memory
 from common.wire.ports import listen
 from launcher.processes.killed import OomKills
-from launcher.processes.processes import Child, Guard, Running
+from launcher.processes.processes import Child, Guard, Running, show
 from launcher.resources.machine import usable_cores
 from launcher.resources.placement import visible_gpus
 
@@ -83,7 +81,7 @@ def _order() -> dict[str, Any]:
 
 
 def _answer(content: Mapping[str, Any]) -> None:
-    _show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
+    show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
 
 
 def _cards() -> dict[str, str]:
@@ -131,8 +129,7 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     if not gpus:
         env["DS_ACCELERATOR"] = "cpu"
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        threads = max(1, len(usable_cores()) // order["processes"])
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // order["processes"])))
     elif first + count > len(gpus):
         raise UserError(
             f"{order['host']} has {len(gpus)} GPUs and the hostfile gives its processes {first + count}; lower slots= "
@@ -152,25 +149,17 @@ def _watch(running: Running, kills: OomKills) -> int:
         kills.look()
         for descriptor in select.select([0, *running.streams], [], [], 0.1)[0]:
             if descriptor != 0:
-                running.relay(descriptor, _show)
+                running.relay(descriptor)
             elif words := os.read(0, 4096).split():
                 is_asked = True
                 for number in map(int, words):
                     running.process.send_signal(number)
             else:
-                running.close(_show)
+                running.close()
                 return INTERRUPTED
     code = running.process.returncode
-    running.close(_show)
+    running.close()
     return of_child(code, is_asked)
-
-
-def _show(data: bytes) -> None:
-    """Writes to stdout; if the connection is gone, later output is dropped, and stdin ends too."""
-    try:
-        os.write(1, data)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -107,12 +107,9 @@ class Host:
         self._words: list[str] = []  # output of ssh and of a shell, before the first answer
         self._rest = b""
         words, pipe = reach(name, os.environ), subprocess.PIPE
-        more: Any = {
-            "start_new_session": True,
-            "preexec_fn": exits.die_with_parent,
-        }  # safe: this process has no threads
+        own_session: Any = {"start_new_session": True, "preexec_fn": exits.die_with_parent}  # safe: we have no threads
         try:
-            self.process = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **more)
+            self.process = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **own_session)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; install it, or set TANDEM_SSH") from None
         self.stdin: Any = self.process.stdin
@@ -190,14 +187,14 @@ def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
 
 def _watch(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
     """Waits for all processes and passes signals on. Returns the first host that failed, or None, and the exit code."""
-    told, until = 0, float("inf")
+    num_passed_on, until = 0, float("inf")
     while True:
         _read(hosts)
         failed = [(host, code) for host in hosts if (code := host.ended())]
         asked += [host.answer.pop("asked") for host in hosts if "asked" in host.answer]
         asked += [signal.SIGTERM] * (not asked and INTERRUPTED in [code for _, code in failed])
-        for number in asked[told:]:
-            told += 1
+        for number in asked[num_passed_on:]:
+            num_passed_on += 1
             for host in hosts:
                 host.tell(number)
         if failed:
