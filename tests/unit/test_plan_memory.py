@@ -13,8 +13,7 @@ from launcher.resources.fit import Fit, fit
 from launcher.resources.machine import GIB, Machine, gib
 from launcher.resources.memory import (
     layer_activations,
-    published_versions,
-    resident_sampler,
+    published_bytes,
     sampler_memory,
     smaller,
     states,
@@ -248,10 +247,9 @@ def test_resident_memory_of_a_trainer_by_hand() -> None:
 def test_resident_memory_of_a_sampler_by_hand() -> None:
     """64 sequences of 192 tokens · 46,080 bytes of cache; and 4 versions of 4·N in /dev/shm."""
     n, memory = SMOL.parameters, sampler_memory(ON_CPU)
-    assert resident_sampler(ON_CPU, memory) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + 64 * 192 * 46_080
-    cache_of_many = replace(ON_CPU, max_num_seqs=1 << 20)
-    assert resident_sampler(cache_of_many, memory) == resident_sampler(ON_CPU, memory) - 64 * 192 * 46_080 + 16 * GIB
-    assert published_versions(ON_CPU) == 16 * n
+    assert memory.resident(64) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + 64 * 192 * 46_080
+    assert memory.resident(1 << 20) == memory.resident(64) - 64 * 192 * 46_080 + 16 * GIB
+    assert published_bytes(ON_CPU) == (4 * n, 16 * n)
 
 
 # ---- does it fit
@@ -323,7 +321,7 @@ def test_a_problem_says_what_is_needed_and_what_to_set(
 def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
     config = config_of(sampler={"num_samplers": 2})
     place = placement(config, (), (0, 1))
-    taken = 2 * resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + published_versions(ON_CPU)
+    taken = 2 * sampler_memory(ON_CPU).resident(64) + published_bytes(ON_CPU)[1]
     needed = taken + trainer_memory(ON_CPU).total
     assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
     (problem,) = fit(config, ON_CPU, place, Machine(0, 0, needed - 1e6)).problems
@@ -333,7 +331,7 @@ def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
 def test_versions_on_a_disk_take_no_memory_without_a_gpu_and_beside_one_there_are_pinned_copies() -> None:
     config = config_of(weights={"dir": "/disk"})
     place = placement(config, (), (0, 1))
-    needed = resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + trainer_memory(ON_CPU).total
+    needed = sampler_memory(ON_CPU).resident(64) + trainer_memory(ON_CPU).total
     assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
     copies = 2 * N  # of all ranks, in bfloat16; and four versions of as much
     assert dict(fitted(3, 80, load_of()).lines)["host"] == (

@@ -91,8 +91,7 @@ def test_each_rank_on_the_one_gpu_counts() -> None:
 
 
 def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
-    assert shares.is_undivided(short(), PLACE) and shares.are_chosen(short(), PLACE, CARD)
-    assert not shares.are_chosen(short(), PLACE, replace(CARD, gpu_bytes=0))
+    assert shares.is_undivided(short(), PLACE)
     for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
         assert not shares.is_undivided(short(vllm={name: value}), PLACE)
     assert not shares.is_undivided(short(), placement(short(), [0, 1], [0, 1]))
