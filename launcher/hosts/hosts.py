@@ -32,6 +32,7 @@ from common.redact import secret_part
 from launcher.hosts.over_hosts import PORT
 from launcher.processes.commands import RANKS, Commands
 from launcher.processes.processes import Child
+from launcher.resources.batch_plan import counted
 from launcher.resources.placement import Placement, SamplerPlace
 
 _LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
@@ -95,9 +96,8 @@ def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
 def placement_over(hosts: Sequence[HostLine]) -> Placement:
     ranks = sum(host.slots for host in hosts)
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
-    samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
     samplers = tuple(SamplerPlace({}, (), host.name) for host in hosts for _ in range(host.samplers))
-    return Placement(ranks, samplers, {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+    return Placement(ranks, samplers, {}, (), f"{ranks_text}, {counted(ranks, 'rank')}")
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,6 @@ class HostCommands(Commands):
         self._hosts, self._meet, self._attempt = hosts, meet, 0
         self._folder = config.run.output_dir.absolute() / "hosts"
         durable.make_private(self._folder)
-        for old in self._folder.glob("*.json"):
-            old.unlink()
         self._number = secrets.token_hex(4)  # so that no other host has a file of this name by chance
 
     def samplers(self) -> list[Child]:

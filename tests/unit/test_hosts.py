@@ -74,7 +74,7 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     place = placement_over(hosts)
     assert (place.num_ranks, place.trainer_place) == (3, "10.0.0.1 × 2, 10.0.0.3 × 1, 3 ranks")
-    assert place.sampler_place == "10.0.0.3 × 2"
+    assert place.sampler_place == "10.0.0.3 (2 samplers)"
     assert settings_over(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
     assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
