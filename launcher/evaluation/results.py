@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.config import ROUNDING, Rewards
-from report.escape import strip_escapes
+from report.escape import one_line
 from report.full_marks import by_source, wilson_interval
 from rewards.mathematics.numbers import last_number, plain_number
 from rewards.mathematics.reading import answer_part, behind_thoughts, last_boxed
@@ -149,10 +149,10 @@ def table(result: dict[str, Any]) -> str:
     for name, function in result["functions"].items():
         for what in ("pass", "maj"):
             for k, found in function.get(what, {}).items():
-                rows.append(f"{strip_escapes(name):<16}{f'{what}@{k}':<10}{_percent(found)}")
+                rows.append(f"{one_line(name):<16}{f'{what}@{k}':<10}{_percent(found)}")
         if function["mean"] is not None:
             from_mark = f"(full marks from {function['full_mark']:g})"
-            rows.append(f"{strip_escapes(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
+            rows.append(f"{one_line(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
     length = result["length"]
     rows.append(f"{'length':<16}{'mean':<10}{length['mean']:6.1f}    median {length['p50']:g}, longest {length['max']}")
     for what, key in (("truncated", "truncated"), ("no answer", "without_answer")):

@@ -60,7 +60,7 @@ def test_centered_mean_averages_neighbours_without_lag_and_fewer_of_them_at_the_
         ((evaluation(40, 1), evaluation(0, 210), evaluation(40, 370)), ["held-out answer: 41.0 % → 72.3 %"]),
         ((evaluation(0, 210),), ["held-out answer: 41.0 %  (n = 512; 95 % interval [36.8, 45.3])"]),
         ((evaluation(0, 1024, 2048, 512),), ["(n = 2048 completions of 512 problems; 95 % interval [45.7, 54.3])"]),
-        ((evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}},), ["held-out answer : 41.0 %"]),
+        ((evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}},), ["held-out ␛[2Janswer␊: 41.0 %"]),
         ((), ["no held-out evaluation was made; set data.eval to measure one"]),
         ((evaluation(0, 0) | {"n": 0, "problems": 0},), ["no held-out evaluation was made"]),
     ],
