@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     path, overrides, hostfile = parse(arguments)
     if "TANDEM_OF_PYTHON" in os.environ:
         exits.die_with_parent(signal.SIGTERM)  # a notebook that is restarted ends its run, which saves the step
-    again = to_resume(path, overrides, hostfile)
+    resume_command = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> int:
                 config = load(path, overrides)
             if hosts:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
-                return _run(HostCommands(path, overrides, config, hosts, meet), again)
-            return _run(Commands(path, overrides, config, place), again)
+                return _run(HostCommands(path, overrides, config, hosts, meet), resume_command)
+            return _run(Commands(path, overrides, config, place), resume_command)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
     except (UserError, Retryable) as error:
@@ -122,8 +122,8 @@ def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> st
     return shlex.join(["bash", "launch.sh", "run", *words, "run.resume=true", *hosts])
 
 
-def _run(commands: Commands, again: str) -> int:
-    """Runs the processes under the supervisor and returns the exit code. again: the command that resumes the run."""
+def _run(commands: Commands, resume_command: str) -> int:
+    """Runs the processes under the supervisor and returns the exit code."""
     place, folder = commands.place, commands.config.run.output_dir
     exits.say(batch_line(commands.config, place.num_ranks))
     samplers = commands.samplers()
@@ -145,7 +145,7 @@ def _run(commands: Commands, again: str) -> int:
     )
     code = Supervisor(samplers, commands.trainer(), rules).run()
     if code not in (exits.DONE, exits.USER_ERROR) and checkpoints(folder):
-        exits.say(f"continue with: {again}")
+        exits.say(f"continue with: {resume_command}")
     if commands.steps():
         _report(folder)
     return code

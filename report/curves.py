@@ -88,11 +88,11 @@ def write_curves(folder: Path) -> Path:
         draw_function(ax, rows, evaluations, name, next(colors), window)
     for (key, title, unit), ax in zip(measured, axes, strict=False):
         draw(ax, rows, key, next(colors), window)
-        label(ax, title, unit, is_share=unit.startswith("share"))
+        label_axes(ax, title, unit, is_share=unit.startswith("share"))
     figure.axes[0].set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
     for ax in axes:
         ax.remove()
-    _head(figure, f"{folder.resolve().name} · step {last_step}", window)
+    _draw_head(figure, f"{folder.resolve().name} · step {last_step}", window)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})  # savefig would draw it twice
     write_file(folder / "curves.png", picture.getvalue())
@@ -111,7 +111,7 @@ def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color
         elif not is_share and name in record["mean"]:
             ax.errorbar(record["step"], record["mean"][name], **HELD_OUT)
     title, unit = (f"{name} accuracy", "share of full marks") if is_share else (f"{name} reward", "mean")
-    label(ax, title, unit, is_share)
+    label_axes(ax, title, unit, is_share)
 
 
 def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
@@ -125,7 +125,7 @@ def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
     ax.plot(steps, mean, color=color, linewidth=2.2, solid_capstyle="round")
 
 
-def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
+def label_axes(ax: Any, title: str, unit: str, is_share: bool) -> None:
     ax.set_title(_literal(title), loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=8)
     ax.set_xlabel("optimizer step", fontsize=9, color="#555555")
     ax.set_ylabel(unit, fontsize=9, color="#555555")
@@ -139,7 +139,7 @@ def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
         ax.yaxis.set_major_formatter("{x:.0%}")
 
 
-def _head(figure: Any, title: str, window: int) -> None:
+def _draw_head(figure: Any, title: str, window: int) -> None:
     """Draws the title on the left, and on the right the legend of dots, lines and diamonds in every plot."""
     from matplotlib.lines import Line2D
 

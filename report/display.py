@@ -94,17 +94,17 @@ def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: flo
     """Returns the measured metrics of one optimizer step in one line. test_display.py has an example."""
     parts = [
         f"step {step}/{max_steps}",
-        _part(values, "reward", "reward {:.2f}") + _part(values, "reward_std", " ±{:.2f}"),
-        *_scores(values),
-        _part(values, "kl", "kl {:.2g}"),
-        _part(values, "completions/mean_length", "len {:.0f}"),
-        *_turns(values),
-        _part(values, "frac_reward_zero_std", "dead {:.0%}"),
-        _part(values, "tombstones", "tombstones {:.0f}", zero=False),
-        _part(values, "tokens_per_second", "{:.0f} tok/s"),
-        _part(values, "step_time", "{:.1f} s"),
+        _format(values, "reward", "reward {:.2f}") + _format(values, "reward_std", " ±{:.2f}"),
+        *_format_scores(values),
+        _format(values, "kl", "kl {:.2g}"),
+        _format(values, "completions/mean_length", "len {:.0f}"),
+        *_format_turns(values),
+        _format(values, "frac_reward_zero_std", "dead {:.0%}"),
+        _format(values, "tombstones", "tombstones {:.0f}", zero=False),
+        _format(values, "tokens_per_second", "{:.0f} tok/s"),
+        _format(values, "step_time", "{:.1f} s"),
         _longest_wait(values),
-        _part(values, "policy_version", "v{:.0f}") + _part(values, "staleness/mean", " ({:.2g} behind)"),
+        _format(values, "policy_version", "v{:.0f}") + _format(values, "staleness/mean", " ({:.2g} behind)"),
         "" if eta_s is None else f"ETA {clock(eta_s)}",
     ]
     return "  ".join(part for part in parts if part)
@@ -118,23 +118,23 @@ def eval_line(record: Record) -> str:
     return "  ".join([*(scores if record["n"] else ()), f"(v{record['step']}, n = {record['n']})"])
 
 
-def _part(values: Mapping[str, float], key: str, template: str, zero: bool = True) -> str:
+def _format(values: Mapping[str, float], key: str, template: str, zero: bool = True) -> str:
     value = values.get(key)
     return "" if value is None or (value == 0 and not zero) else template.format(float(value))
 
 
-def _turns(values: Mapping[str, float]) -> list[str]:
+def _format_turns(values: Mapping[str, float]) -> list[str]:
     """Returns, for rollouts of several turns, ["turns 2.1", "calls 1.30 (8% failed)", "2 failed rollouts"]."""
     calls, errors = (values.get(f"rollout/{key}") or 0.0 for key in ("tool_calls", "tool_errors"))
     failed = f" ({errors / calls:.0%} failed)" if errors and calls else ""
     return [
-        _part(values, "rollout/turns", "turns {:.1f}"),
-        _part(values, "rollout/tool_calls", "calls {:.2f}") + failed,
-        _part(values, "rollout/failures", "{:.0f} failed rollouts", zero=False),
+        _format(values, "rollout/turns", "turns {:.1f}"),
+        _format(values, "rollout/tool_calls", "calls {:.2f}") + failed,
+        _format(values, "rollout/failures", "{:.0f} failed rollouts", zero=False),
     ]
 
 
-def _scores(values: Mapping[str, float]) -> list[str]:
+def _format_scores(values: Mapping[str, float]) -> list[str]:
     """Returns ["answer 0.61"]: each function's share of full marks if the trainer logs one, else its mean."""
     names = full_marks.reward_functions([values])
     scores = {name: values.get(f"rewards/{name}/accuracy", values[f"rewards/{name}/mean"]) for name in names}
@@ -156,13 +156,13 @@ def comparison(evaluations: Records) -> list[str]:
     ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else list(evaluations)
     marked = [name for record in ends for name in record["full_marks"]]  # these names come first
     names = dict.fromkeys([*marked, *(name for record in ends for name in record.get("mean", {}))])
-    return [_line(name, ends) for name in names]
+    return [_comparison_line(name, ends) for name in names]
 
 
-def _line(name: str, records: Records) -> str:
+def _comparison_line(name: str, records: Records) -> str:
     shown, marked = one_line(name), [record for record in records if name in record["full_marks"]]
     having = marked or [record for record in records if name in record["mean"]]
-    counts = " → ".join(dict.fromkeys(_count(record, name) for record in having))
+    counts = " → ".join(dict.fromkeys(_sample_size(record, name) for record in having))
     if not marked:
         setting = f"rewards.full_marks={{{one_line(name.rpartition('/')[2])}: …}}"  # hard/style has a source
         means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
@@ -174,6 +174,6 @@ def _line(name: str, records: Records) -> str:
     return f"held-out {shown}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
 
 
-def _count(record: Record, name: str) -> str:
+def _sample_size(record: Record, name: str) -> str:
     n, problems = full_marks.scored(record, name)
     return str(n) if problems == n else f"{n} completions of {problems} problems"

@@ -90,7 +90,7 @@ def run(config: Config, target: Target) -> None:
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
     result = report(samples, len(failures), config.rewards)
-    folder = target.output / _label(config, target.model)
+    folder = target.output / _folder_name(config, target.model)
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - started_s})
     for reason in failures[:3]:
         exits.say(f"left out, a reward failed: {one_line(reason)}")
@@ -105,7 +105,7 @@ def _load_adapters(engine: Any, folder: Path) -> None:
         raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
 
 
-def _label(config: Config, model: str) -> str:
+def _folder_name(config: Config, model: str) -> str:
     """Returns the name of the folder of results, for example "step_000040-test-n8-t0.6"."""
     data = config.data.eval if isinstance(config.data.eval, str) else "data"
     label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
@@ -147,13 +147,13 @@ def sample(
             if isinstance(scores, RewardFailure):
                 failures.append(scores.reason)
             else:
-                samples[i] = _records(finished.pop(i), decode, scores)
+                samples[i] = _completion_records(finished.pop(i), decode, scores)
         if is_due():
             exits.say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 
 
-def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
+def _completion_records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
     prompt, texts = sampled.prompt, decode([c.token_ids.tolist() for c in sampled.completions])
     return [
         {

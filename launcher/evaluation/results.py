@@ -93,10 +93,10 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
     problems = [list(group) for _, group in itertools.groupby(samples, key=lambda s: s["problem_index"])]
     lengths = [s["num_tokens"] for s in samples] or [0]
     functions = {
-        place + name: _function(part, name, rewards.full_mark(name))
+        place + name: _function_report(part, name, rewards.full_mark(name))
         for place, part in by_source(problems, lambda problem: problem[0]["source"]).items()
         for name in rewards.names
-        if not place or _marks(part, name, 0.0)
+        if not place or _marks_by_problem(part, name, 0.0)
     }
     for first in rewards.names[:1]:
         functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
@@ -115,7 +115,7 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
     }
 
 
-def _marks(
+def _marks_by_problem(
     problems: Sequence[Sequence[Sample]], name: str, full_mark: float
 ) -> list[tuple[Sequence[Sample], list[bool]]]:
     """Returns (completions, full marks) of every problem to which the function applies."""
@@ -123,8 +123,8 @@ def _marks(
     return [(p, [score >= full_mark - ROUNDING for score in of_one]) for p, of_one in scores if None not in of_one]
 
 
-def _function(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
-    marks = [marks for _, marks in _marks(problems, name, full_mark)]
+def _function_report(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
+    marks = [marks for _, marks in _marks_by_problem(problems, name, full_mark)]
     scores = [s["rewards"][name] for p in problems for s in p if s["rewards"][name] is not None]
     ks = sizes(min(map(len, marks), default=0))
     return {
@@ -136,7 +136,7 @@ def _function(problems: Sequence[Sequence[Sample]], name: str, full_mark: float)
 
 
 def _majorities(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
-    marks = _marks(problems, name, full_mark)
+    marks = _marks_by_problem(problems, name, full_mark)
     n = min((len(problem) for problem, _ in marks), default=0)
     votes = [majority([final_answer(s["completion"]) for s in problem], right) for problem, right in marks]
     return {str(n): estimate(votes)} if n > 1 else {}

@@ -58,7 +58,7 @@ def read_hosts(path: Path) -> tuple[HostLine, ...]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path}: {getattr(error, 'strerror', None) or error}") from None
-    found = [_host(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
+    found = [_parse(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
     names = [host.name for host in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--hosts {path}: {twice[0]} stands there twice; write one line for each host")
@@ -69,7 +69,7 @@ def read_hosts(path: Path) -> tuple[HostLine, ...]:
     return tuple(found)
 
 
-def _host(path: Path, number: int, text: str) -> HostLine:
+def _parse(path: Path, number: int, text: str) -> HostLine:
     match = _LINE.fullmatch(text)
     counts = dict(word.split("=") for word in match["counts"].split()) if match else {}
     if match is None or "slots" not in counts or counts.keys() - {"slots", "samplers"}:
@@ -159,7 +159,7 @@ class HostCommands(Commands):
         width = self.config.engine_gpus
         places = [(host, (host.slots + i * width, width)) for host in self._hosts for i in range(host.samplers)]
         return [
-            self._over(alone.name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})])
+            self._child_over(alone.name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})])
             for alone, (host, gpus) in zip(super().samplers(), places, strict=True)
         ]
 
@@ -177,9 +177,9 @@ class HostCommands(Commands):
             )
             for i, host in enumerate(hosts)
         ]
-        return self._over("trainer", starts)
+        return self._child_over("trainer", starts)
 
-    def _over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
+    def _child_over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
         """Returns a child that runs commands on hosts. starts: host, command, and for on_host.py gpus (the first, and
         how many) and scratch. The log of each command has its host's name; the child's own log is beside them."""
         self._attempt += 1
@@ -189,7 +189,7 @@ class HostCommands(Commands):
                 "host": host.name,
                 "name": name,
                 "argv": list(argv),
-                "env": {**self._meet.env.get(host.name, {}), **passed_on(os.environ)},
+                "env": {**self._meet.env.get(host.name, {}), **environment_for_others(os.environ)},
                 "log": str(self._logs.absolute() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
                 "attempt": self._attempt,
@@ -206,7 +206,7 @@ class HostCommands(Commands):
         return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer", on_other_hosts=True)
 
 
-def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_for_others(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables for other hosts: our settings of libraries, no secret, nothing specific to this host."""
     kept = {k: v for k, v in environ.items() if _PASSED.fullmatch(k) and not secret_part([k])}
     return {k: v for k, v in kept.items() if k not in _OF_THIS_HOST} | {"TANDEM_SUPERVISED": "1"}

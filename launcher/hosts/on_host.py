@@ -45,7 +45,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, lambda *_: None)  # SIG_IGN would be inherited by every child
     os.chdir(ROOT)
     try:
-        order = _order()
+        order = _receive_order()
         _require_shared(order)
         child = _child(order, os.environ)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -68,15 +68,15 @@ def main() -> int:
         return code % 256
 
 
-def _order() -> dict[str, Any]:
+def _receive_order() -> dict[str, Any]:
     """Answers questions until the order comes and returns it; reads no byte beyond it. Exits at the end of stdin."""
     with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
-        _answer({"port": listening.getsockname()[1], "cards": _cards()})
+        _answer({"port": listening.getsockname()[1], "cards": _network_cards()})
         for line in iter(words.readline, b""):
             order: dict[str, Any] = json.loads(line)
             if "reach" not in order:
                 return order
-            _answer(_reached(**order["reach"]))
+            _answer(_reachable(**order["reach"]))
     sys.exit(RETRYABLE)
 
 
@@ -84,19 +84,19 @@ def _answer(content: Mapping[str, Any]) -> None:
     show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
 
 
-def _cards() -> dict[str, str]:
+def _network_cards() -> dict[str, str]:
     """Returns {address: network card} of this host, without IPv6 addresses that are valid on one link only."""
     ip = (socket.AF_INET, socket.AF_INET6)
     found = [(of, card) for card, addresses in psutil.net_if_addrs().items() for of in addresses if of.family in ip]
     return {of.address: card for of, card in found if "%" not in of.address}
 
 
-def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
+def _reachable(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
     """Returns the network card that reaches each address of another host, and the addresses of that host's name."""
 
     def card_to(address: str) -> str | None:
         with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
-            return _cards().get(link.getsockname()[0])
+            return _network_cards().get(link.getsockname()[0])
         return None
 
     known: list[str] = []

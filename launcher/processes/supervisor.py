@@ -143,8 +143,8 @@ class Supervisor:
         if slot.child.on_other_hosts and code > 0:  # a code of the other host; below 0, over_hosts.py was killed
             return False
         advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
-        for_memory, said = self._kills.why_killed(name, advice)
-        say(said)
+        for_memory, message = self._kills.why_killed(name, advice)
+        say(message)
         return for_memory
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:

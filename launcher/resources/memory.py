@@ -217,12 +217,12 @@ def published_bytes(work: Workload) -> tuple[float, float]:
     return version, 4 * version
 
 
-def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
+def settings_that_fit(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
     """Finds the fewest settings that bring a rank below `budget` bytes, without one that changes results if possible.
 
     Returns (settings, the workload with them), or None if no settings do.
     """
-    *same_results, shorter = _options(work)
+    *same_results, shorter = _smaller_settings(work)
     subsets = [chosen for n in range(len(same_results) + 1) for chosen in itertools.combinations(same_results, n)]
     for chosen in (*subsets, *((*subset, shorter) for subset in subsets)):
         changed = work
@@ -233,7 +233,7 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
     return None
 
 
-def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
+def _smaller_settings(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (setting, its changes of the workload) that make a rank smaller, the one that changes results last."""
     if not work.checkpointing:
         yield "model.gradient_checkpointing=true", {"checkpointing": True}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from common.config import Config
 from common.errors import UserError
 from launcher.resources.machine import Machine, gib
-from launcher.resources.memory import sampler_memory, smaller, trainer_memory
+from launcher.resources.memory import sampler_memory, settings_that_fit, trainer_memory
 from launcher.resources.placement import Placement
 from launcher.resources.workload import Workload, workload_of
 from model.files.dims import ModelDims
@@ -78,7 +78,7 @@ def trainer_problem(work: Workload, budget: float, limits: str) -> str:
     """Returns what the ranks of one GPU need, what limits them, and the settings by which they fit into the budget."""
     ranks = work.ranks_per_gpu
     who = "a trainer rank needs" if ranks == 1 else f"{ranks} trainer ranks on it need"
-    change = smaller(work, budget / ranks)
+    change = settings_that_fit(work, budget / ranks)
     remedy = "nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
     if change is not None:
         settings, changed = change

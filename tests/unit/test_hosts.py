@@ -20,13 +20,13 @@ from launcher.hosts.hosts import (
     HostCommands,
     HostLine,
     Meeting,
+    environment_for_others,
     meeting,
-    passed_on,
     placement_over,
     read_hosts,
     settings_over,
 )
-from launcher.hosts.over_hosts import PORT, is_here, reach
+from launcher.hosts.over_hosts import PORT, is_here, shell_on
 from tests.support.configs import config_in
 
 
@@ -175,15 +175,15 @@ def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monke
 
 def test_other_hosts_get_settings_of_libraries_and_no_secret() -> None:
     given = {"NCCL_SOCKET_IFNAME": "ib0", "HF_TOKEN": "x", "HF_HOME": "/h", "HOME": "/root", "TANDEM_SSH": "ssh"}
-    assert passed_on(given) == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "TANDEM_SUPERVISED": "1"}
+    assert environment_for_others(given) == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "TANDEM_SUPERVISED": "1"}
 
 
 def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert is_here("127.0.0.1") and not is_here("203.0.113.7")
     assert is_here("::1") and is_here(socket.gethostname()) and not is_here("127.0.1.1")
-    assert reach("127.0.0.1", {}) == ["sh"]
-    assert reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
-    assert reach("203.0.113.7", {})[0] == "ssh" and "BatchMode=yes" in reach("203.0.113.7", {})
+    assert shell_on("127.0.0.1", {}) == ["sh"]
+    assert shell_on("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
+    assert shell_on("203.0.113.7", {})[0] == "ssh" and "BatchMode=yes" in shell_on("203.0.113.7", {})
 
 
 def test_a_host_of_our_name_in_another_domain_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_host_of_our_name_in_another_domain_is_another_host(monkeypatch: pytes
 def test_what_ssh_is_told_for_people_does_not_come_between_our_processes(tmp_path: Path) -> None:
     told = "RequestTTY force\nRemoteCommand tmux\nLocalForward 6006 localhost:6006\nExitOnForwardFailure yes\n"
     (tmp_path / "config").write_text(told)
-    command = [*reach("203.0.113.7", {})[:-2], "-F", str(tmp_path / "config"), "-G", "203.0.113.7"]
+    command = [*shell_on("203.0.113.7", {})[:-2], "-F", str(tmp_path / "config"), "-G", "203.0.113.7"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "requesttty false" in found and "clearallforwardings yes" in found and "tmux" not in found
 

@@ -15,7 +15,7 @@ from launcher.resources.memory import (
     layer_activations,
     published_bytes,
     sampler_memory,
-    smaller,
+    settings_that_fit,
     states,
     trainer_memory,
 )
@@ -261,7 +261,7 @@ def test_bytes_are_gib_from_a_tenth_of_one_on() -> None:
 
 def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     def settings(work: Workload, fitting: Workload) -> list[str]:
-        found = smaller(work, trainer_memory(fitting).total + 1)
+        found = settings_that_fit(work, trainer_memory(fitting).total + 1)
         assert found is not None and trainer_memory(found[1]).total <= trainer_memory(fitting).total + 1
         return found[0]
 
@@ -283,7 +283,7 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
         other = replace(sharded, **change)
         halved = replace(other, completion=256)
         assert settings(other, halved) == ["sampler.max_completion_length=256"]
-    assert smaller(load_of(), GIB) is None
+    assert settings_that_fit(load_of(), GIB) is None
 
 
 def fitted(gpus: int, gib: float, load: Workload, **sections: Any) -> Fit:
