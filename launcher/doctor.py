@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     for check in checks():
         failed += not check.ok
         print(f"{'✓' if check.ok else '✗'} {check.text}" + ("" if check.ok else f"\n    fix: {check.fix}"), flush=True)
-    print(f"{failed} to mend" if failed else "all fine")
+    print(f"checks that failed: {failed}" if failed else "all fine")
     return 1 if failed else 0
 
 

@@ -61,7 +61,7 @@ def read_hosts(path: Path) -> tuple[HostLine, ...]:
     found = [_parse(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
     names = [host.name for host in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--hosts {path}: {twice[0]} stands there twice; write one line for each host")
+        raise UserError(f"--hosts {path}: {twice[0]} is listed twice; write one line for each host")
     if not found or not found[0].slots:
         raise UserError(f"--hosts {path}: the first host has rank 0 of the trainer; write it as {_EXAMPLE}")
     if not any(host.samplers for host in found):
@@ -88,8 +88,8 @@ def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
         ("channel.endpoint", endpoint, endpoint is None or endpoint.startswith("tcp://")),
     ):
         if not is_right:
-            counts = f"the hostfile has {ranks} slots and {samplers} samplers"
-            raise UserError(f"{name} {given} is not of these hosts: {counts}; remove {name}")
+            counts = f"which has {ranks} slots and {samplers} samplers"
+            raise UserError(f"{name} {given} contradicts the hostfile, {counts}; remove {name}")
     return [] if config.sampler.num_samplers == samplers else [f"sampler.num_samplers={samplers}"]
 
 

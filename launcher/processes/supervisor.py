@@ -155,7 +155,7 @@ class Supervisor:
         if self._rules.out_of_time():
             return "trainer.max_hours is over"
         if for_memory and slot.killed_for_memory:
-            return "it would need as much memory again: it was killed for it twice without a new step in between"
+            return "it ran out of memory twice without a new step in between, and would need as much again"
         slot.killed_for_memory |= for_memory
         if slot.restarts >= self._rules.max_restarts:
             return f"{slot.restarts} restarts in a row without a new step"

@@ -80,11 +80,11 @@ def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
     """Checks the host memory of a GPU machine: permanent pinned copies of published weights, and their versions."""
     pinned, versions = published_bytes(work)
     place = config.weights.dir or "/dev/shm"
-    line = "host", f"{gib(pinned)} pinned for what is published; versions of it {gib(versions)} in {place}"
+    line = "host", f"{gib(pinned)} pinned for published weights; their versions take {gib(versions)} in {place}"
     if (needed := pinned + (0 if config.weights.dir else versions)) <= machine.memory:
         return Fit((line,), ())
     way = "" if config.weights.dir else f"; set weights.dir={config.run.output_dir}/weights"
-    return Fit((line,), (f"what is published needs {gib(needed)} of the host's {gib(machine.memory)}{way}",))
+    return Fit((line,), (f"the published weights need {gib(needed)} of the host's {gib(machine.memory)}{way}",))
 
 
 def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) -> Iterator[str]:

@@ -79,7 +79,7 @@ def trainer_problem(work: Workload, budget: float, limits: str) -> str:
     ranks = work.ranks_per_gpu
     who = "a trainer rank needs" if ranks == 1 else f"{ranks} trainer ranks on it need"
     change = settings_that_fit(work, budget / ranks)
-    remedy = "nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
+    remedy = "no other setting makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
     if change is not None:
         settings, changed = change
         remedy = f"set {' '.join(settings)}, with which the trainer needs {gib(ranks * trainer_memory(changed).total)}"

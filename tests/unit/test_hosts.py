@@ -60,7 +60,7 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
         ("-oProxyCommand=x slots=1\n", "is not a host with its slots"),
         ("-v slots=1\n", "is not a host with its slots"),
         ("a slots=0 samplers=1\nb slots=1\n", "the first host has rank 0"),
-        ("a slots=1\na slots=1\n", "a stands there twice"),
+        ("a slots=1\na slots=1\n", "a is listed twice"),
         ("", "the first host has rank 0"),
     ],
 )
@@ -86,7 +86,7 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
 def test_a_setting_of_one_host_is_refused_with_what_to_remove(tmp_path: Path, setting: str) -> None:
     section, name, value = re.split("[.=]", setting)
     config = config_in(tmp_path, **{section: {name: yaml.safe_load(value)}})
-    with pytest.raises(UserError, match=rf"the hostfile has 3 slots and 2 samplers; remove {section}.{name}"):
+    with pytest.raises(UserError, match=rf"the hostfile, which has 3 slots and 2 samplers; remove {section}.{name}"):
         settings_over((HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2)), config)
 
 

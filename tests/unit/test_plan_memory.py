@@ -335,12 +335,12 @@ def test_versions_on_a_disk_take_no_memory_without_a_gpu_and_beside_one_there_ar
     assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
     copies = 2 * N  # of all ranks, in bfloat16; and four versions of as much
     assert dict(fitted(3, 80, load_of()).lines)["host"] == (
-        f"{gib(copies)} pinned for what is published; versions of it {gib(4 * copies)} in /dev/shm"
+        f"{gib(copies)} pinned for published weights; their versions take {gib(4 * copies)} in /dev/shm"
     )
     place = placement(config_of(), range(3), range(8))
     assert fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies)).problems == ()
     (problem,) = fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies - 1)).problems
-    assert "needs 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
+    assert "need 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
     assert fit(config, load_of(), place, Machine(3, 80 * GIB, copies)).problems == ()
 
 
