@@ -19,13 +19,18 @@ from common.config.data import entries
 from common.errors import UserError
 from common.processes import exits
 from common.types import Problem, Prompt
+from launcher.resources.batch_plan import counted
+from model.files.hub import present_file
+from model.tokenizer import load_tokenizer
 from rewards.gold_answers import Findings, check_gold
 from rewards.probes import Probe
 from rewards.tally import GoldRow
 from sampler.prompts.dataset import by_source, load_data, whole_row
+from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.messages import shown_to_rewards
-
-FAILED = 1
+from sampler.prompts.reading import ends_of, said_reader
+from sampler.start import judged
+from sampler.turns.multi_turn import opened
 
 
 def main() -> None:
@@ -38,8 +43,6 @@ def main() -> None:
     if arguments.rows < 1:
         raise UserError(f"check --rows {arguments.rows}: at least 1 is tried")
     config = settings.load(arguments.config, arguments.overrides)
-
-    from sampler.start import judged
 
     given = by_source(load_data("data.train", config.data.train, config.data), config)
     rows = [row for of_source, own in given for row in judged("data.train", own, of_source)]
@@ -54,25 +57,21 @@ def main() -> None:
             for text in texts:
                 print(f"{kind}: {text}", flush=True)
         problems, doubts = problems + found.problems, doubts + found.doubts
-    doubted = f"no problem, {_count(doubts, 'doubt')}" if doubts else "the rewards look right"
-    print(f"\ntandem: {_count(problems, 'problem') if problems else doubted}")
+    doubted = f"no problem, {counted(len(doubts), 'doubt')}" if doubts else "the rewards look right"
+    print(f"\ntandem: {counted(len(problems), 'problem') if problems else doubted}")
     if problems:
-        raise SystemExit(FAILED)
-
-
-def _count(texts: Sequence[str], what: str) -> str:
-    return f"{len(texts)} {what}{'s' * (len(texts) != 1)}"
+        raise SystemExit(1)
 
 
 def check(config: Config, problems: Sequence[Problem]) -> Findings:
     """Tries rewards on rows. Raises UserError, like a run, if rows become no prompts or functions cannot be called."""
-    way = _way(config, problems)
-    prompts = way.prompts.values() if way else ()
+    round_trip = _round_trip(config, problems)
+    prompts = round_trip.prompts.values() if round_trip else ()
     shown = [(p.problem, p.for_rewards) for p in prompts] or [(p, shown_to_rewards(p, config)) for p in problems]
     rows = [GoldRow(p.index, prompt, whole_row(p, config.data.image_key)) for p, prompt in shown]
-    if way is not None:
-        found = check_gold(config.rewards, rows, config.trainer.max_steps, way.of, way.thinks)
-        way.report(found)
+    if round_trip is not None:
+        found = check_gold(config.rewards, rows, config.trainer.max_steps, round_trip.run, round_trip.thinks)
+        round_trip.report(found)
         return found
     found = check_gold(config.rewards, rows, config.trainer.max_steps)
     found.warnings.append(
@@ -82,7 +81,7 @@ def check(config: Config, problems: Sequence[Problem]) -> Findings:
 
 
 @dataclass
-class _Way:
+class _RoundTrip:
     """The steps of a run between a prompt's last token and the completion's text that the reward functions read."""
 
     tokenizer: Any
@@ -97,34 +96,36 @@ class _Way:
         template = str(getattr(self.tokenizer, "chat_template", ""))
         return "<think>" in template or any("think" in p.text[-2000:].lower() for p in self.prompts.values())
 
-    def of(self, row: GoldRow, made_up: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+    def run(self, row: GoldRow, probes: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
+        """Returns the texts that the rewards read of these answers to a row, and their token ids."""
         prompt = self.prompts.get(row.index)
-        begun = prompt.begun if prompt else ""
-        written = [probe.behind(begun) for probe in made_up]
-        ids = [self._until_its_end(text, probe.form) for text, probe in zip(written, made_up, strict=True)]
-        read = [begun + text for text in self.reader(ids)]
-        for probe, text, got in zip(made_up, written, read, strict=True):
-            if got != begun + text and probe.form not in self.cut:
-                self.changed.setdefault(probe.form, (row.index, begun + text, got))
+        prefix = prompt.begun if prompt else ""
+        written = [probe.behind(prefix) for probe in probes]
+        ids = [self._encode_to_end(text, probe.form) for text, probe in zip(written, probes, strict=True)]
+        read = [prefix + text for text in self.reader(ids)]
+        for probe, text, got in zip(probes, written, read, strict=True):
+            if got != prefix + text and probe.form not in self.cut:
+                self.changed.setdefault(probe.form, (row.index, prefix + text, got))
         return read, ids
 
-    def _until_its_end(self, text: str, form: str) -> list[int]:
+    def _encode_to_end(self, text: str, form: str) -> list[int]:
         end = min((at + len(stop) for stop in self.ends.texts if (at := text.find(stop)) >= 0), default=len(text))
         ids = list(self.tokenizer(text[:end], add_special_tokens=False)["input_ids"])
-        place = next((i for i, token in enumerate(ids) if token in self.ends.ids), None)
-        if end < len(text) or (place is not None and place < len(ids) - 1):
+        stop_at = next((i for i, token in enumerate(ids) if token in self.ends.ids), None)
+        if end < len(text) or (stop_at is not None and stop_at < len(ids) - 1):
             self.cut.add(form)
-        whole = ids if place is None else ids[: place + 1]
-        return whole if place is not None or end < len(text) or not self.ends.own else [*whole, self.ends.own[0]]
+        if stop_at is not None:
+            return ids[: stop_at + 1]
+        return ids if end < len(text) or not self.ends.own else [*ids, self.ends.own[0]]
 
     def report(self, findings: Findings) -> None:
         """Adds to the findings how template, tokenizer and stop conditions change answers before rewards read them."""
-        begun = {prompt.begun for prompt in self.prompts.values() if prompt.begun}
-        findings.lines += [f"prompts begin the model's turn with {text!r}: rewards read it" for text in sorted(begun)]
+        starts = {prompt.begun for prompt in self.prompts.values() if prompt.begun}
+        findings.lines += [f"prompts begin the model's turn with {text!r}: rewards read it" for text in sorted(starts)]
         if self.cut:
             findings.problems.append(
-                f"sampler.stop ends completions inside of a right answer ({', '.join(sorted(self.cut))}); take "
-                "out what stands in it"
+                f"sampler.stop ends completions inside of a right answer ({', '.join(sorted(self.cut))}); remove "
+                "the stops that such an answer contains"
             )
         for form, (row, written, got) in list(self.changed.items())[:1]:
             added = [str(token.content) for token in self.tokenizer.added_tokens_decoder.values()]
@@ -136,27 +137,17 @@ class _Way:
             )
 
 
-def _way(config: Config, problems: Sequence[Problem]) -> _Way | None:
+def _round_trip(config: Config, problems: Sequence[Problem]) -> _RoundTrip | None:
     """Returns the prompts and tokenizer for these problems, or None if the tokenizer is not on this machine."""
-    from model.files.hub import present_file
-    from model.tokenizer import load_tokenizer
-    from sampler.prompts.many_prompts import make_prompts
-    from sampler.prompts.reading import ends_of, said_reader
-    from sampler.turns.multi_turn import opened
-
     path, revision = config.model.path, config.model.revision
     if not Path(path).expanduser().is_dir() and present_file(path, "tokenizer_config.json", revision) is None:
         return None  # the tokenizer would have to be downloaded or built first
     tokenizer = load_tokenizer(path, revision, config.model.trust_remote_code)
     with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         tools = multi_turn.pool.tools if multi_turn else None
-        # no prompts are made of rows with images: their answers are tried without one
-        prompts = (
-            {}
-            if config.data.image_key
-            else {prompt.problem.index: prompt for prompt in make_prompts(problems, tokenizer, config, None, tools)[0]}
-        )
-    return _Way(tokenizer, said_reader(config, tokenizer), ends_of(config, tokenizer), prompts)
+        made = [] if config.data.image_key else make_prompts(problems, tokenizer, config, None, tools)[0]
+    prompts = {prompt.problem.index: prompt for prompt in made}  # answers to rows with images are tried without one
+    return _RoundTrip(tokenizer, said_reader(config, tokenizer), ends_of(config, tokenizer), prompts)
 
 
 if __name__ == "__main__":

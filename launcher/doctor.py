@@ -23,15 +23,8 @@ from importlib import metadata
 from pathlib import Path
 
 from common.paths import ROOT
-from launcher.resources.machine import (
-    GIB,
-    is_cpu_build,
-    listed_gpus,
-    memory_limit,
-    nvidia_smi,
-    shared_memory_bytes,
-    usable_cores,
-)
+from launcher.resources import machine
+from launcher.resources.machine import GIB
 
 OLDEST_DRIVER = 580  # for CUDA 13
 OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
@@ -60,7 +53,7 @@ def main(arguments: list[str]) -> int:
     for check in checks():
         failed += not check.ok
         print(f"{'✓' if check.ok else '✗'} {check.text}" + ("" if check.ok else f"\n    fix: {check.fix}"), flush=True)
-    print(f"{failed} to mend" if failed else "all fine")
+    print(f"checks that failed: {failed}" if failed else "all fine")
     return 1 if failed else 0
 
 
@@ -74,7 +67,6 @@ def before_install(on_gpu: bool) -> Iterator[Check]:
 def checks() -> Iterator[Check]:
     """Yields the checks of the machine, then those of what is installed."""
     yield memory()
-    yield cores()
     yield shared_memory()
     yield disk()
     yield hub()
@@ -82,24 +74,16 @@ def checks() -> Iterator[Check]:
     yield from compilers_and_gpus()
 
 
-# ---- this machine
-
-
 def memory(needed_gib: int = 8) -> Check:
     """Checks for memory, by default 8 GiB: vLLM, a rank (both with torch) and the quick start's model need about 5."""
-    total, whose = memory_limit()
+    total, whose = machine.memory_limit()
     fix = f"needs {needed_gib} GiB; use a larger machine, or start the container with --memory={needed_gib}g"
     return Check(total >= needed_gib * GIB, f"memory: {total / GIB:.1f} GiB, {whose}", fix)
 
 
-def cores() -> Check:
-    """Reports the CPU cores: those that a container may use can be fewer than those that it sees."""
-    return Check(True, f"CPU cores: {len(usable_cores())} of {os.cpu_count()}", "")
-
-
 def shared_memory() -> Check:
     """Checks /dev/shm, where weights are published by default; containers often have 64 MiB of it."""
-    free = shared_memory_bytes()
+    free = machine.shared_memory_bytes()
     fix = "start the container with --shm-size=2g; with less, weights take the disk, and ranks exchange slower"
     return Check(free >= GIB, f"/dev/shm: {free / GIB:.1f} GiB free", fix)
 
@@ -132,13 +116,10 @@ def cpp_compiler() -> Check:
     return Check(path is not None, f"g++: {path or 'not found'}", "apt-get install g++")
 
 
-# ---- NVIDIA GPUs
-
-
 def gpu_machine() -> Iterator[Check]:
     """Yields checks of driver and GPUs, unless ANY_DRIVER=1; another check reports a driver that is missing."""
     query = "--query-gpu=driver_version,compute_cap,name"
-    listed = nvidia_smi(query, "--format=csv,noheader") if os.environ.get("ANY_DRIVER") != "1" else ""
+    listed = machine.nvidia_smi(query, "--format=csv,noheader") if os.environ.get("ANY_DRIVER") != "1" else ""
     for i, line in enumerate(listed.splitlines()):  # "580.95.05, 8.9, NVIDIA L4"
         version, capability, name = (part.strip() for part in (line + ",,").split(",")[:3])
         if i == 0:
@@ -171,13 +152,10 @@ def gpu(name: str, capability: str) -> Check:
     return Check(ok, text, "use a T4, RTX 20 or later GPU, or BACKEND=cpu bash launch.sh setup")
 
 
-# ---- what is installed
-
-
 def packages() -> Check:
     """Checks that every package of the lock is installed at its version."""
     try:
-        lock = ROOT / ("tools/locks/cpu.lock" if is_cpu_build() else "tools/locks/gpu.lock")
+        lock = ROOT / ("tools/locks/cpu.lock" if machine.is_cpu_build() else "tools/locks/gpu.lock")
         wrong = mismatches(read_lock(lock.read_text()), _version)
     except (metadata.PackageNotFoundError, ModuleNotFoundError):
         return Check(False, "packages: not installed", "bash launch.sh setup")
@@ -216,9 +194,9 @@ def _version(name: str) -> str | None:
 
 def compilers_and_gpus() -> Iterable[Check]:
     """Checks g++, which a CPU build needs for DeepSpeed's op, or that a GPU build agrees with the driver."""
-    gpus = len(listed_gpus())
+    gpus = len(machine.listed_gpus())
     try:
-        for_cpu = is_cpu_build()
+        for_cpu = machine.is_cpu_build()
     except metadata.PackageNotFoundError:
         for_cpu = not gpus
     if for_cpu:

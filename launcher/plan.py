@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.processes import exits
 from common.types import Problem
 from launcher.resources.batch_plan import batch_line, run_line, settings_of_epochs
-from launcher.resources.fit import fit
+from launcher.resources.fit import Fit, fit
 from launcher.resources.machine import GIB, Machine, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
 from launcher.resources.workload import workload_of
@@ -26,7 +26,12 @@ from launcher.run import outside_memory, parse, require_built
 from model.files.counted_dims import read_dims
 from model.files.folder import about_experts, require_models, require_settings
 from model.files.images import digest, vision_of
-from report.escape import strip_escapes
+from model.tokenizer import load_tokenizer
+from report.escape import one_line
+from sampler.prompts.dataset import by_source, load_data
+from sampler.prompts.many_prompts import make_prompts
+from sampler.prompts.reading import ends_of, said_reader
+from sampler.turns.multi_turn import opened
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
 
@@ -54,8 +59,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(config: Config, place: Placement, machine: Machine) -> int:
-    from sampler.prompts.dataset import by_source, load_data
-
     require_built(config)
     require_models(config)
     require_user_functions(config.algorithm)
@@ -64,32 +67,23 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_settings(config)  # again, because a hub id's config.json may have come only now
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
-    for said in filter(None, [config.uneven_work(place.num_ranks), *about_experts(config)]):
-        print(f"tandem: {said}", file=sys.stderr)
+    for note in filter(None, [config.uneven_work(place.num_ranks), *about_experts(config)]):
+        print(f"tandem: {note}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
-    if model is None:
-        _print("memory", [("", f"{config.model.path} is no decoder of transformers' own: no estimate")])
-        troubles: tuple[str, ...] = ()
-    else:
+    found = Fit((("memory", f"{config.model.path} is no decoder of transformers' own: no estimate"),), ())
+    if model is not None:
         work = workload_of(config, place.num_ranks, model, machine.gpus > 0, place.ranks_per_gpu)
-        result = fit(config, work, place, machine)
-        troubles = result.problems
-        where = [("reference", f"scored by the {work.reference_on} (reference.on)")] if work.reference else []
-        _print("estimates", [*result.lines, *where])
+        found = fit(config, work, place, machine)
+    _print("estimates", found.lines)
     for settings, own in by_source(problems, config):
         _print(f"first prompt {own[0].source}".strip(), _prompt_lines(settings, own))
-    for trouble in troubles:
-        print(f"tandem: does not fit: {trouble}", file=sys.stderr)
-    return CANNOT if troubles else exits.DONE
+    for problem in found.problems:
+        print(f"tandem: does not fit: {problem}", file=sys.stderr)
+    return CANNOT if found.problems else exits.DONE
 
 
 def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
     """Yields lines on a prompt as the model sees it and on a completion's ends. Raises UserError as the run would."""
-    from model.tokenizer import load_tokenizer
-    from sampler.prompts.many_prompts import make_prompts
-    from sampler.prompts.reading import ends_of, said_reader
-    from sampler.turns.multi_turn import opened
-
     tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
     vision = vision_of(config)
     tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
@@ -101,7 +95,7 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
     said_reader(config, tokenizer)
     prompt = prompts[0]
     yield "prompt", f"row {prompt.problem.index}, {len(prompt.token_ids)} tokens of at most {limit}"
-    yield from (("", f"| {strip_escapes(line)}") for line in prompt.text.split("\n"))
+    yield from (("", f"| {one_line(line)}") for line in prompt.text.split("\n"))
     if num_left_out:
         yield "left out", f"{num_left_out} of {len(tried)} prompts tried, with more than {limit} tokens"
     if prompt.begun:
@@ -130,8 +124,8 @@ def _machine(wanted: str | None) -> Machine:
 
 def _print(title: str, rows: Iterable[tuple[str, str]]) -> None:
     print(f"\n{title}")
-    for what, text in rows:
-        print(f"  {what:<14}{text}")
+    for name, text in rows:
+        print(f"  {name:<14}{text}")
 
 
 if __name__ == "__main__":

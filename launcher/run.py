@@ -24,17 +24,7 @@ from common.durable import lock
 from common.errors import Retryable, UserError
 from common.files.run_folder import FINAL, checkpoints
 from common.paths import ROOT
-from common.processes.exits import (
-    DONE,
-    ENDS,
-    INTERRUPTED,
-    RETRYABLE,
-    USER_ERROR,
-    die_with_parent,
-    limit_time,
-    out_of_time,
-    say,
-)
+from common.processes import exits
 from common.redact import redacted_words
 from launcher.hosts.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
 from launcher.hosts.over_hosts import answers
@@ -58,12 +48,12 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 def main(arguments: Sequence[str]) -> int:
     """Starts a run and returns the exit code: 0 done, 1 crash, 2 user error, 75 retryable, 130 interrupted."""
     faulthandler.register(signal.SIGUSR1, 2)
-    for number in ENDS:  # until the supervisor listens; also if a shell started us with Ctrl-C ignored
+    for number in exits.ENDS:  # until the supervisor listens; also if a shell started us with Ctrl-C ignored
         signal.signal(number, signal.default_int_handler)
     path, overrides, hostfile = parse(arguments)
     if "TANDEM_OF_PYTHON" in os.environ:
-        die_with_parent(signal.SIGTERM)  # a notebook that is restarted ends its run, which saves the step
-    again = to_resume(path, overrides, hostfile)
+        exits.die_with_parent(signal.SIGTERM)  # a notebook that is restarted ends its run, which saves the step
+    resume_command = to_resume(path, overrides, hostfile)
     try:
         hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
@@ -82,12 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             if code := build(config):
                 return code
             require_models(config)
-            if counted := settings_of_epochs(config):
-                overrides = [*overrides, *counted]
-                config = load(path, overrides)
+            overrides = [*overrides, *settings_of_epochs(config), *([] if hosts else outside_memory(config))]
+            config = load(path, overrides)
             if not hosts:
-                overrides = [*overrides, *outside_memory(config)]
-                config = load(path, overrides)
                 _require_memory(config, place)
             if shares.is_undivided(config, place):
                 model = read_dims(config.model.path, config.model.revision)
@@ -96,13 +83,13 @@ def main(arguments: Sequence[str]) -> int:
                 config = load(path, overrides)
             if hosts:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
-                return _run(HostCommands(path, overrides, config, hosts, meet), again)
-            return _run(Commands(path, overrides, config, place), again)
+                return _run(HostCommands(path, overrides, config, hosts, meet), resume_command)
+            return _run(Commands(path, overrides, config, place), resume_command)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except (UserError, Retryable) as error:
-        say(str(error))
-        return USER_ERROR if isinstance(error, UserError) else RETRYABLE
+        exits.say(str(error))
+        return exits.USER_ERROR if isinstance(error, UserError) else exits.RETRYABLE
 
 
 def _require_memory(config: Config, place: Placement) -> None:
@@ -112,8 +99,8 @@ def _require_memory(config: Config, place: Placement) -> None:
     if model is not None:
         work, machine = workload_of(config, place.num_ranks, model, bool(place.trainer_gpus)), this_machine(0)
         found = on_host(config, work, machine) if place.trainer_gpus else fit(config, work, place, machine)
-        if problems := found.problems:
-            raise UserError(f"{whose} is {gib(size)}: {problems[0]}")
+        if found.problems:
+            raise UserError(f"{whose} is {gib(size)}: {found.problems[0]}")
 
 
 def outside_memory(config: Config) -> list[str]:
@@ -124,7 +111,7 @@ def outside_memory(config: Config) -> list[str]:
     if has_place or needed <= shared_memory_bytes():
         return []
     folder = config.run.output_dir / "weights"
-    say(f"/dev/shm has no room for {gib(needed)}: published versions go to {folder}; a container: --shm-size=2g")
+    exits.say(f"/dev/shm has no room for {gib(needed)}: published versions go to {folder}; a container: --shm-size=2g")
     return [f"weights.dir={json.dumps(str(folder))}"]
 
 
@@ -135,30 +122,30 @@ def to_resume(path: Path, overrides: Sequence[str], hostfile: Path | None) -> st
     return shlex.join(["bash", "launch.sh", "run", *words, "run.resume=true", *hosts])
 
 
-def _run(commands: Commands, again: str) -> int:
-    """Runs the processes under the supervisor and returns the exit code. again: the command that resumes the run."""
+def _run(commands: Commands, resume_command: str) -> int:
+    """Runs the processes under the supervisor and returns the exit code."""
     place, folder = commands.place, commands.config.run.output_dir
-    say(batch_line(commands.config, place.num_ranks))
+    exits.say(batch_line(commands.config, place.num_ranks))
     samplers = commands.samplers()
     logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
-    say(f"sampler on {place.sampler_place}; log {logs}")
-    say(f"trainer on {place.trainer_place}; log {folder}/logs/trainer.log")
+    exits.say(f"sampler on {place.sampler_place}; log {logs}")
+    exits.say(f"trainer on {place.trainer_place}; log {folder}/logs/trainer.log")
     if place.shares_gpu:
-        say(shares.said(commands.config))
+        exits.say(shares.division_line(commands.config))
     if side := commands.config.reference_on:
-        say(f"reference model on the {side}")
-    limit_time(commands.config.trainer.max_hours)
+        exits.say(f"reference model on the {side}")
+    exits.limit_time(commands.config.trainer.max_hours)
     rules = Rules(
         commands.restart_trainer,
         commands.steps,
         finished=(folder / FINAL).is_dir,
-        out_of_time=out_of_time,
+        out_of_time=exits.out_of_time,
         is_host_of_gpus=bool(place.sampler_gpus),
         batch_s=commands.batch_s,
     )
     code = Supervisor(samplers, commands.trainer(), rules).run()
-    if code not in (DONE, USER_ERROR) and checkpoints(folder):
-        say(f"continue with: {again}")
+    if code not in (exits.DONE, exits.USER_ERROR) and checkpoints(folder):
+        exits.say(f"continue with: {resume_command}")
     if commands.steps():
         _report(folder)
     return code
@@ -171,7 +158,7 @@ def _report(folder: Path) -> None:
     try:
         report([str(folder)])
     except (Exception, KeyboardInterrupt) as error:
-        say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
+        exits.say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
     try:
         sys.stdout.flush()
     except OSError:  # nor must a terminal or a `| tee` that is gone
@@ -205,7 +192,7 @@ def build(config: Config) -> int:
     """Runs the config's builder, which makes model and data if the config reads them. Returns the exit code."""
     builder = config.model.builder
     if builder is None:
-        return DONE
+        return exits.DONE
     if not (ROOT / builder.replace(".", "/")).with_suffix(".py").is_file():
         raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
     paths = [config.model.path]

@@ -26,7 +26,7 @@ def advise(h: History) -> dict[str, str]:
     return {cause: sentence for cause, rule in RULES.items() if cause not in silent and (sentence := rule(h))}
 
 
-def _samples(config: Config, which: str) -> str:
+def _command(config: Config, which: str) -> str:
     return f"bash launch.sh samples {one_line(config.run.output_dir)} --{which}"
 
 
@@ -38,7 +38,7 @@ def dead_groups(h: History) -> str:
     return (
         f"{fmean(dead):.0%} of the groups scored the same in the last 5 steps: no gradient. If all answers are "
         "wrong, is the answer never found, or the problem too hard? If all are right, too easy? See "
-        f"{_samples(h.config, 'worst')}; or sample more per problem: "
+        f"{_command(h.config, 'worst')}; or sample more per problem: "
         f"sampler.num_generations={2 * h.config.sampler.num_generations}"
     )
 
@@ -50,7 +50,7 @@ def turns_exhausted(h: History) -> str:
         return ""
     return (
         f"{fmean(cut):.0%} of rollouts end because they reached rollout.max_turns {most}: the model calls in a loop, "
-        f"or the task needs more turns. See {_samples(h.config, 'worst')}; if it was about to finish set "
+        f"or the task needs more turns. See {_command(h.config, 'worst')}; if it was about to finish set "
         f"rollout.max_turns={2 * most}, if not reward only what ends with an answer"
     )
 
@@ -75,7 +75,7 @@ def constant_reward(h: History) -> str:
         if stds and means and max(stds) <= 1e-9 and max(means) - min(means) <= 1e-9 and not solved:
             return (
                 f"reward {one_line(name)} was {means[-1]:.2f} for every completion of the last 10 steps: it teaches "
-                f"nothing. Usually it never finds what it looks for; see {_samples(h.config, 'worst')}"
+                f"nothing. Usually it never finds what it looks for; see {_command(h.config, 'worst')}"
             )
     return ""
 
@@ -118,7 +118,7 @@ def tools_unused(h: History) -> str:
     if has_stopped:
         what = f"calls of tools fell from {fmean(early):.2f} to {fmean(late):.2f} in a rollout: it guesses instead"
     return (
-        f"{what}. See {_samples(h.config, 'best')}; say in the prompt when to call (prompt.system), and reward what "
+        f"{what}. See {_command(h.config, 'best')}; say in the prompt when to call (prompt.system), and reward what "
         "only the tool can know"
     )
 
@@ -130,7 +130,7 @@ def tools_fail(h: History) -> str:
         return ""
     return (
         f"{sum(errors) / sum(calls):.0%} of the calls of tools in the last 5 steps failed: wrong names or arguments, "
-        f"or the tool itself. What it answered is in {_samples(h.config, 'worst')}; type hints and docstrings are "
+        f"or the tool itself. What it answered is in {_command(h.config, 'worst')}; type hints and docstrings are "
         "what the model knows of a tool (rollout.tools)"
     )
 
@@ -161,7 +161,7 @@ def entropy_collapse(h: History) -> str:
     )
 
 
-def _moved(h: History, key: str) -> float:
+def _significant_change(h: History, key: str) -> float:
     """Returns the change of the mean from the first 10 to the newest 10 steps, 0 unless above 3 standard errors."""
     early, late = h.trend(key)
     if not early:
@@ -172,15 +172,15 @@ def _moved(h: History, key: str) -> float:
 
 def reward_hacking(h: History) -> str:
     """Advises if the sum rises while one function falls by a quarter of its spread, both beyond 3 standard errors."""
-    names, rise = h.functions(), _moved(h, "reward")
+    names, rise = h.functions(), _significant_change(h, "reward")
     if len(names) < 2 or rise <= 0:
         return ""
     for name in names:
-        fall, spread = -_moved(h, f"rewards/{name}/mean"), h.first(f"rewards/{name}/std")
+        fall, spread = -_significant_change(h, f"rewards/{name}/mean"), h.first(f"rewards/{name}/std")
         if spread and fall > 0 and fall >= 0.25 * fmean(spread):
             return (
                 f"the reward rose by {rise:.2f} while {one_line(name)} fell by {fall:.2f}: the policy may have found a "
-                f"way around it. Read {_samples(h.config, 'best')}, and give it more weight in rewards.reward_weights"
+                f"way around it. Read {_command(h.config, 'best')}, and give it more weight in rewards.reward_weights"
             )
     return ""
 

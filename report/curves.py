@@ -6,10 +6,8 @@ Dots are single steps, lines their centred mean over about a tenth of the run, d
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,21 +18,13 @@ from numpy.typing import NDArray
 
 from common.durable import write_file
 from common.errors import UserError
-from report.escape import strip_escapes
-from report.full_marks import (
-    Records,
-    guessed,
-    reached,
-    record_without,
-    reward_functions,
-    row_without,
-    share_of_full_marks,
-)
+from report.escape import one_line
+from report.full_marks import Records, guessed, reached, reward_functions, share_of_full_marks, without_accuracies
 from report.run_log import read_jsonl
+from report.sinks import saved_settings
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
 INK = "#333333"
-DOTS = 300  # at most for a curve: more cannot be told apart
 HELD_OUT: dict[str, Any] = {"color": INK, "marker": "D", "markersize": 4.5, "linewidth": 1.6, "zorder": 4}
 PLOTS = (  # key, title, unit; each drawn if it was measured
     ("reward", "reward", "weighted sum, mean"),
@@ -62,13 +52,6 @@ def centered_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
     return np.asarray(sums / counts)
 
 
-def rewards_of(folder: Path) -> dict[str, Any]:
-    """Returns the rewards section of the run's config.json; {} if that is missing or broken."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((folder / "config.json").read_text()).get("rewards", {}))
-    return {}
-
-
 def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns (steps, evaluations) to show to people: without accuracies of functions whose full marks are unknown.
 
@@ -77,8 +60,8 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
     evaluations = [latest[step] for step in sorted(latest)]
-    names = guessed(rewards_of(folder)) - reached(rows, evaluations)
-    return [row_without(row, names) for row in rows], [record_without(record, names) for record in evaluations]
+    names = guessed(saved_settings(folder).get("rewards", {})) - reached([*rows, *evaluations])
+    return [without_accuracies(row, names) for row in rows], [without_accuracies(one, names) for one in evaluations]
 
 
 def write_curves(folder: Path) -> Path:
@@ -105,11 +88,11 @@ def write_curves(folder: Path) -> Path:
         draw_function(ax, rows, evaluations, name, next(colors), window)
     for (key, title, unit), ax in zip(measured, axes, strict=False):
         draw(ax, rows, key, next(colors), window)
-        label(ax, title, unit, is_share=unit.startswith("share"))
+        label_axes(ax, title, unit, is_share=unit.startswith("share"))
     figure.axes[0].set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))  # shared by all plots
     for ax in axes:
         ax.remove()
-    _head(figure, f"{folder.resolve().name} · step {last_step}", window)
+    _draw_head(figure, f"{folder.resolve().name} · step {last_step}", window)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})  # savefig would draw it twice
     write_file(folder / "curves.png", picture.getvalue())
@@ -128,7 +111,7 @@ def draw_function(ax: Any, rows: Records, evaluations: Records, name: str, color
         elif not is_share and name in record["mean"]:
             ax.errorbar(record["step"], record["mean"][name], **HELD_OUT)
     title, unit = (f"{name} accuracy", "share of full marks") if is_share else (f"{name} reward", "mean")
-    label(ax, title, unit, is_share)
+    label_axes(ax, title, unit, is_share)
 
 
 def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
@@ -136,15 +119,13 @@ def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     if not points:  # only evaluations have this function
         return
-    thin = max(1, len(points) // DOTS)
     steps, values = zip(*points, strict=True)
     mean = centered_mean(values, min(window, len(values)))
-    steps, values, mean = steps[::thin], values[::thin], mean[::thin]
     ax.plot(steps, values, ".", color=color, alpha=0.35 if len(points) > 1 else 1, markersize=7, markeredgewidth=0)
     ax.plot(steps, mean, color=color, linewidth=2.2, solid_capstyle="round")
 
 
-def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
+def label_axes(ax: Any, title: str, unit: str, is_share: bool) -> None:
     ax.set_title(_literal(title), loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=8)
     ax.set_xlabel("optimizer step", fontsize=9, color="#555555")
     ax.set_ylabel(unit, fontsize=9, color="#555555")
@@ -158,23 +139,18 @@ def label(ax: Any, title: str, unit: str, is_share: bool) -> None:
         ax.yaxis.set_major_formatter("{x:.0%}")
 
 
-def _head(figure: Any, title: str, window: int) -> None:
+def _draw_head(figure: Any, title: str, window: int) -> None:
     """Draws the title on the left, and on the right the legend of dots, lines and diamonds in every plot."""
     from matplotlib.lines import Line2D
 
     dot = Line2D([], [], color="#777777", alpha=0.5, marker=".", markersize=9, linewidth=0, label="one step")
     line = Line2D([], [], color="#777777", linewidth=2.2, label=f"centred mean of {window} steps")
     diamond = Line2D([], [], **(HELD_OUT | {"linewidth": 0}), label="held-out, 95 % interval")
-    figure.legend(
-        handles=[dot, line, diamond] if window > 1 else [dot, diamond],
-        loc="outside upper right",
-        ncols=3,
-        frameon=False,
-        labelcolor=INK,
-    )
+    handles = [dot, line, diamond] if window > 1 else [dot, diamond]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, labelcolor=INK)
     figure.suptitle(_literal(title), x=0.008, ha="left", fontsize=14, fontweight="bold", color=INK)
 
 
 def _literal(text: str) -> str:
-    """Escapes text from data for matplotlib: no terminal escapes, and no formula between dollar signs."""
-    return strip_escapes(text).replace("$", r"\$")
+    """Escapes text from data for matplotlib: invisible characters become marks, and dollar signs make no formula."""
+    return one_line(text).replace("$", r"\$")

@@ -1,16 +1,12 @@
 """Escaping of text from models, data and reward functions for a terminal or a page, with nothing hidden.
 
 A reader must see what a model wrote, so control, direction and other invisible characters become visible marks instead
-of vanishing. Left out: look-alike letters, which are visible and may be meant.
+of vanishing. Look-alike letters stay: they are visible and may be meant.
 """
 
 from __future__ import annotations
 
-import re
 import unicodedata
-
-_PLAIN = re.compile(r"[\n\t -~]*\Z")
-_ESCAPE = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b.?")
 
 
 def visible(text: object) -> str:
@@ -18,10 +14,7 @@ def visible(text: object) -> str:
 
     "\\x1b[31mred\\u202e" → "␛[31mred⟨U+202E⟩"
     """
-    string = str(text)
-    if _PLAIN.match(string):
-        return string
-    return "".join(map(_seen, string))
+    return "".join(map(_visible_char, str(text)))
 
 
 def one_line(text: object) -> str:
@@ -29,7 +22,7 @@ def one_line(text: object) -> str:
     return visible(text).replace("\n", "␊").replace("\t", "␉")
 
 
-def _seen(char: str) -> str:
+def _visible_char(char: str) -> str:
     """Marks controls, formats (direction, zero width), surrogates, private and unassigned ones, paragraph ends."""
     if char in "\n\t" or char.isprintable() or unicodedata.category(char) == "Zs":
         return char
@@ -37,11 +30,3 @@ def _seen(char: str) -> str:
     if code < 32:
         return chr(0x2400 + code)  # Unicode's pictures of the controls
     return "␡" if code == 127 else f"⟨U+{code:04X}⟩"
-
-
-def strip_escapes(text: object) -> str:
-    """Returns one printable line: escape sequences are removed, other control and direction characters become spaces.
-
-    "\\x1b[31mred\\x1b[0m\\nline" → "red line"
-    """
-    return "".join(char if char.isprintable() else " " for char in _ESCAPE.sub("", str(text)))

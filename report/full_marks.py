@@ -18,18 +18,27 @@ Item = TypeVar("Item")
 
 
 def guessed(rewards: Mapping[str, Any]) -> set[str]:
-    """Returns the user's own functions, models and judges without full marks in `rewards`, the run's section; {} = it
-    was not saved."""
+    """Returns the user's own functions, models and judges without full marks in `rewards`, the run's section."""
     own = {short_name(s) for s in rewards.get("reward_funcs", ()) if short_name(s) != s or s in ("classifier", "judge")}
     return own - set(rewards.get("full_marks", ()))
 
 
-def reached(rows: Records, evaluations: Records) -> set[str]:
+def reached(records: Records) -> set[str]:
     """Returns the functions that gave full marks to a completion, in training or held out."""
-    keys = {key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/accuracy") and row[key]}
-    trained = {key.split("/")[1] for key in keys}
-    held_out = (name for record in evaluations for name, marks in record["full_marks"].items() if marks)
+    logged = (key for record in records for key, value in record.items() if value)
+    trained = {key.split("/")[1] for key in logged if key.startswith("rewards/") and key.endswith("/accuracy")}
+    held_out = (name for record in records for name, marks in record.get("full_marks", {}).items() if marks)
     return trained | {name.rpartition("/")[2] for name in held_out}  # a source may come first: math/answer
+
+
+def without_accuracies(record: Record, names: set[str]) -> dict[str, Any]:
+    """Returns a line of metrics.jsonl or eval.jsonl without these functions' full marks: readers use their means."""
+    dropped = {f"rewards/{name}/accuracy" for name in names}
+    kept = {key: value for key, value in record.items() if key not in dropped}
+    if "full_marks" in kept:
+        marks = kept["full_marks"].items()
+        kept["full_marks"] = {name: count for name, count in marks if name.rpartition("/")[2] not in names}
+    return kept
 
 
 def by_source(items: Sequence[Item], source: Callable[[Item], str]) -> dict[str, list[Item]]:
@@ -60,18 +69,14 @@ def share_of_full_marks(record: Record, name: str) -> tuple[float, float, float]
     return reached_by, *wilson_interval(reached_by * problems, problems)
 
 
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns a share's confidence interval, 95 % at z = 1.96 (Wilson 1927), which is never empty nor beyond 0–1.
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """Returns a share's 95 % confidence interval (Wilson 1927), which, unlike p ± z·σ, is never empty nor beyond 0–1.
 
-        (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n
-
-    p ± z·σ can be empty or exceed 0–1. n = 0 gives (0, 1). Raises ValueError unless 0 ≤ successes ≤ n.
+    (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n),   p = successes / n, z = 1.96;  (0, 1) for n = 0
     """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n} trials; expected 0 ≤ successes ≤ n")
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    p, z = successes / n, 1.96
     center, margin = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     scale = 1 + z**2 / n
     return max(0.0, min(p, (center - margin) / scale)), min(1.0, max(p, (center + margin) / scale))
@@ -82,15 +87,3 @@ def reward_functions(rows: Records, evaluations: Records = ()) -> list[str]:
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
     trained = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
     return list(dict.fromkeys([*trained, *(name for record in evaluations for name in record["full_marks"])]))
-
-
-def row_without(row: Record, names: set[str]) -> dict[str, Any]:
-    """Returns a line of metrics.jsonl without these functions' accuracies, so that readers use their means."""
-    dropped = {f"rewards/{name}/accuracy" for name in names}
-    return {key: value for key, value in row.items() if key not in dropped}
-
-
-def record_without(record: Record, names: set[str]) -> dict[str, Any]:
-    """Returns a line of eval.jsonl without these functions' full marks, so that readers use their means."""
-    marks = {name: count for name, count in record["full_marks"].items() if name.rpartition("/")[2] not in names}
-    return {**record, "full_marks": marks}

@@ -16,11 +16,12 @@ from statistics import median
 
 from common.processes import exits
 from common.user_code.paid_calls import PaidCalls
-from report.curves import history_of, rewards_of, write_curves
-from report.escape import strip_escapes
+from report.curves import history_of, write_curves
+from report.display import clock, comparison, wall_s
+from report.escape import one_line
 from report.full_marks import Records
 from report.run_log import read_jsonl
-from report.step_text import clock, comparison, wall_s
+from report.sinks import saved_settings
 
 
 def final_summary(folder: Path) -> str:
@@ -28,13 +29,13 @@ def final_summary(folder: Path) -> str:
     evaluations = history_of(folder)[1]
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
     rows = read_jsonl(folder / "metrics.jsonl")
-    lines += [*by_source(rows), *costs(folder), *_pace(rows)]
+    lines += [*source_lines(rows), *cost_lines(folder), *_pace(rows)]
     if (folder / "curves.png").exists():
-        lines.append(f"curves: {strip_escapes(folder / 'curves.png')}")
+        lines.append(f"curves: {one_line(folder / 'curves.png')}")
     return "\n".join(lines)
 
 
-def by_source(rows: Records) -> list[str]:
+def source_lines(rows: Records) -> list[str]:
     """Compares each source's first and last step: "source math: reward 0.31 → 0.62, length 24 → 20; of 96 groups …"."""
     lines = []
     rows = [row for row in rows if not row.get("iteration")]  # later passes train the same groups again
@@ -44,23 +45,21 @@ def by_source(rows: Records) -> list[str]:
             for what in ("groups", "kept", "reward", "mean_length")
         )
         lines.append(
-            f"source {strip_escapes(name)}: reward {reward[0]:.2f} → {reward[-1]:.2f}, length {length[0]:.0f} → "
+            f"source {one_line(name)}: reward {reward[0]:.2f} → {reward[-1]:.2f}, length {length[0]:.0f} → "
             f"{length[-1]:.0f}; of {sum(groups):.0f} groups {sum(kept) / sum(groups):.0%} had an advantage"
         )
     return lines
 
 
-def costs(folder: Path) -> list[str]:
+def cost_lines(folder: Path) -> list[str]:
     """Returns "judge: 1,000 calls, 120,000 tokens in, 9,000 out, 0.42 USD (all in .cache/judges/judge.sqlite)"."""
     lines = []
-    for name, given in rewards_of(folder).get("reward_kwargs", {}).items():
+    for name, given in saved_settings(folder).get("rewards", {}).get("reward_kwargs", {}).items():
         with contextlib.suppress(OSError, sqlite3.Error, TypeError):
             if (path := Path(given.get("cache", "")).expanduser()).is_file():
                 spent = PaidCalls(path).spent()
                 tokens = f"{spent.tokens_in:,} tokens in, {spent.tokens_out:,} out"
-                lines.append(
-                    f"{strip_escapes(name)}: {spent.calls:,} calls, {tokens}, {spent.usd:.2f} USD (all in {path})"
-                )
+                lines.append(f"{one_line(name)}: {spent.calls:,} calls, {tokens}, {spent.usd:.2f} USD (all in {path})")
     return lines
 
 

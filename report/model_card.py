@@ -22,8 +22,8 @@ from common.config.data import entries
 from common.durable import disk_trouble, write_file
 from common.redact import redacted
 from report.curves import history_of
+from report.display import clock, comparison, wall_s
 from report.full_marks import Records
-from report.step_text import clock, comparison, wall_s
 
 FILE = "README.md"
 ADAPTERS = "adapter_config.json"  # peft's
@@ -66,12 +66,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
         datasets=list(dict.fromkeys(filter(None, map(hub_id, train)))) or None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=[
-            "tandem",
-            "reinforcement-learning",
-            _TAGS.get(estimator, estimator),
-            *(["lora"] if config.lora.r else []),
-        ],
+        tags=["tandem", "reinforcement-learning", _TAGS.get(estimator, estimator), *["lora"] * bool(config.lora.r)],
     )
     return str(
         ModelCard.from_template(

@@ -21,7 +21,7 @@ from report.run_log import read_jsonl
 SHOWN = 2000  # characters of a text without --full
 
 
-def chosen(records: Sequence[Record], step: int | None, which: str | None, count: int) -> list[Record]:
+def select_records(records: Sequence[Record], step: int | None, which: str | None, count: int) -> list[Record]:
     """Returns at most `count` records of a step, worst or best first; by default of the newest, with `which` of all.
 
     Raises UserError if there are none.
@@ -42,37 +42,37 @@ def chosen(records: Sequence[Record], step: int | None, which: str | None, count
     return kept[:count]
 
 
-def text_of(record: Record, full: bool = False) -> str:
+def sample_text(record: Record, full: bool = False) -> str:
     """Returns a sample as lines; every line that the model or its tools wrote follows its writer's name and a bar."""
-    parts = [f"{one_line(name)} {_number(value)}" for name, value in record["rewards"].items()]
+    parts = [f"{one_line(name)} {_score_text(value)}" for name, value in record["rewards"].items()]
     facts = [f"step {record['step']}", f"group {record['group_id']}", f"v{record['policy_version']}"]
     cut = ["cut off"] if record["finish_reason"] == "length" else []
-    head = " · ".join([f"reward {_number(record['reward'])} ({', '.join(parts)})", *facts, *cut])
+    head = " · ".join([f"reward {_score_text(record['reward'])} ({', '.join(parts)})", *facts, *cut])
     images = [
         "  image  │ " + one_line(f"{image['width']} × {image['height']} pixels, {image['digest']}")
         for image in record.get("images", ())
     ]
-    texts = [*_lines("prompt", record["prompt"], full), *_completion(record, full)]
+    texts = [*_barred_lines("prompt", record["prompt"], full), *_completion_lines(record, full)]
     return "\n".join([head, *images, *texts])
 
 
-def _completion(record: Record, full: bool) -> list[str]:
+def _completion_lines(record: Record, full: bool) -> list[str]:
     """Returns the lines of a completion's parts in order, each under the name of its writer."""
     if "turns" not in record:
-        return _lines("model ", record["completion"], full)
+        return _barred_lines("model ", record["completion"], full)
     names = {"model": "model ", "environment": "tool  ", "history": "again "}
     lines = []
     for part in record["turns"]:
-        lines += _lines(names[part["by"]], part["text"], full)
-        lines += [f"  reward │ {_number(part['reward'])}"] if "reward" in part else []
+        lines += _barred_lines(names[part["by"]], part["text"], full)
+        lines += [f"  reward │ {_score_text(part['reward'])}"] if "reward" in part else []
     return lines
 
 
-def _number(value: float | None) -> str:
+def _score_text(value: float | None) -> str:
     return "does not apply" if value is None else f"{value:.2f}"
 
 
-def _lines(name: str, text: str, full: bool) -> list[str]:
+def _barred_lines(name: str, text: str, full: bool) -> list[str]:
     shown = text if full else text[:SHOWN]
     rest = len(text) - len(shown)
     lines = [f"  {name} │ {line}" for line in visible(shown).split("\n")]
@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not path.exists():
         raise UserError(f"{one_line(path)} does not exist; name a run folder such as runs/quickstart")
     try:
-        for record in chosen(read_jsonl(path), given.step, given.which, given.n):
-            print(text_of(record, given.full) + "\n")
+        for record in select_records(read_jsonl(path), given.step, given.which, given.n):
+            print(sample_text(record, given.full) + "\n")
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
 

@@ -57,7 +57,7 @@ class Sinks:
         names = tuple(report_to)
         require_packages(names)
         self._open: dict[str, tuple[Write, Close]] = {}
-        config = _config(folder)
+        config = saved_settings(folder)
         self._sends_samples = config.get("run", {}).get("log_completions", False)
         self._patience_s = config.get("channel", {}).get("stall_timeout_s", 1800.0) / 6
         for name in names:
@@ -116,8 +116,8 @@ def _opened(name: str, folder: Path, last_step: int, is_resumed: bool) -> tuple[
     return _wandb(folder, is_resumed) if name == "wandb" else _own(name, folder)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """Returns the run's settings, which were written without secrets."""
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Returns the run's settings, which were written without secrets; {} if it has not begun."""
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -125,7 +125,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _own(name: str, folder: Path) -> tuple[Write, Close]:
     """Opens a user's `def sink(folder, config)`, which returns write(step, values) and close()."""
     sink = OWN.load(name)
-    opened = sink(folder=folder, config=_config(folder))
+    opened = sink(folder=folder, config=saved_settings(folder))
     if not (isinstance(opened, tuple) and len(opened) == 2 and all(map(callable, opened))):
         raise UserError(
             f"{sink.label} returned {type(opened).__name__}; return two functions: write(step, values), close()"
@@ -150,7 +150,7 @@ def _wandb(folder: Path, is_resumed: bool) -> tuple[Write, Close]:
     identity = _identity(folder, is_resumed)
     name = f"{folder.resolve().name}-{identity[:6]}"
     where: dict[str, Any] = {"project": PROJECT, "id": identity, "name": name, "dir": str(folder)}
-    run = wandb.init(**where, resume="allow", config=_config(folder), save_code=False)
+    run = wandb.init(**where, resume="allow", config=saved_settings(folder), save_code=False)
     # wandb's own counter only grows and drops late values: evaluations, and steps that a resumed run makes again
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -71,10 +71,10 @@ def train(
     config: a YAML file, or its sections. overrides: "trainer.max_steps=20". rewards: functions or names, instead
     of rewards.reward_funcs. Raises RunError, and KeyboardInterrupt when its step is saved.
     """
-    is_path, names = isinstance(config, str | Path), [_named(reward) for reward in rewards]
+    is_path, names = isinstance(config, str | Path), [_reward_name(reward) for reward in rewards]
     settings = json.dumps(config, indent=1, default=str)  # as YAML, which does not join an emoji's surrogates
     settings = re.sub(r"\\ud[89ab]..\\ud[c-f]..", lambda pair: str(json.loads(f'"{pair[0]}"')), settings)
-    file = str(config) if is_path else _kept("settings", ".yaml", settings)
+    file = str(config) if is_path else _write_by_digest("settings", ".yaml", settings)
     words = [file, *overrides, *([f"rewards.reward_funcs={json.dumps(names, ensure_ascii=False)}"] if names else [])]
     process = subprocess.Popen(
         [*_LAUNCH, "run", *words], env=_environment() | {"TANDEM_OF_PYTHON": "1"}, text=True, errors="replace",
@@ -82,12 +82,12 @@ def train(
         start_new_session=True,  # Ctrl-C in a terminal is passed on by us: of two the second would not wait
     )  # fmt: skip
     assert process.stdout is not None
-    said = ""
+    output = ""
     while True:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
-                said += line
+                output += line
             break
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
@@ -95,11 +95,11 @@ def train(
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if code:
-        blocks = re.split("^tandem: ", said, flags=re.MULTILINE)
-        ended = [text for text in blocks if ("trainer: " if code == 75 else "lines of its log:\n") in text]
-        why = (ended or blocks)[-1].strip()  # the other processes also print how they end
-        raise RunError(why.rpartition("\n    tandem: ")[2] if code == 2 else why, code)
-    [folder] = re.findall(r"^tandem: trainer on .*; log (.*)/logs/trainer\.log$", said, re.MULTILINE)
+        messages = re.split("^tandem: ", output, flags=re.MULTILINE)
+        reports_of_end = [text for text in messages if ("trainer: " if code == 75 else "lines of its log:\n") in text]
+        reason = (reports_of_end or messages)[-1].strip()  # the other processes also print how they end
+        raise RunError(reason.rpartition("\n    tandem: ")[2] if code == 2 else reason, code)
+    [folder] = re.findall(r"^tandem: trainer on .*; log (.*)/logs/trainer\.log$", output, re.MULTILINE)
     return RunFolder(Path(folder).absolute())
 
 
@@ -114,7 +114,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "TANDEM_PYTHON": str(own) if own.exists() else sys.executable, **ours}
 
 
-def _named(function: Callable[..., Any] | str) -> str:
+def _reward_name(function: Callable[..., Any] | str) -> str:
     """Returns a function's name for rewards.reward_funcs. Raises RunError if the function cannot be moved."""
     if isinstance(function, str):
         return function
@@ -142,10 +142,10 @@ def _named(function: Callable[..., Any] | str) -> str:
     installed = tuple(sysconfig.get_paths().values())
     path = [place for place in map(os.path.abspath, sys.path) if not place.startswith(installed)]  # to find its modules
     values = {"version": sys.version_info[:2], "path": path, "name": name, "pickled": pickled, "source": source}
-    return _kept(name, ".py", _REWARD_FILE.format(**values)) + f":{name}"
+    return _write_by_digest(name, ".py", _REWARD_FILE.format(**values)) + f":{name}"
 
 
-def _kept(name: str, ending: str, text: str) -> str:
+def _write_by_digest(name: str, ending: str, text: str) -> str:
     """Writes the text to a file that no other text replaces, so that an earlier run finds its own. Returns the path."""
     file = Path(".cache/given", f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}").absolute()
     file.parent.mkdir(parents=True, exist_ok=True)

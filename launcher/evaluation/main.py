@@ -11,29 +11,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from common import durable
 from common.config import Config, load
 from common.errors import UserError
 from common.processes import exits
-from common.processes.exits import every, say
 from common.redact import redacted
+from common.types import Prompt
+from launcher.evaluation.results import report, table
 from launcher.evaluation.target import Target, find_target
-from report.escape import strip_escapes
-
-if TYPE_CHECKING:
-    from common.types import Prompt
-    from rewards.pool import RewardPool
-    from sampler.engine.engine import Engine
-    from sampler.turns.episodes import Sampled
-    from sampler.turns.mixed_turns import Turns
-    from sampler.turns.task import Decode
+from model.tokenizer import load_tokenizer
+from report.escape import one_line
+from rewards.pool import RewardFailure, RewardPool
+from sampler.prompts.dataset import by_source, load_data
+from sampler.prompts.many_prompts import Prompts
+from sampler.prompts.reading import said_reader
+from sampler.start import judged, prompts_of
+from sampler.turns.episodes import Sampled, submit_rewards, too_few
+from sampler.turns.mixed_turns import Turns, turns_of
+from sampler.turns.multi_turn import opened
+from sampler.turns.task import Decode, held_out_params
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
 
@@ -52,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(plain) > 1:  # the data need not contain the set by which the run chose its best policy
         no_best = ["metric_for_best_model=null", "early_stopping_patience=null", "load_best_model_at_end=false"]
         overrides += [f"data.eval={json.dumps(plain[1])}", *(f"eval.{setting}" for setting in no_best)]
-    if Path(target.model).is_dir() and not target.rank:
-        overrides.append("model.revision=null")
     config = load(target.config, overrides)
     if config.data.eval is None:
         raise UserError("no held-out data: name it after the checkpoint, for example openai/gsm8k:main@test")
@@ -61,23 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: Config, target: Target) -> None:
-    from launcher.evaluation.results import report, table
-    from model.tokenizer import load_tokenizer
-    from rewards.pool import RewardPool
-    from sampler.prompts.dataset import by_source, load_data
-    from sampler.prompts.many_prompts import Prompts
-    from sampler.prompts.reading import said_reader
-    from sampler.start import judged, prompts_of
-    from sampler.turns.mixed_turns import turns_of
-    from sampler.turns.multi_turn import opened
-
     rows = load_data("data.eval", config.data.eval or [], config.data)
     each = [(settings, judged("data.eval", own, settings)) for settings, own in by_source(rows, config)]
     columns, multi_turns, parts = rows[0].columns, dict[str, Any](), dict[str, Any]()
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
-        every = any(one.rewards.names == config.rewards.names for one, _ in each)  # else functions may not fit the rows
-        pool = stack.enter_context(RewardPool(config.rewards, columns if every else None, steps, image_key))
+        fits_rows = any(one.rewards.names == config.rewards.names for one, _ in each)  # else perhaps no row has all
+        pool = stack.enter_context(RewardPool(config.rewards, columns if fits_rows else None, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         for settings, own in each:
             multi_turn = stack.enter_context(opened(settings, tokenizer, own[0], columns))
@@ -86,9 +76,9 @@ def run(config: Config, target: Target) -> None:
             parts[own[0].source] = prompts_of("data.eval", own, tokenizer, settings, tools)
         prompts = Prompts.joined(parts)
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
-        say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
-        begun = time.monotonic()
-        from model import devices
+        exits.say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
+        started_s = time.monotonic()
+        from model import devices  # imports torch, as the engine does: users' errors come before
         from sampler.engine.engine import Engine
 
         engine = Engine(config, devices.count())
@@ -100,22 +90,22 @@ def run(config: Config, target: Target) -> None:
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
     result = report(samples, len(failures), config.rewards)
-    folder = target.output / _label(config, target.model)
-    _write(folder, config, model, samples, result | {"seconds": time.monotonic() - begun})
+    folder = target.output / _folder_name(config, target.model)
+    _write(folder, config, model, samples, result | {"seconds": time.monotonic() - started_s})
     for reason in failures[:3]:
-        say(f"left out, a reward failed: {strip_escapes(reason)}")
+        exits.say(f"left out, a reward failed: {one_line(reason)}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
 
 
-def _load_adapters(engine: Engine, folder: Path) -> None:
+def _load_adapters(engine: Any, folder: Path) -> None:
     try:
         engine.weights.load(folder.absolute())
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
 
 
-def _label(config: Config, model: str) -> str:
+def _folder_name(config: Config, model: str) -> str:
     """Returns the name of the folder of results, for example "step_000040-test-n8-t0.6"."""
     data = config.data.eval if isinstance(config.data.eval, str) else "data"
     label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
@@ -139,14 +129,10 @@ def sample(
 
     A problem fails if its reward or environment fails. Rewards run while the engine samples. Seeds are those of a run.
     """
-    from rewards.pool import RewardFailure
-    from sampler.turns.episodes import submit_rewards, too_few
-    from sampler.turns.task import held_out_params
-
     finished: dict[int, Sampled] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
     failures: list[str] = []
-    is_due = every(10.0)
+    is_due = exits.every(10.0)
     for i, prompt in enumerate(prompts):
         turns.start(i, prompt, held_out_params(config, i))
     while turns.num_running or pool.pending:
@@ -161,13 +147,13 @@ def sample(
             if isinstance(scores, RewardFailure):
                 failures.append(scores.reason)
             else:
-                samples[i] = _records(finished.pop(i), decode, scores)
+                samples[i] = _completion_records(finished.pop(i), decode, scores)
         if is_due():
-            say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
+            exits.say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 
 
-def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
+def _completion_records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
     prompt, texts = sampled.prompt, decode([c.token_ids.tolist() for c in sampled.completions])
     return [
         {
@@ -184,11 +170,5 @@ def _records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, An
     ]
 
 
-def _start() -> None:
-    if os.environ.get("TANDEM_SUPERVISED"):
-        exits.die_with_parent()
-    main()
-
-
 if __name__ == "__main__":
-    exits.leave(exits.run("eval", _start))
+    exits.leave(exits.run("eval", main))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.config import ROUNDING, Rewards
-from report.escape import strip_escapes
+from report.escape import one_line
 from report.full_marks import by_source, wilson_interval
 from rewards.mathematics.numbers import last_number, plain_number
 from rewards.mathematics.reading import answer_part, behind_thoughts, last_boxed
@@ -93,10 +93,10 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
     problems = [list(group) for _, group in itertools.groupby(samples, key=lambda s: s["problem_index"])]
     lengths = [s["num_tokens"] for s in samples] or [0]
     functions = {
-        place + name: _function(part, name, rewards.full_mark(name))
+        place + name: _function_report(part, name, rewards.full_mark(name))
         for place, part in by_source(problems, lambda problem: problem[0]["source"]).items()
         for name in rewards.names
-        if not place or _marks(part, name, 0.0)
+        if not place or _marks_by_problem(part, name, 0.0)
     }
     for first in rewards.names[:1]:
         functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
@@ -115,7 +115,7 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
     }
 
 
-def _marks(
+def _marks_by_problem(
     problems: Sequence[Sequence[Sample]], name: str, full_mark: float
 ) -> list[tuple[Sequence[Sample], list[bool]]]:
     """Returns (completions, full marks) of every problem to which the function applies."""
@@ -123,8 +123,8 @@ def _marks(
     return [(p, [score >= full_mark - ROUNDING for score in of_one]) for p, of_one in scores if None not in of_one]
 
 
-def _function(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
-    marks = [marks for _, marks in _marks(problems, name, full_mark)]
+def _function_report(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
+    marks = [marks for _, marks in _marks_by_problem(problems, name, full_mark)]
     scores = [s["rewards"][name] for p in problems for s in p if s["rewards"][name] is not None]
     ks = sizes(min(map(len, marks), default=0))
     return {
@@ -136,7 +136,7 @@ def _function(problems: Sequence[Sequence[Sample]], name: str, full_mark: float)
 
 
 def _majorities(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
-    marks = _marks(problems, name, full_mark)
+    marks = _marks_by_problem(problems, name, full_mark)
     n = min((len(problem) for problem, _ in marks), default=0)
     votes = [majority([final_answer(s["completion"]) for s in problem], right) for problem, right in marks]
     return {str(n): estimate(votes)} if n > 1 else {}
@@ -149,10 +149,10 @@ def table(result: dict[str, Any]) -> str:
     for name, function in result["functions"].items():
         for what in ("pass", "maj"):
             for k, found in function.get(what, {}).items():
-                rows.append(f"{strip_escapes(name):<16}{f'{what}@{k}':<10}{_percent(found)}")
+                rows.append(f"{one_line(name):<16}{f'{what}@{k}':<10}{_percent(found)}")
         if function["mean"] is not None:
             from_mark = f"(full marks from {function['full_mark']:g})"
-            rows.append(f"{strip_escapes(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
+            rows.append(f"{one_line(name):<16}{'mean':<10}{function['mean']:6.3f}    {from_mark}")
     length = result["length"]
     rows.append(f"{'length':<16}{'mean':<10}{length['mean']:6.1f}    median {length['p50']:g}, longest {length['max']}")
     for what, key in (("truncated", "truncated"), ("no answer", "without_answer")):

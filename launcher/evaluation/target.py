@@ -26,7 +26,8 @@ class Target:
         """Returns the overrides that make this model the model of the config."""
         if self.rank:
             return [f"lora={{r: {self.rank}}}"]
-        return [f"model.path={json.dumps(self.model)}", "lora={}"]
+        of_no_hub = ["model.revision=null"] if Path(self.model).is_dir() else []
+        return [f"model.path={json.dumps(self.model)}", "lora={}", *of_no_hub]
 
 
 def find_target(checkpoint: str, config: str | None) -> Target:

@@ -32,6 +32,7 @@ from common.redact import secret_part
 from launcher.hosts.over_hosts import PORT
 from launcher.processes.commands import RANKS, Commands
 from launcher.processes.processes import Child
+from launcher.resources.batch_plan import counted
 from launcher.resources.placement import Placement, SamplerPlace
 
 _LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
@@ -57,10 +58,10 @@ def read_hosts(path: Path) -> tuple[HostLine, ...]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path}: {getattr(error, 'strerror', None) or error}") from None
-    found = [_host(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
+    found = [_parse(path, number, text) for number, line in enumerate(lines, 1) if (text := line.split("#")[0].strip())]
     names = [host.name for host in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--hosts {path}: {twice[0]} stands there twice; write one line for each host")
+        raise UserError(f"--hosts {path}: {twice[0]} is listed twice; write one line for each host")
     if not found or not found[0].slots:
         raise UserError(f"--hosts {path}: the first host has rank 0 of the trainer; write it as {_EXAMPLE}")
     if not any(host.samplers for host in found):
@@ -68,7 +69,7 @@ def read_hosts(path: Path) -> tuple[HostLine, ...]:
     return tuple(found)
 
 
-def _host(path: Path, number: int, text: str) -> HostLine:
+def _parse(path: Path, number: int, text: str) -> HostLine:
     match = _LINE.fullmatch(text)
     counts = dict(word.split("=") for word in match["counts"].split()) if match else {}
     if match is None or "slots" not in counts or counts.keys() - {"slots", "samplers"}:
@@ -87,17 +88,16 @@ def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
         ("channel.endpoint", endpoint, endpoint is None or endpoint.startswith("tcp://")),
     ):
         if not is_right:
-            counts = f"the hostfile has {ranks} slots and {samplers} samplers"
-            raise UserError(f"{name} {given} is not of these hosts: {counts}; remove {name}")
+            counts = f"which has {ranks} slots and {samplers} samplers"
+            raise UserError(f"{name} {given} contradicts the hostfile, {counts}; remove {name}")
     return [] if config.sampler.num_samplers == samplers else [f"sampler.num_samplers={samplers}"]
 
 
 def placement_over(hosts: Sequence[HostLine]) -> Placement:
     ranks = sum(host.slots for host in hosts)
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
-    samplers_text = ", ".join(f"{h.name} × {h.samplers}" for h in hosts if h.samplers)
     samplers = tuple(SamplerPlace({}, (), host.name) for host in hosts for _ in range(host.samplers))
-    return Placement(ranks, samplers, {}, (), samplers_text, f"{ranks_text}, {ranks} rank{'s' * (ranks > 1)}")
+    return Placement(ranks, samplers, {}, (), f"{ranks_text}, {counted(ranks, 'rank')}")
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,6 @@ class HostCommands(Commands):
         self._hosts, self._meet, self._attempt = hosts, meet, 0
         self._folder = config.run.output_dir.absolute() / "hosts"
         durable.make_private(self._folder)
-        for old in self._folder.glob("*.json"):
-            old.unlink()
         self._number = secrets.token_hex(4)  # so that no other host has a file of this name by chance
 
     def samplers(self) -> list[Child]:
@@ -161,7 +159,7 @@ class HostCommands(Commands):
         width = self.config.engine_gpus
         places = [(host, (host.slots + i * width, width)) for host in self._hosts for i in range(host.samplers)]
         return [
-            self._over(alone.name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})])
+            self._child_over(alone.name, [(host, alone.argv, {"gpus": gpus, "scratch": alone.scratch})])
             for alone, (host, gpus) in zip(super().samplers(), places, strict=True)
         ]
 
@@ -179,9 +177,9 @@ class HostCommands(Commands):
             )
             for i, host in enumerate(hosts)
         ]
-        return self._over("trainer", starts)
+        return self._child_over("trainer", starts)
 
-    def _over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
+    def _child_over(self, name: str, starts: Sequence[tuple[HostLine, Sequence[str], Mapping[str, Any]]]) -> Child:
         """Returns a child that runs commands on hosts. starts: host, command, and for on_host.py gpus (the first, and
         how many) and scratch. The log of each command has its host's name; the child's own log is beside them."""
         self._attempt += 1
@@ -191,7 +189,7 @@ class HostCommands(Commands):
                 "host": host.name,
                 "name": name,
                 "argv": list(argv),
-                "env": {**self._meet.env.get(host.name, {}), **passed_on(os.environ)},
+                "env": {**self._meet.env.get(host.name, {}), **environment_for_others(os.environ)},
                 "log": str(self._logs.absolute() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
                 "attempt": self._attempt,
@@ -208,7 +206,7 @@ class HostCommands(Commands):
         return Child(name, argv, env, self._logs / f"{name}.log", echo=name == "trainer", on_other_hosts=True)
 
 
-def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_for_others(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables for other hosts: our settings of libraries, no secret, nothing specific to this host."""
     kept = {k: v for k, v in environ.items() if _PASSED.fullmatch(k) and not secret_part([k])}
     return {k: v for k, v in kept.items() if k not in _OF_THIS_HOST} | {"TANDEM_SUPERVISED": "1"}

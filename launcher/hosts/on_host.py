@@ -1,12 +1,10 @@
 """Runs one process of a run on one of its hosts:  python -m launcher.hosts.on_host, started by over_hosts.py over ssh.
 
-    stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
-             (all output is in the process's log in the run folder)
-    stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
-             signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
-    exit     the code of the process, 256 - n for a signal n
-
-Ends with 2 if this host does not see the run folder of the others.
+stdout   first a free port and the addresses of this host, for over_hosts.py; then the output that a user should see
+         (all output is in the process's log in the run folder)
+stdin    lines of JSON: questions, then the order (hosts.py); then signal numbers for the process, one per line. A
+         signal that arrives here is reported on stdout and sent to all hosts. End of file kills the process
+exit     the code of the process, 256 - n for a signal n; 2 if this host does not see the run folder of the others
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from common.processes.exits import INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT
 from common.processes.out_of_memory import less_memory
 from common.wire.ports import listen
 from launcher.processes.killed import OomKills
-from launcher.processes.processes import Child, Guard, Running
+from launcher.processes.processes import Child, Guard, Running, show
 from launcher.resources.machine import usable_cores
 from launcher.resources.placement import visible_gpus
 
@@ -47,7 +45,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, lambda *_: None)  # SIG_IGN would be inherited by every child
     os.chdir(ROOT)
     try:
-        order = _order()
+        order = _receive_order()
         _require_shared(order)
         child = _child(order, os.environ)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,35 +68,35 @@ def main() -> int:
         return code % 256
 
 
-def _order() -> dict[str, Any]:
+def _receive_order() -> dict[str, Any]:
     """Answers questions until the order comes and returns it; reads no byte beyond it. Exits at the end of stdin."""
     with listen() as listening, open(0, "rb", buffering=0, closefd=False) as words:
-        _answer({"port": listening.getsockname()[1], "cards": _cards()})
+        _answer({"port": listening.getsockname()[1], "cards": _network_cards()})
         for line in iter(words.readline, b""):
             order: dict[str, Any] = json.loads(line)
             if "reach" not in order:
                 return order
-            _answer(_reached(**order["reach"]))
+            _answer(_reachable(**order["reach"]))
     sys.exit(RETRYABLE)
 
 
 def _answer(content: Mapping[str, Any]) -> None:
-    _show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
+    show(b"\n" + ANSWER + json.dumps(content).encode() + b"\n")
 
 
-def _cards() -> dict[str, str]:
+def _network_cards() -> dict[str, str]:
     """Returns {address: network card} of this host, without IPv6 addresses that are valid on one link only."""
     ip = (socket.AF_INET, socket.AF_INET6)
     found = [(of, card) for card, addresses in psutil.net_if_addrs().items() for of in addresses if of.family in ip]
     return {of.address: card for of, card in found if "%" not in of.address}
 
 
-def _reached(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
+def _reachable(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]:
     """Returns the network card that reaches each address of another host, and the addresses of that host's name."""
 
     def card_to(address: str) -> str | None:
         with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
-            return _cards().get(link.getsockname()[0])
+            return _network_cards().get(link.getsockname()[0])
         return None
 
     known: list[str] = []
@@ -131,8 +129,7 @@ def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     if not gpus:
         env["DS_ACCELERATOR"] = "cpu"
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        threads = max(1, len(usable_cores()) // order["processes"])
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // order["processes"])))
     elif first + count > len(gpus):
         raise UserError(
             f"{order['host']} has {len(gpus)} GPUs and the hostfile gives its processes {first + count}; lower slots= "
@@ -152,25 +149,17 @@ def _watch(running: Running, kills: OomKills) -> int:
         kills.look()
         for descriptor in select.select([0, *running.streams], [], [], 0.1)[0]:
             if descriptor != 0:
-                running.relay(descriptor, _show)
+                running.relay(descriptor)
             elif words := os.read(0, 4096).split():
                 is_asked = True
                 for number in map(int, words):
                     running.process.send_signal(number)
             else:
-                running.close(_show)
+                running.close()
                 return INTERRUPTED
     code = running.process.returncode
-    running.close(_show)
+    running.close()
     return of_child(code, is_asked)
-
-
-def _show(data: bytes) -> None:
-    """Writes to stdout; if the connection is gone, later output is dropped, and stdin ends too."""
-    try:
-        os.write(1, data)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -62,14 +62,14 @@ def main(arguments: Sequence[str]) -> int:
         port = str(hosts[0].answer["port"])
         for host, order in zip(hosts, orders, strict=True):
             host.tell(json.loads(json.dumps(order).replace(PORT, port)))
-        first, code = _watch(hosts, asked)
+        first, code = _watch_all(hosts, asked)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (UserError, Retryable) as error:
         say(str(error))
         return USER_ERROR if isinstance(error, UserError) else RETRYABLE
     finally:
-        _end(hosts)
+        _end_all(hosts)
     if first is not None and code != INTERRUPTED:  # printed last, below what the other hosts print at this end
         say(f"{first.name}: {'the connection ended' if first.is_lost else f'the first that {exits.meaning(code)}'}")
         if not first.is_lost and (log := Path(orders[hosts.index(first)]["log"])).exists():
@@ -93,7 +93,7 @@ def answers(names: Sequence[str]) -> list[dict[str, Any]]:
             _until_answered(hosts)
         return [first, *(host.answer for host in hosts[1:])]
     finally:
-        _end(hosts)
+        _end_all(hosts)
 
 
 class Host:
@@ -102,17 +102,14 @@ class Host:
     def __init__(self, name: str):
         self.name = name
         self.answer: dict[str, Any] = {}  # the newest message
-        self.was_there = self.is_lost = False
-        self.said_end_at = float("inf")
-        self._words: list[str] = []  # output of ssh and of a shell, before the first answer
+        self.has_answered = self.is_lost = False
+        self.reported_end_at = float("inf")
+        self._early_output: list[str] = []  # output of ssh and of a shell, before the first answer
         self._rest = b""
-        words, pipe = reach(name, os.environ), subprocess.PIPE
-        more: Any = {
-            "start_new_session": True,
-            "preexec_fn": exits.die_with_parent,
-        }  # safe: this process has no threads
+        words, pipe = shell_on(name, os.environ), subprocess.PIPE
+        own_session: Any = {"start_new_session": True, "preexec_fn": exits.die_with_parent}  # safe: we have no threads
         try:
-            self.process = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **more)
+            self.process = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, **own_session)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; install it, or set TANDEM_SSH") from None
         self.stdin: Any = self.process.stdin
@@ -136,12 +133,12 @@ class Host:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
             if line.startswith(ANSWER):
-                self.answer, self.was_there = json.loads(line.removeprefix(ANSWER)), True
-            elif not self.was_there:
-                self._words += [text] if text.strip() else []
+                self.answer, self.has_answered = json.loads(line.removeprefix(ANSWER)), True
+            elif not self.has_answered:
+                self._early_output += [text] if text.strip() else []
             else:
                 if _ITS_END.match(text):
-                    self.said_end_at = min(self.said_end_at, time.monotonic())
+                    self.reported_end_at = min(self.reported_end_at, time.monotonic())
                 print(re.sub("^tandem: ", f"tandem: {self.name}: ", text), flush=True)
 
     def drain(self, timeout_s: float) -> None:
@@ -154,23 +151,23 @@ class Host:
         if code is None:
             return None
         self.drain(0)
-        self.said_end_at = min(self.said_end_at, time.monotonic())
+        self.reported_end_at = min(self.reported_end_at, time.monotonic())
         self.is_lost = code < 0 or code == _NO_CONNECTION
         return RETRYABLE if self.is_lost else code
 
     def refusal(self) -> UserError | Retryable:
         """Returns the error that reports an end without an answer."""
-        code, last = self.process.returncode, self._words[-1] if self._words else ""
-        if self.was_there or not (0 <= code < 128 or code == _NO_CONNECTION):  # or a signal killed it
+        code, last = self.process.returncode, self._early_output[-1] if self._early_output else ""
+        if self.has_answered or not (0 <= code < 128 or code == _NO_CONNECTION):  # or a signal killed it
             return Retryable(f"{self.name}: the connection ended")
         if 0 < code < 128:
             install = "install this folder on it under the same path: bash launch.sh setup"
             return UserError(f"{self.name}: no {sys.executable} that works there ({last}); {install}")
-        helps = [(word, what) for word in self._words for known, what in _REFUSED.items() if known in word]
+        helps = [(word, what) for word in self._early_output for known, what in _REFUSED.items() if known in word]
         if not last or (not helps and _DOWN.search(last)):
             return Retryable(f"{self.name}: {last or 'the connection ended'}")
         word, what = helps[0] if helps else (last, "mend it")
-        by_hand = [*reach(self.name, os.environ)[:-1], "true"]
+        by_hand = [*shell_on(self.name, os.environ)[:-1], "true"]
         return UserError(f"{self.name}: {word}; {what}, until this works here: {shlex.join(by_hand)}")
 
 
@@ -178,7 +175,7 @@ def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
     """Waits for all hosts' answers; ssh limits the time. Raises a host's refusal, or KeyboardInterrupt on a signal."""
     is_due = every(10.0)
     while missing := [host for host in hosts if not host.answer]:
-        _read(hosts)
+        _read_all(hosts)
         if asked:
             raise KeyboardInterrupt
         for host in missing:
@@ -188,40 +185,40 @@ def _until_answered(hosts: Sequence[Host], asked: Sequence[int] = ()) -> None:
             say(f"waiting for {', '.join(host.name for host in missing)}")
 
 
-def _watch(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
+def _watch_all(hosts: Sequence[Host], asked: list[int]) -> tuple[Host | None, int]:
     """Waits for all processes and passes signals on. Returns the first host that failed, or None, and the exit code."""
-    told, until = 0, float("inf")
+    num_passed_on, until = 0, float("inf")
     while True:
-        _read(hosts)
+        _read_all(hosts)
         failed = [(host, code) for host in hosts if (code := host.ended())]
         asked += [host.answer.pop("asked") for host in hosts if "asked" in host.answer]
         asked += [signal.SIGTERM] * (not asked and INTERRUPTED in [code for _, code in failed])
-        for number in asked[told:]:
-            told += 1
+        for number in asked[num_passed_on:]:
+            num_passed_on += 1
             for host in hosts:
                 host.tell(number)
         if failed:
             until = min(until, time.monotonic() + FOLLOW_S)
         if time.monotonic() >= until or all(host.process.returncode is not None for host in hosts):
-            first, code = min(failed, key=_order, default=(None, exits.DONE))
+            first, code = min(failed, key=_by_cause, default=(None, exits.DONE))
             return first, INTERRUPTED if asked and code not in (exits.DONE, USER_ERROR) else code
 
 
-def _order(ended: tuple[Host, int]) -> tuple[bool, float]:
+def _by_cause(ended: tuple[Host, int]) -> tuple[bool, float]:
     """Returns a sort key: codes that another rank's end cannot cause come first, then the time of the end decides."""
     host, code = ended
-    return code not in (USER_ERROR, INTERRUPTED, *exits.SIGKILLED), host.said_end_at
+    return code not in (USER_ERROR, INTERRUPTED, *exits.SIGKILLED), host.reported_end_at
 
 
-def _end(hosts: Sequence[Host]) -> None:
+def _end_all(hosts: Sequence[Host]) -> None:
     """Closes the connections, which ends every process on the hosts."""
     until = time.monotonic() + FOLLOW_S
     for host in hosts:
         host.stdin.close()
-        if not host.was_there:  # nothing has started on this host
+        if not host.has_answered:  # nothing has started on this host
             kill_group(host.process.pid)
     while time.monotonic() < until and any(host.process.poll() is None for host in hosts):
-        _read(hosts)
+        _read_all(hosts)
     for host in hosts:
         kill_group(host.process.pid)
         host.process.wait()
@@ -229,14 +226,14 @@ def _end(hosts: Sequence[Host]) -> None:
         host.stdout.close()
 
 
-def _read(hosts: Sequence[Host]) -> None:
+def _read_all(hosts: Sequence[Host]) -> None:
     """Reads the output that hosts send within a tenth of a second."""
     streams = {host.stdout: host for host in hosts if not host.stdout.closed}
     for stream in select.select(list(streams), [], [], 0.1)[0]:
         streams[stream].read()
 
 
-def reach(host: str, environ: Mapping[str, str]) -> list[str]:
+def shell_on(host: str, environ: Mapping[str, str]) -> list[str]:
     """Returns the argv of a shell on the host, which reads stdin: ssh drops quotes, `ip netns exec` has no shell."""
     return ["sh"] if is_here(host) else [*shlex.split(environ.get("TANDEM_SSH", _SSH)), host, "sh"]
 

@@ -23,10 +23,10 @@ END_S = 30.0
 
 def main(words: Sequence[str]) -> int:
     first, count, world, address, port, *program = words
-    asked: list[int] = []
+    signals: list[int] = []
     faulthandler.register(signal.SIGUSR1, 2)
     for number in exits.ENDS:
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     meeting = {"WORLD_SIZE": world, "MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_SIZE": count}
     ranks = [
         subprocess.Popen(
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         )
         for local in range(int(count))
     ]
-    return watch(ranks, asked) % 256
+    return watch(ranks, signals) % 256
 
 
 def device(local: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -46,20 +46,20 @@ def device(local: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[local]} if is_shared else {"LOCAL_RANK": str(local)}
 
 
-def watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
+def watch(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> int:
     """Waits for the ranks and returns the exit code of the first to fail; the others follow or are told to end."""
-    code, told, kill_at = exits.DONE, 0, math.inf
+    code, num_passed_on, kill_at = exits.DONE, 0, math.inf
     while alive := [rank for rank in ranks if rank.poll() is None]:
         time.sleep(0.05)
-        numbers, told = list(asked[told:]), len(asked)
+        numbers, num_passed_on = list(signals[num_passed_on:]), len(signals)
         if not code and _cause(ranks):
             time.sleep(FOLLOW_S)
             code, kill_at = _cause(ranks), time.monotonic() + END_S
-            numbers += [signal.SIGTERM] * (not asked)
+            numbers += [signal.SIGTERM] * (not signals)
         for rank in alive:
             for number in [signal.SIGKILL] if time.monotonic() > kill_at else numbers:
                 rank.send_signal(number)
-    return exits.of_child(code or _cause(ranks), bool(asked))
+    return exits.of_child(code or _cause(ranks), bool(signals))
 
 
 def _cause(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

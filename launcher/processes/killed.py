@@ -18,11 +18,7 @@ _COUNTERS = ("memory.events", "memory.oom_control")  # cgroup v2, v1
 
 
 class OomKills:
-    """The kernel's out-of-memory kills. Each of them explains one process that ends right after it.
-
-    So a sampler that somebody kills an hour after a trainer ran out of memory is not said to lack memory, nor is
-    a trainer after the kernel has killed a reward's process.
-    """
+    """The kernel's out-of-memory kills. Each explains one process that ends right after it, and no later end."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root, self._known, self._recent = root, oom_kills(root), list[float]()
@@ -44,8 +40,8 @@ class OomKills:
         size, name = memory_limit(self._root)
         limit = f"{name} is {size / GIB:.2f} GiB"
         if self._known is None:
-            said = "was killed by SIGKILL, by the kernel for want of memory or from outside: its counter cannot be read"
-            return False, f"{who} {said} here. {limit}. If it was memory: {advice}"
+            unknown = "was killed by SIGKILL, by the kernel for want of memory or from outside"
+            return False, f"{who} {unknown}: its counter cannot be read here. {limit}. If it was memory: {advice}"
         if self._recent:
             self._recent.pop(0)
             return True, f"{who} was killed by the kernel's out-of-memory killer: {limit}. {advice}"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,7 @@ class Running:
             os.close(child_err)
         self.scratch = [pattern.replace(PID, str(self.process.pid)) for pattern in child.scratch]
 
-    def relay(self, descriptor: int, show: Callable[[bytes], None]) -> bool:
+    def relay(self, descriptor: int) -> bool:
         """Moves available output to the log, and what people should see to the terminal. Returns False at its end."""
         transcript, echo = self.streams[descriptor]
         data = os.read(descriptor, 65536)
@@ -100,7 +100,7 @@ class Running:
             del self.streams[descriptor]
         return bool(data)
 
-    def close(self, show: Callable[[bytes], None]) -> None:
+    def close(self) -> None:
         """Kills the process group and all processes with its mark outside of it; removes its files except the log."""
         kill_group(self.process.pid)
         kill_marked(self._mark)
@@ -108,7 +108,7 @@ class Running:
         remove(self.scratch)
         remove_orphans()
         for descriptor in list(self.streams):
-            while select.select([descriptor], [], [], 1.0)[0] and self.relay(descriptor, show):
+            while select.select([descriptor], [], [], 1.0)[0] and self.relay(descriptor):
                 pass
         for descriptor in self.streams:  # another process holds the other end
             os.close(descriptor)
@@ -121,6 +121,15 @@ class Running:
         with suppress(OSError):
             self._log.writelines(f"{line}\n" for line in lines)
             self._log.flush()
+
+
+def show(data: bytes) -> None:
+    """Writes to stdout, also inside a signal handler. If its reader is gone, later output is dropped."""
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Guard:
@@ -137,16 +146,16 @@ class Guard:
 
     def watch(self, running: Running) -> None:
         """Adds the child's process group and files to what the guard removes."""
-        self._send({"pid": running.process.pid, "scratch": running.scratch})
+        self._send(running, running.scratch)
 
     def forget(self, running: Running) -> None:
         """Removes a child whose group has ended, because the kernel may reuse its number."""
-        self._send({"pid": running.process.pid, "scratch": None})
+        self._send(running, None)
 
-    def _send(self, message: Mapping[str, object]) -> None:
+    def _send(self, running: Running, scratch: Sequence[str] | None) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the guard was killed; the two other means remain
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps([running.process.pid, scratch]).encode() + b"\n")
             self._process.stdin.flush()
 
     def __enter__(self) -> Guard:
@@ -163,22 +172,15 @@ class Guard:
 def kill_marked(mark: str) -> None:
     """Kills every process of this user whose mark begins with `mark`, until a second look finds none."""
     for _ in range(20):
-        everyone = psutil.process_iter(["environ"])
+        everyone = psutil.process_iter(["environ", "status"])
         marked = [p for p in everyone if (p.info["environ"] or {}).get(MARK, "").startswith(mark)]
-        alive = [p for p in marked if p.pid != os.getpid() and _alive(p)]
+        alive = [p for p in marked if p.pid != os.getpid() and p.info["status"] != psutil.STATUS_ZOMBIE]
         if not alive:
             return
         for process in alive:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.02)
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def remove(patterns: Sequence[str]) -> None:
@@ -203,9 +205,7 @@ def guard_main(mark: str, messages: IO[str]) -> None:
     """Runs the guard: it notes process groups until the pipe closes, then kills what is left of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: dict[int, list[str] | None] = {}
-    for message in map(json.loads, messages):
-        groups[message["pid"]] = message["scratch"]
+    groups: dict[int, list[str] | None] = dict(map(json.loads, messages))  # of a group the newest message counts
     live = {pid: scratch for pid, scratch in groups.items() if scratch is not None}
     for pid in live:
         kill_group(pid)

@@ -18,7 +18,6 @@ processes of over_hosts.py, which hold the connections.
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import sys
@@ -75,7 +74,6 @@ class Supervisor:
         self._guard, self._kills = Guard(), OomKills()
         self._selector = selectors.DefaultSelector()
         self._interrupts = 0
-        self._terminal_open = True
 
     def run(self) -> int:
         previous = {number: signal.signal(number, self._on_signal) for number in ends()}
@@ -145,8 +143,8 @@ class Supervisor:
         if slot.child.on_other_hosts and code > 0:  # a code of the other host; below 0, over_hosts.py was killed
             return False
         advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
-        for_memory, said = self._kills.why_killed(name, advice)
-        say(said)
+        for_memory, message = self._kills.why_killed(name, advice)
+        say(message)
         return for_memory
 
     def _retry(self, name: str, code: int, for_memory: bool) -> str | None:
@@ -157,7 +155,7 @@ class Supervisor:
         if self._rules.out_of_time():
             return "trainer.max_hours is over"
         if for_memory and slot.killed_for_memory:
-            return "it would need as much memory again: it was killed for it twice without a new step in between"
+            return "it ran out of memory twice without a new step in between, and would need as much again"
         slot.killed_for_memory |= for_memory
         if slot.restarts >= self._rules.max_restarts:
             return f"{slot.restarts} restarts in a row without a new step"
@@ -195,7 +193,7 @@ class Supervisor:
         assert slot.running is not None
         for descriptor in slot.running.streams:
             self._selector.unregister(descriptor)
-        slot.running.close(self._show)
+        slot.running.close()
         self._guard.forget(slot.running)
         slot.running, slot.end_by = None, None
 
@@ -233,21 +231,11 @@ class Supervisor:
         if not self._selector.get_map():
             time.sleep(timeout_s)
         for key, _ in self._selector.select(timeout_s):
-            if not key.data.relay(key.fd, self._show):
+            if not key.data.relay(key.fd):
                 self._selector.unregister(key.fd)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._interrupts += 1
-
-    def _show(self, data: bytes) -> None:
-        """Writes to our terminal. A terminal that is gone ends the display, never the run."""
-        if self._terminal_open:
-            try:
-                sys.stdout.buffer.write(data)
-                sys.stdout.buffer.flush()
-            except OSError:
-                self._terminal_open = False
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
 
     def _explain(self, name: str, code: int) -> None:
         log = self._slots[name].child.log

@@ -23,8 +23,8 @@ def batch_line(config: Config, num_ranks: int) -> str:
         per_rank = f", {groups * completions:,} per {of_whom}"
     budget = config.trainer.max_tokens_per_micro_batch
     at_most = "" if budget is None else f" of {budget:,} tokens, or fewer"
-    steps = _count(config.algorithm.steps_per_batch, "optimizer step")
-    micro = _count(config.micro_batches(num_ranks), "micro-batch", "es")
+    steps = counted(config.algorithm.steps_per_batch, "optimizer step")
+    micro = counted(config.micro_batches(num_ranks), "micro-batch", "es")
     batch = f"{prompts:,} problems × {completions} completions = {prompts * completions:,} sequences a batch"
     return f"{batch}{per_rank}; {steps} of {micro}{at_most}"
 
@@ -47,5 +47,6 @@ def settings_of_epochs(config: Config) -> list[str]:
     return ["trainer.epochs=null", f"trainer.max_steps={batches * config.algorithm.steps_per_batch}"]
 
 
-def _count(n: int, what: str, ending: str = "s") -> str:
+def counted(n: int, what: str, ending: str = "s") -> str:
+    """Returns "1 rank", or "1,024 ranks"."""
     return f"{n:,} {what}{ending * (n != 1)}"

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 
 from common.config import Config
 from launcher.resources.machine import Machine, gib
-from launcher.resources.memory import (
-    SamplerMemory,
-    TrainerMemory,
-    published_copies,
-    published_versions,
-    resident_sampler,
-    sampler_memory,
-    trainer_memory,
-)
+from launcher.resources.memory import SamplerMemory, TrainerMemory, published_bytes, sampler_memory, trainer_memory
 from launcher.resources.placement import Placement
-from launcher.resources.shares import are_chosen, longest_sequence, problem, ranks_need, shares, way_out
+from launcher.resources.shares import is_undivided, longest_sequence, problem, shares, trainer_problem
 from launcher.resources.workload import Workload
 
 _VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
@@ -35,7 +27,7 @@ class Fit:
 def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     trainer = trainer_memory(work)
     together = f", {work.ranks_per_gpu} ranks on one GPU" if work.ranks_per_gpu > 1 else ""
-    lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_parts(trainer)}")]
+    lines = [("trainer", f"{gib(trainer.total)} per rank{together}: {_trainer_parts(trainer)}")]
     if experts := work.model.experts:
         counts = f"{work.model.active_parameters:,} of {work.model.parameters:,} parameters"
         lines.append(("experts", f"a token meets {experts[1]} of {experts[0]}, {counts}"))
@@ -43,24 +35,31 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
         share = work.adapters / work.model.parameters
         counts = f"{work.adapters:,} beside {work.model.parameters:,} frozen parameters ({100 * share:.2g} %)"
         lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
+    if work.reference:
+        lines.append(("reference", f"scored by the {work.reference_on} (reference.on)"))
     on_devices = _on_gpus if machine.gpus else _on_cpu
-    if are_chosen(config, place, machine):
+    if is_undivided(config, place) and machine.gpu_bytes:
         on_devices = _on_one_gpu
     found = on_devices(config, work, place, machine)
     host = on_host(config, work, machine) if machine.gpus else Fit((), ())
     return Fit((*lines, *found.lines, *host.lines), (*found.problems, *host.problems))
 
 
-def _parts(memory: TrainerMemory) -> str:
+def _trainer_parts(memory: TrainerMemory) -> str:
     """Returns the permanent parts of the memory and those that the peak of a step adds, in words."""
     always = ("weights", "gradients", "optimizer", "critic", "reference", "copies", "context", "spare")
     largest = ("reducing",) if memory.reducing == memory.peak else ("activations", "logits", "buckets")
     return ", ".join(f"{name} {gib(getattr(memory, name))}" for name in (*always, *largest) if getattr(memory, name))
 
 
+def _sampler_parts(memory: SamplerMemory) -> str:
+    reference = f", reference {gib(memory.reference)}" if memory.reference else ""
+    return f"weights {gib(memory.weights)}{reference}, cache {gib(memory.cache_per_sequence)} per sequence"
+
+
 def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     sampler = sampler_memory(work, config.engine_gpus)
-    parts = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
+    parts = _sampler_parts(sampler)
     if not machine.gpu_bytes:
         return Fit((("sampler", f"{parts}; the memory of the GPUs is not known, see --gpus"),), ())
     taken = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * machine.gpu_bytes
@@ -68,28 +67,24 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
         taken = sampler.weights + sampler.overhead + float(cache)
     at_once, share = sampler.sequences_that_fit(taken), taken / machine.gpu_bytes
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
-    text = f"of {share:.2f} × {gib(machine.gpu_bytes)} {parts}: {min(at_once, wanted)} of {wanted} decode at once"
-    if work.reference_of("sampler") is not None:
-        text += f"; reference {gib(sampler.reference)} beside it"
+    text = f"{parts}; in {share:.2f} × {gib(machine.gpu_bytes)} {min(at_once, wanted)} of {wanted} decode at once"
     problems = [*_sampler_problems(sampler, taken, machine)]
     budget = machine.gpu_bytes - (taken + sampler.reference if place.shares_gpu else 0)
-    needed = work.ranks_per_gpu * trainer_memory(work).total
-    if needed > budget:
+    if work.ranks_per_gpu * trainer_memory(work).total > budget:
         beside = " beside the sampler" if place.shares_gpu else ""
-        head = f"{ranks_need(work, needed)} and a trainer GPU has {gib(budget)}{beside}"
-        problems.append(f"{head}; {way_out(work, budget)}")
+        problems.append(trainer_problem(work, budget, f"a trainer GPU has {gib(budget)}{beside}"))
     return Fit((("sampler", text),), tuple(problems))
 
 
 def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
     """Checks the host memory of a GPU machine: permanent pinned copies of published weights, and their versions."""
-    pinned, versions = published_copies(work), published_versions(work)
+    pinned, versions = published_bytes(work)
     place = config.weights.dir or "/dev/shm"
-    line = "host", f"{gib(pinned)} pinned for what is published; versions of it {gib(versions)} in {place}"
+    line = "host", f"{gib(pinned)} pinned for published weights; their versions take {gib(versions)} in {place}"
     if (needed := pinned + (0 if config.weights.dir else versions)) <= machine.memory:
         return Fit((line,), ())
     way = "" if config.weights.dir else f"; set weights.dir={config.run.output_dir}/weights"
-    return Fit((line,), (f"what is published needs {gib(needed)} of the host's {gib(machine.memory)}{way}",))
+    return Fit((line,), (f"the published weights need {gib(needed)} of the host's {gib(machine.memory)}{way}",))
 
 
 def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) -> Iterator[str]:
@@ -111,12 +106,10 @@ def _sampler_problems(sampler: SamplerMemory, taken: float, machine: Machine) ->
 def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     """Checks both processes on one GPU, with a key-value cache whose size shares.py chooses."""
     sampler, found = sampler_memory(work), shares(work, machine, longest_sequence(config))
-    text = f"weights {gib(sampler.weights)}, cache {gib(sampler.cache_per_sequence)} per sequence"
-    if work.reference_of("sampler") is not None:
-        text += f", reference {gib(sampler.reference)}"
+    text, wanted = _sampler_parts(sampler), work.max_num_seqs
     if trouble := problem(work, found):
         return Fit((("sampler", text),), (trouble,))
-    text += f"; cache {gib(found.cache)} in all: {min(found.sequences, found.wanted)} of {found.wanted} decode at once"
+    text += f"; cache {gib(found.cache)} in all: {min(found.sequences, wanted)} of {wanted} decode at once"
     together = f"{gib(found.trainer + found.sampler + found.cache)} of {gib(machine.gpu_bytes)}"
     return Fit((("sampler", text), ("one GPU", f"{together}; {' '.join(found.settings)}")), ())
 
@@ -124,16 +117,12 @@ def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machi
 def _on_cpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
     """Checks all processes together, because they share the host's memory."""
     sampler, count = sampler_memory(work), config.sampler.num_samplers
-    of_sampler, versions = resident_sampler(work, sampler), published_versions(work)
-    text = (
-        f"{gib(of_sampler)}{' each' * (count > 1)}: weights {gib(sampler.weights)}, cache "
-        f"{gib(sampler.cache_per_sequence)} per sequence; published versions {gib(versions)} in "
-        f"{config.weights.dir or '/dev/shm'}"
-    )
-    versions = 0 if config.weights.dir else versions
-    budget = (machine.memory - count * of_sampler - versions) / place.num_ranks
-    needed = trainer_memory(work).total
-    if needed <= budget:
+    of_sampler, (_, versions) = sampler.resident(work.max_num_seqs), published_bytes(work)
+    published = f"published versions {gib(versions)} in {config.weights.dir or '/dev/shm'}"
+    text = f"{gib(of_sampler)}{' each' * (count > 1)}: {_sampler_parts(sampler)}; {published}"
+    in_memory = 0 if config.weights.dir else versions
+    budget = (machine.memory - count * of_sampler - in_memory) / place.num_ranks
+    if trainer_memory(work).total <= budget:
         return Fit((("sampler", text),), ())
     have = f"the host's {gib(machine.memory)} leave {gib(budget)} per rank beside the sampler{'s' * (count > 1)}"
-    return Fit((("sampler", text),), (f"{ranks_need(work, needed)} and {have}; {way_out(work, budget)}",))
+    return Fit((("sampler", text),), (trainer_problem(work, budget, have),))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # root of the repository
 GIB = 2**30
 MACHINE = "the machine's memory"
 
@@ -52,11 +51,6 @@ class Gpu:
     is_cut: bool = False  # divided into MIG devices
 
 
-def listed_gpus() -> tuple[Gpu, ...]:
-    """Returns the GPUs that the NVIDIA driver lists; () without a driver."""
-    return gpus_in(nvidia_smi("-L"))
-
-
 def nvidia_smi(*arguments: str) -> str:
     """Returns the output of nvidia-smi; "" without a driver."""
     command = ["nvidia-smi", *arguments]
@@ -66,10 +60,13 @@ def nvidia_smi(*arguments: str) -> str:
         return ""
 
 
-def gpus_in(listed: str) -> tuple[Gpu, ...]:
-    """Parses "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" into (Gpu(0, "GPU-5f2b"),); lines of MIG devices follow their GPU."""
+def listed_gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs that the driver lists; () without a driver.
+
+    "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" → (Gpu(0, "GPU-5f2b"),); lines of MIG devices follow their GPU.
+    """
     found: list[Gpu] = []
-    for line in listed.splitlines():
+    for line in nvidia_smi("-L").splitlines():
         if match := re.match(r"GPU (\d+):(?:.*\(UUID: (\S+)\))?", line):
             found.append(Gpu(int(match[1]), match[2] or ""))
         elif line.strip().startswith("MIG ") and found:

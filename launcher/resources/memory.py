@@ -106,7 +106,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         critic = sum(states(work.trained_by_critic, work.dtype, ranks, stage, work.sums_in_fp32, work.moments))
         critic += b * (work.critic.parameters - work.trained_by_critic) / (ranks if stage == 3 else 1)
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
-    frozen = None if work.reference_is_base else work.reference_of("trainer")
+    frozen = work.reference if work.reference_on == "trainer" and not work.reference_is_base else None
     buckets, reducing = _reduction(work, trained)
     memory = TrainerMemory(
         weights=weights,
@@ -185,6 +185,14 @@ class SamplerMemory:
         """Returns how many of the longest sequences decode at once when vLLM may use `budget` bytes."""
         return max(0, int((budget - self.weights - self.overhead) // self.cache_per_sequence))
 
+    def resident(self, sequences: int) -> float:
+        """Returns the bytes of a process without a GPU, where vLLM's cache, of at most 16 GiB, is resident at once.
+
+        Weights count four times, as measured: loaded, packed for vLLM's products, and the next ones while they load.
+        """
+        cache = min(16 * GIB, sequences * self.cache_per_sequence)
+        return 4 * self.weights + self.reference + self.overhead + cache
+
 
 def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
     """Estimates the sampler; tensor_parallel devices divide weights and cache. Key-value cache: 2·L·K·D·b·(P + C) bytes
@@ -193,38 +201,28 @@ def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
     values = model.kv_values_per_token * (work.prompt + work.completion) + model.state_values
     cache = b * values / tensor_parallel
     logits = 8 * model.vocab * work.max_num_seqs  # two float32 copies in the sampling step
-    frozen = work.reference_of("sampler")
+    frozen = work.reference if work.reference_on == "sampler" else None
     one_group = replace(work, groups_per_micro_batch=1)  # the sampler scores one group at a time
     reference = b * frozen.parameters + _logits(one_group, frozen) if frozen else 0.0
     context = _CONTEXT if work.on_gpu else _SAMPLER_PROGRAM
     return SamplerMemory(b * model.parameters / tensor_parallel, reference, cache, context + logits)
 
 
-def resident_sampler(work: Workload, sampler: SamplerMemory) -> float:
-    """Returns the bytes of a sampler process without a GPU: vLLM's cache, of at most 16 GiB, is resident at once.
+def published_bytes(work: Workload) -> tuple[float, float]:
+    """Returns (one version, which ranks with GPUs together copy into pinned host memory, all that exist at once).
 
-    Weights count four times, as measured: loaded, packed for vLLM's products, and the next ones while they load.
+    At once there are two versions, one more while it is written, and the sampler's copy.
     """
-    cache = min(16 * GIB, work.max_num_seqs * sampler.cache_per_sequence)
-    return 4 * sampler.weights + sampler.reference + sampler.overhead + cache
+    version = float(work.bytes_per_value * (work.adapters or work.model.parameters))
+    return version, 4 * version
 
 
-def published_versions(work: Workload) -> float:
-    """Returns bytes that are no process's own: two versions, one more while it is written, and the sampler's copy."""
-    return 4.0 * published_copies(work)
-
-
-def published_copies(work: Workload) -> float:
-    """Returns the bytes of one published version, which ranks with GPUs together copy into pinned host memory."""
-    return float(work.bytes_per_value * (work.adapters or work.model.parameters))
-
-
-def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
+def settings_that_fit(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
     """Finds the fewest settings that bring a rank below `budget` bytes, without one that changes results if possible.
 
     Returns (settings, the workload with them), or None if no settings do.
     """
-    *same_results, shorter = _options(work)
+    *same_results, shorter = _smaller_settings(work)
     subsets = [chosen for n in range(len(same_results) + 1) for chosen in itertools.combinations(same_results, n)]
     for chosen in (*subsets, *((*subset, shorter) for subset in subsets)):
         changed = work
@@ -235,7 +233,7 @@ def smaller(work: Workload, budget: float) -> tuple[list[str], Workload] | None:
     return None
 
 
-def _options(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
+def _smaller_settings(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (setting, its changes of the workload) that make a rank smaller, the one that changes results last."""
     if not work.checkpointing:
         yield "model.gradient_checkpointing=true", {"checkpointing": True}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import UserError
+from launcher.resources.batch_plan import counted
 from launcher.resources.machine import Gpu, is_cpu_build, listed_gpus
 from model import cpu
 
@@ -35,10 +36,15 @@ class Placement:
     samplers: tuple[SamplerPlace, ...]
     trainer_env: Mapping[str, str]  # for every rank; defaults
     trainer_cores: tuple[int, ...]  # shared by all ranks; empty = not pinned
-    sampler_place: str  # all samplers, for people: "GPU 0", "core 0"
-    trainer_place: str
+    trainer_place: str  # for people: "GPUs 1,2, 2 ranks"
     sampler_gpus: tuple[int, ...] = ()  # GPUs of all samplers
     trainer_gpus: tuple[int, ...] = ()  # GPU of each rank
+
+    @property
+    def sampler_place(self) -> str:
+        """Returns where the samplers are, for people: "GPU 0 · GPU 1", or "CPU, 8 shared cores (2 samplers)"."""
+        counts = Counter(sampler.where for sampler in self.samplers)
+        return " · ".join(where + f" ({count} samplers)" * (count > 1) for where, count in counts.items())
 
     @property
     def shares_gpu(self) -> bool:
@@ -71,48 +77,38 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         if devices:
             raise UserError(f"{name}.devices is {devices}, but no GPU is visible; remove it, or see `nvidia-smi -L`")
     ranks = config.trainer.num_ranks or 1
-    lent: dict[str, str] = {}
-    sampler: list[int] = []  # not pinned
-    trainer: list[int] = []
+    sampler, trainer = cores[:0], cores[:0]  # not pinned
     sampler_threads = threads = 1
     takes_turns = config.trainer.max_staleness == 0 and len(cores) > ranks
-    if len(cores) <= ranks:  # too few to give every process its own: the scheduler shares them better than we would
-        pass
-    elif takes_turns:  # mostly one process waits for the other, so each may use all cores
+    if takes_turns:  # mostly one process waits for the other, so each may use all cores
         sampler_threads, threads = len(cores), len(cores) // ranks
-    else:
+    elif len(cores) > ranks:  # the scheduler shares fewer better than we would
         threads = max(1, len(cores) // 2 // ranks)
-        sampler, trainer = list(cores[: -ranks * threads]), list(cores[-ranks * threads :])
-        sampler_threads = len(sampler)
-        if cpu.is_on():
-            lent = {"TANDEM_LENT_CORES": ",".join(map(str, sampler))}
-    of_sampler = cpu.environment(takes_turns, cpu.SAMPLERS_MEMORY)
-    samplers = _cpu_samplers(config.sampler.num_samplers, sampler, sampler_threads, of_sampler)
-    ranks_text = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
+        sampler, trainer = cores[: -ranks * threads], cores[-ranks * threads :]
+    count, num_threads = config.sampler.num_samplers, {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+    lent = {"TANDEM_LENT_CORES": ",".join(map(str, sampler))} if sampler and cpu.is_on() else {}
+    shared_cores = f"CPU, {len(cores)} shared cores"
+    samplers = []
+    for part in _equal_parts(sampler, count):
+        # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | cpu.environment(takes_turns, cpu.SAMPLERS_MEMORY)
+        env["OMP_NUM_THREADS"] = str(len(part) or max(1, sampler_threads // count))
+        samplers.append(SamplerPlace(env, tuple(part), _numbered("CPU core", part) if part else shared_cores))
+    ranks_text = f"{counted(ranks, 'rank')} × {counted(threads, 'thread')}"
     return Placement(
         num_ranks=ranks,
-        samplers=samplers,
-        trainer_env=cpu.environment(takes_turns) | lent | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+        samplers=tuple(samplers),
+        trainer_env=cpu.environment(takes_turns) | lent | num_threads,
         trainer_cores=tuple(trainer),
-        sampler_place=_each(samplers) if sampler else f"CPU, {len(cores)} shared cores" + _count(len(samplers)),
-        trainer_place=(_named("CPU core", trainer) if trainer else f"CPU, {len(cores)} shared cores")
-        + f", {ranks_text}",
+        trainer_place=f"{_numbered('CPU core', trainer) if trainer else shared_cores}, {ranks_text}",
     )
 
 
-def _cpu_samplers(
-    count: int, cores: Sequence[int], threads: int, environment: Mapping[str, str]
-) -> tuple[SamplerPlace, ...]:
-    """Divides the samplers' cores, or their threads if not pinned, into equal parts. Too few cores are shared."""
-    parts = [list(cores)] * count
-    if len(cores) >= count:
-        parts = [list(cores[len(cores) * i // count : len(cores) * (i + 1) // count]) for i in range(count)]
-    found = []
-    for part in parts:
-        # vLLM would otherwise reserve cores and bind its threads itself, whatever the affinity says.
-        env = {"OMP_NUM_THREADS": str(len(part) or max(1, threads // count)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        found.append(SamplerPlace({**environment, **env}, tuple(part), _named("CPU core", part)))
-    return tuple(found)
+def _equal_parts(cores: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Divides the samplers' cores into equal parts; fewer cores than samplers are shared by all."""
+    if len(cores) < count:
+        return [cores] * count
+    return [cores[len(cores) * i // count : len(cores) * (i + 1) // count] for i in range(count)]
 
 
 def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Placement:
@@ -124,36 +120,31 @@ def _on_gpus(config: Config, gpus: Sequence[int], cores: Sequence[int]) -> Place
             f"set trainer.num_ranks={len(trainer)}, or trainer.dist_backend=gloo: NCCL refuses two ranks on one GPU"
         )
     width, count = config.engine_gpus, config.sampler.num_samplers
-    if width > len(sampler):
-        raise UserError(
-            f"vllm.tensor_parallel_size {width} needs as many GPUs and the sampler has {len(sampler)}; "
-            f"set vllm.tensor_parallel_size={len(sampler)} or give it more sampler.devices"
-        )
     if width * count > len(sampler):
+        fewer = f"sampler.num_samplers={len(sampler) // width}"
+        narrower = f"vllm.tensor_parallel_size={len(sampler) // count or 1}"
         raise UserError(
-            f"sampler.num_samplers {count} of {width} GPU{'s' * (width > 1)} each need{'s' * (width * count == 1)} "
-            f"{width * count} GPUs and the samplers have {len(sampler)} of {len(gpus)}; set "
-            f"sampler.num_samplers={len(sampler) // width}, or give them more sampler.devices"
+            f"sampler.num_samplers {count} with vllm.tensor_parallel_size {width} needs {width * count} GPUs and the "
+            f"samplers have {len(sampler)} of {len(gpus)}; set {fewer if width <= len(sampler) else narrower}, or give "
+            "them more sampler.devices"
         )
-    used = sampler[: width * count]
-    sampler_ids = [gpus[i] for i in used]
+    sampler_ids = [gpus[i] for i in sampler[: width * count]]
     parts = [sampler_ids[i : i + width] for i in range(0, len(sampler_ids), width)]
-    samplers = tuple(SamplerPlace(_seeing(ids), (), _named("GPU", ids)) for ids in parts)
+    samplers = tuple(SamplerPlace(_visible_devices(ids), (), _numbered("GPU", ids)) for ids in parts)
     trainer_ids = [gpus[trainer[rank % len(trainer)]] for rank in range(ranks)]
-    place = f"{_named('GPU', list(dict.fromkeys(trainer_ids)))}, {ranks} rank{'s' * (ranks > 1)}"
+    place = f"{_numbered('GPU', list(dict.fromkeys(trainer_ids)))}, {counted(ranks, 'rank')}"
     return Placement(
         num_ranks=ranks,
         samplers=samplers,
-        trainer_env=_seeing(trainer_ids) | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
+        trainer_env=_visible_devices(trainer_ids) | {"OMP_NUM_THREADS": str(max(1, len(cores) // (ranks + 1)))},
         trainer_cores=(),
-        sampler_place=_each(samplers),
         trainer_place=place + (", shared with the sampler" if set(sampler) & set(trainer) else ""),
         sampler_gpus=tuple(sampler_ids),
         trainer_gpus=tuple(trainer_ids),
     )
 
 
-def _seeing(ids: Sequence[int]) -> dict[str, str]:
+def _visible_devices(ids: Sequence[int]) -> dict[str, str]:
     """Returns variables that number GPUs by the bus, as nvidia-smi does; CUDA would number the fastest GPU 0."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
 
@@ -162,8 +153,7 @@ def _split_gpus(config: Config, count: int) -> tuple[list[int], list[int]]:
     """Returns both sides' indexes into the visible GPUs. If neither names any, the sampler takes the first ones."""
     sampler, trainer = list(config.sampler.devices), list(config.trainer.devices)
     for name, devices in (("sampler", sampler), ("trainer", trainer)):
-        missing = [i for i in devices if not 0 <= i < count]
-        if missing:
+        if missing := [i for i in devices if not 0 <= i < count]:
             raise UserError(
                 f"{name}.devices {devices}: there is no GPU {missing[0]}; visible are {count}, "
                 f"numbered 0 to {count - 1} (see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES)"
@@ -211,14 +201,5 @@ def _number(name: str, listed: Sequence[Gpu]) -> int:
     return found[0]
 
 
-def _named(what: str, numbers: Sequence[int]) -> str:
+def _numbered(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {','.join(map(str, numbers))}"
-
-
-def _each(samplers: Sequence[SamplerPlace]) -> str:
-    """Returns "GPU 0", or for several samplers "GPU 0 · GPU 1 (2 samplers)"."""
-    return " · ".join(one.where for one in samplers) + _count(len(samplers))
-
-
-def _count(samplers: int) -> str:
-    return f" ({samplers} samplers)" if samplers > 1 else ""

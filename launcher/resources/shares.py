@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from common.config import Config
 from common.errors import UserError
 from launcher.resources.machine import Machine, gib
-from launcher.resources.memory import sampler_memory, smaller, trainer_memory
+from launcher.resources.memory import sampler_memory, settings_that_fit, trainer_memory
 from launcher.resources.placement import Placement
 from launcher.resources.workload import Workload, workload_of
 from model.files.dims import ModelDims
@@ -38,7 +38,6 @@ class Shares:
     weights: float  # the part of `sampler` that is weights
     cache: int  # 0: there is no room for the longest sequence
     sequences: int  # how many of the longest sequences the cache holds
-    wanted: int  # sequences that the engine decodes at once
     total: float
 
     @property
@@ -53,22 +52,17 @@ def is_undivided(config: Config, place: Placement) -> bool:
     return place.shares_gpu and config.vllm.keys().isdisjoint({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 
 
-def are_chosen(config: Config, place: Placement, machine: Machine) -> bool:
-    """Returns whether a run chooses the shares: the user has not, and the size of the GPU is known."""
-    return is_undivided(config, place) and machine.gpu_bytes > 0
-
-
 def shares(work: Workload, machine: Machine, longest: int) -> Shares:
     """Divides the memory of a GPU. longest: tokens of the longest sequence that the engine takes, `max_model_len`."""
     sampler, trainer = sampler_memory(work), work.ranks_per_gpu * trainer_memory(work).total
     per_token = sampler.cache_per_sequence / (work.prompt + work.completion)
     per_sequence = per_token * _BLOCK * math.ceil((work.prompt + work.completion) / _BLOCK)
     fixed = sampler.weights + sampler.reference + sampler.overhead
-    wanted = work.max_num_seqs  # at least a batch of rollouts; evaluations fill more
+    wanted = work.max_num_seqs * per_sequence  # at least a batch of rollouts; evaluations fill more
     least = per_token * _BLOCK * (math.ceil(longest / _BLOCK) + 1)  # vLLM keeps one block for itself
     room = (1 - _RESERVE) * machine.gpu_bytes - trainer - fixed
-    cache = 0 if room < least else int(min(room, max(least, wanted * per_sequence)))
-    return Shares(trainer, fixed, sampler.weights, cache, int(cache // per_sequence), wanted, machine.gpu_bytes)
+    cache = 0 if room < least else int(min(room, max(least, wanted)))
+    return Shares(trainer, fixed, sampler.weights, cache, int(cache // per_sequence), machine.gpu_bytes)
 
 
 def problem(work: Workload, found: Shares) -> str:
@@ -76,34 +70,27 @@ def problem(work: Workload, found: Shares) -> str:
     if found.cache:
         return ""
     budget = (1 - _RESERVE) * found.total - found.sampler - sampler_memory(work).cache_per_sequence
-    return (
-        f"one GPU of {gib(found.total)} for both: {ranks_need(work, found.trainer)}, the sampler "
-        f"{gib(found.sampler)} and a cache; {way_out(work, budget)}"
-    )
+    limits = f"the sampler {gib(found.sampler)} and a cache"
+    return f"one GPU of {gib(found.total)} for both: {trainer_problem(work, budget, limits)}"
 
 
-def ranks_need(work: Workload, of_all: float) -> str:
-    """Returns the memory of the ranks on one GPU, in words."""
-    if work.ranks_per_gpu == 1:
-        return f"a trainer rank needs about {gib(of_all)}"
-    return f"{work.ranks_per_gpu} trainer ranks on it need about {gib(of_all)}"
+def trainer_problem(work: Workload, budget: float, limits: str) -> str:
+    """Returns what the ranks of one GPU need, what limits them, and the settings by which they fit into the budget."""
+    ranks = work.ranks_per_gpu
+    who = "a trainer rank needs" if ranks == 1 else f"{ranks} trainer ranks on it need"
+    change = settings_that_fit(work, budget / ranks)
+    remedy = "no other setting makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
+    if change is not None:
+        settings, changed = change
+        remedy = f"set {' '.join(settings)}, with which the trainer needs {gib(ranks * trainer_memory(changed).total)}"
+    return f"{who} about {gib(ranks * trainer_memory(work).total)} and {limits}; {remedy}"
 
 
-def way_out(work: Workload, budget: float) -> str:
-    """Returns the settings with which the ranks of one GPU fit into `budget` bytes, in words."""
-    change = smaller(work, budget / work.ranks_per_gpu)
-    if change is None:
-        return "nothing here makes it small enough: set lora.r=16, or use more or larger GPUs or a smaller model"
-    settings, changed = change
-    needed = gib(work.ranks_per_gpu * trainer_memory(changed).total)
-    return f"set {' '.join(settings)}, with which the trainer needs {needed}"
-
-
-def said(config: Config) -> str:
+def division_line(config: Config) -> str:
     """Returns one line for people on how sampler and trainer share one GPU."""
-    if cache := config.vllm.get("kv_cache_memory_bytes"):
-        return f"one GPU for both: vLLM's cache takes {gib(cache)} of it, the trainer may have the rest"
-    return f"one GPU for both: vLLM takes {config.vllm['gpu_memory_utilization']} of it, the trainer may have the rest"
+    cache = config.vllm.get("kv_cache_memory_bytes")
+    taken = f"vLLM's cache takes {gib(cache)}" if cache else f"vLLM takes {config.vllm['gpu_memory_utilization']}"
+    return f"one GPU for both: {taken} of it, the trainer may have the rest"
 
 
 def settings(config: Config, model: ModelDims | None, place: Placement, machine: Machine) -> list[str]:

@@ -40,7 +40,7 @@ class Workload:
     has_token_budget: bool = False  # trainer.max_tokens_per_micro_batch
     critic: ModelDims | None = None
     reference: ModelDims | None = None
-    reference_on: str = "sampler"
+    reference_on: str = "sampler"  # or "trainer": the side that holds and runs it
     reference_is_base: bool = False  # on the trainer it is the policy with its adapters switched off: no second copy
     max_num_seqs: int = 256
     on_gpu: bool = True
@@ -57,10 +57,6 @@ class Workload:
     @property
     def bytes_per_value(self) -> int:
         return BYTES[self.dtype]
-
-    def reference_of(self, side: str) -> ModelDims | None:
-        """Returns the reference model if this side, "sampler" or "trainer", holds and runs it, else None."""
-        return self.reference if self.reference_on == side else None
 
     @property
     def frozen(self) -> int:

@@ -207,7 +207,7 @@ def test_a_counter_that_grows_while_the_trainer_is_killed_ends_the_run_the_secon
     lines = [line for line in err.splitlines() if "was killed by the kernel's out-of-memory killer" in line]
     assert len(lines) == 2 and lines[0].startswith("tandem: trainer was") and "GiB" in lines[0], err
     assert "model.gradient_checkpointing=true" in lines[0]
-    assert "restart 1 of 5" in err and "it was killed for it twice without a new step in between" in err
+    assert "restart 1 of 5" in err and "it ran out of memory twice without a new step in between" in err
 
 
 def test_a_kill_on_another_host_is_explained_by_that_host_alone(tmp_path: Path) -> None:

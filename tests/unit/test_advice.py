@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from common.config import load
-from report.advice import RULES, _moved, advise
+from report.advice import RULES, _significant_change, advise
 from report.history import History
 from tests.support.configs import config_of
 
@@ -145,4 +145,4 @@ def test_a_mean_has_moved_where_it_moves_by_three_standard_errors_of_both_ends(c
     history = History(config_of())
     for step in range(1, 31):
         history.add_step({"step": step, "x": 2.0 * (step % 2) + change * (step > 20)})
-    assert _moved(history, "x") == pytest.approx(moved)
+    assert _significant_change(history, "x") == pytest.approx(moved)

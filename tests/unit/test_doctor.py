@@ -80,7 +80,7 @@ def test_an_installation_and_a_run_need_room_and_memory(
     def of(free_gib: float, total_gib: float) -> list[bool]:
         usage = shutil._ntuple_diskusage(0, 0, int(free_gib * 2**30))
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(doctor, "memory_limit", lambda: (total_gib * 2**30, "the machine's memory"))
+        monkeypatch.setattr(doctor.machine, "memory_limit", lambda *_: (total_gib * 2**30, "the machine's memory"))
         if on_gpu is None:
             return [check.ok for check in (doctor.disk(), doctor.memory(), doctor.shared_memory())]
         return [check.ok for check in doctor.before_install(on_gpu)][:2]
@@ -145,7 +145,7 @@ def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
 def test_gpus_beside_the_cpu_build_must_be_meant(
     monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool
 ) -> None:
-    monkeypatch.setattr(doctor, "listed_gpus", lambda: range(gpus))
-    monkeypatch.setattr(doctor, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(doctor.machine, "listed_gpus", lambda: range(gpus))
+    monkeypatch.setattr(doctor.machine, "is_cpu_build", lambda: True)
     monkeypatch.setenv("BACKEND", backend)
     assert list(doctor.compilers_and_gpus())[1].ok == ok

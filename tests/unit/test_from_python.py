@@ -18,7 +18,7 @@ from tandem import start
 
 SCRIPT = f"""
 import functools, helpers, json, re, sys; from rewards import twice
-sys.path += [{str(ROOT)!r}]; from tandem.start import _named
+sys.path += [{str(ROOT)!r}]; from tandem.start import _reward_name
 WORD = re.compile("a+")
 def plain(completions, **columns): return [len(WORD.findall(text)) for text in completions]
 def neighbour(completions, **columns): return [helpers.count(text) + twice([])[0] - 2 for text in completions]
@@ -31,7 +31,7 @@ class Judge(int):
     def method(self, completions): return self(completions)
 first = plain
 exec("def plain(completions): return [9, 9]")  # as a cell that is run again
-print(json.dumps([_named(function) for function in (first, plain, neighbour, late, maker(2), maker(3),
+print(json.dumps([_reward_name(function) for function in (first, plain, neighbour, late, maker(2), maker(3),
     waits, Judge(5), Judge(7).method, twice, functools.partial(first, unused=1), "answer")]))
 """
 EXPECTED = [[1, 2], [9, 9], [1, 3], [1, 3], [2, 6], [3, 9], [9, 9], [5, 5], [7, 7], [2, 2], [1, 2]]

@@ -20,13 +20,13 @@ from launcher.hosts.hosts import (
     HostCommands,
     HostLine,
     Meeting,
+    environment_for_others,
     meeting,
-    passed_on,
     placement_over,
     read_hosts,
     settings_over,
 )
-from launcher.hosts.over_hosts import PORT, is_here, reach
+from launcher.hosts.over_hosts import PORT, is_here, shell_on
 from tests.support.configs import config_in
 
 
@@ -60,7 +60,7 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
         ("-oProxyCommand=x slots=1\n", "is not a host with its slots"),
         ("-v slots=1\n", "is not a host with its slots"),
         ("a slots=0 samplers=1\nb slots=1\n", "the first host has rank 0"),
-        ("a slots=1\na slots=1\n", "a stands there twice"),
+        ("a slots=1\na slots=1\n", "a is listed twice"),
         ("", "the first host has rank 0"),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     place = placement_over(hosts)
     assert (place.num_ranks, place.trainer_place) == (3, "10.0.0.1 × 2, 10.0.0.3 × 1, 3 ranks")
-    assert place.sampler_place == "10.0.0.3 × 2"
+    assert place.sampler_place == "10.0.0.3 (2 samplers)"
     assert settings_over(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
     assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
@@ -85,7 +85,7 @@ def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> 
 def test_a_setting_of_one_host_is_refused_with_what_to_remove(tmp_path: Path, setting: str) -> None:
     section, name, value = re.split("[.=]", setting)
     config = config_in(tmp_path, **{section: {name: yaml.safe_load(value)}})
-    with pytest.raises(UserError, match=rf"the hostfile has 3 slots and 2 samplers; remove {section}.{name}"):
+    with pytest.raises(UserError, match=rf"the hostfile, which has 3 slots and 2 samplers; remove {section}.{name}"):
         settings_over((HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2)), config)
 
 
@@ -174,15 +174,15 @@ def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monke
 
 def test_other_hosts_get_settings_of_libraries_and_no_secret() -> None:
     given = {"NCCL_SOCKET_IFNAME": "ib0", "HF_TOKEN": "x", "HF_HOME": "/h", "HOME": "/root", "TANDEM_SSH": "ssh"}
-    assert passed_on(given) == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "TANDEM_SUPERVISED": "1"}
+    assert environment_for_others(given) == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "TANDEM_SUPERVISED": "1"}
 
 
 def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
     assert is_here("127.0.0.1") and not is_here("203.0.113.7")
     assert is_here("::1") and is_here(socket.gethostname()) and not is_here("127.0.1.1")
-    assert reach("127.0.0.1", {}) == ["sh"]
-    assert reach("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
-    assert reach("203.0.113.7", {})[0] == "ssh" and "BatchMode=yes" in reach("203.0.113.7", {})
+    assert shell_on("127.0.0.1", {}) == ["sh"]
+    assert shell_on("203.0.113.7", {"TANDEM_SSH": "ip netns exec"}) == ["ip", "netns", "exec", "203.0.113.7", "sh"]
+    assert shell_on("203.0.113.7", {})[0] == "ssh" and "BatchMode=yes" in shell_on("203.0.113.7", {})
 
 
 def test_a_host_of_our_name_in_another_domain_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_host_of_our_name_in_another_domain_is_another_host(monkeypatch: pytes
 def test_what_ssh_is_told_for_people_does_not_come_between_our_processes(tmp_path: Path) -> None:
     told = "RequestTTY force\nRemoteCommand tmux\nLocalForward 6006 localhost:6006\nExitOnForwardFailure yes\n"
     (tmp_path / "config").write_text(told)
-    command = [*reach("203.0.113.7", {})[:-2], "-F", str(tmp_path / "config"), "-G", "203.0.113.7"]
+    command = [*shell_on("203.0.113.7", {})[:-2], "-F", str(tmp_path / "config"), "-G", "203.0.113.7"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "requesttty false" in found and "clearallforwardings yes" in found and "tmux" not in found
 

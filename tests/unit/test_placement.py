@@ -125,11 +125,11 @@ def test_ranks_share_gpus_over_gloo(gpus: list[int], trainer: dict[str, Any], de
         (2, {"sampler": {"devices": [2]}}, "there is no GPU 2; visible are 2, numbered 0 to 1"),
         (2, {"sampler": {"devices": [0, 1]}}, "no GPU is left for the trainer"),
         (2, {"trainer": {"num_ranks": 2}}, "set trainer.num_ranks=1"),
-        (2, {"trainer": {"devices": [0]}, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs"),
+        (2, {"trainer": {"devices": [0]}, "vllm": {"tensor_parallel_size": 2}}, "set vllm.tensor_parallel_size=1, or"),
         (0, {"vllm": {"enable_sleep_mode": True}}, "the sampler is on CPU, 2 shared cores, the trainer on CPU"),
         (2, {"vllm": {"enable_sleep_mode": True}}, "the sampler is on GPU 0, the trainer on GPU 1, 1 rank; set v"),
         (8, {"sampler": {"devices": [0, 1, 2, 3], "num_samplers": 3}, "vllm": {"tensor_parallel_size": 2}},
-         "num_samplers 3 of 2 GPUs each need 6 GPUs and the samplers have 4 of 8; set sampler.num_samplers=2,"),
+         "tensor_parallel_size 2 needs 6 GPUs and the samplers have 4 of 8; set sampler.num_samplers=2,"),
     ],
 )  # fmt: skip
 def test_devices_that_are_not_there_are_user_errors(gpus: int, sections: dict[str, Any], message: str) -> None:
@@ -178,7 +178,7 @@ def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(
 ) -> None:
     environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
     monkeypatch.setattr("launcher.resources.placement.is_cpu_build", lambda: False)
-    monkeypatch.setattr("launcher.resources.placement.listed_gpus", lambda: machine.gpus_in(LISTED))
+    monkeypatch.setattr(machine, "nvidia_smi", lambda _: LISTED)
     if isinstance(found, str):
         with pytest.raises(UserError, match=re.escape(found)):
             visible_gpus(environ)

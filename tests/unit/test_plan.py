@@ -117,7 +117,7 @@ def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: p
         (["--gpus", "2x1"], 1, "does not fit: a trainer rank needs about"),
         (["--gpus", "4x80", "sampler.devices=[3]"], 0, "Even would be trainer.prompts_per_step=6 or 9"),
         (["--gpus", "4x80", "sampler.devices=[3]"], 0, "64 sequences a batch, 24 per rank; "),  # the busiest has 3 of 8
-        (["--gpus", "4x80", "sampler.devices=[3]"], 0, "of 0.92 × 80.0 GiB weights"),
+        (["--gpus", "4x80", "sampler.devices=[3]"], 0, "in 0.92 × 80.0 GiB "),
     ],
     ids=str,
 )

@@ -13,10 +13,9 @@ from launcher.resources.fit import Fit, fit
 from launcher.resources.machine import GIB, Machine, gib
 from launcher.resources.memory import (
     layer_activations,
-    published_versions,
-    resident_sampler,
+    published_bytes,
     sampler_memory,
-    smaller,
+    settings_that_fit,
     states,
     trainer_memory,
 )
@@ -248,10 +247,9 @@ def test_resident_memory_of_a_trainer_by_hand() -> None:
 def test_resident_memory_of_a_sampler_by_hand() -> None:
     """64 sequences of 192 tokens · 46,080 bytes of cache; and 4 versions of 4·N in /dev/shm."""
     n, memory = SMOL.parameters, sampler_memory(ON_CPU)
-    assert resident_sampler(ON_CPU, memory) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + 64 * 192 * 46_080
-    cache_of_many = replace(ON_CPU, max_num_seqs=1 << 20)
-    assert resident_sampler(cache_of_many, memory) == resident_sampler(ON_CPU, memory) - 64 * 192 * 46_080 + 16 * GIB
-    assert published_versions(ON_CPU) == 16 * n
+    assert memory.resident(64) == 16 * n + 8 * 49152 * 64 + 0.75 * GIB + 64 * 192 * 46_080
+    assert memory.resident(1 << 20) == memory.resident(64) - 64 * 192 * 46_080 + 16 * GIB
+    assert published_bytes(ON_CPU) == (4 * n, 16 * n)
 
 
 # ---- does it fit
@@ -263,7 +261,7 @@ def test_bytes_are_gib_from_a_tenth_of_one_on() -> None:
 
 def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     def settings(work: Workload, fitting: Workload) -> list[str]:
-        found = smaller(work, trainer_memory(fitting).total + 1)
+        found = settings_that_fit(work, trainer_memory(fitting).total + 1)
         assert found is not None and trainer_memory(found[1]).total <= trainer_memory(fitting).total + 1
         return found[0]
 
@@ -285,7 +283,7 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
         other = replace(sharded, **change)
         halved = replace(other, completion=256)
         assert settings(other, halved) == ["sampler.max_completion_length=256"]
-    assert smaller(load_of(), GIB) is None
+    assert settings_that_fit(load_of(), GIB) is None
 
 
 def fitted(gpus: int, gib: float, load: Workload, **sections: Any) -> Fit:
@@ -323,7 +321,7 @@ def test_a_problem_says_what_is_needed_and_what_to_set(
 def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
     config = config_of(sampler={"num_samplers": 2})
     place = placement(config, (), (0, 1))
-    taken = 2 * resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + published_versions(ON_CPU)
+    taken = 2 * sampler_memory(ON_CPU).resident(64) + published_bytes(ON_CPU)[1]
     needed = taken + trainer_memory(ON_CPU).total
     assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
     (problem,) = fit(config, ON_CPU, place, Machine(0, 0, needed - 1e6)).problems
@@ -333,16 +331,16 @@ def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
 def test_versions_on_a_disk_take_no_memory_without_a_gpu_and_beside_one_there_are_pinned_copies() -> None:
     config = config_of(weights={"dir": "/disk"})
     place = placement(config, (), (0, 1))
-    needed = resident_sampler(ON_CPU, sampler_memory(ON_CPU)) + trainer_memory(ON_CPU).total
+    needed = sampler_memory(ON_CPU).resident(64) + trainer_memory(ON_CPU).total
     assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
     copies = 2 * N  # of all ranks, in bfloat16; and four versions of as much
     assert dict(fitted(3, 80, load_of()).lines)["host"] == (
-        f"{gib(copies)} pinned for what is published; versions of it {gib(4 * copies)} in /dev/shm"
+        f"{gib(copies)} pinned for published weights; their versions take {gib(4 * copies)} in /dev/shm"
     )
     place = placement(config_of(), range(3), range(8))
     assert fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies)).problems == ()
     (problem,) = fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies - 1)).problems
-    assert "needs 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
+    assert "need 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
     assert fit(config, load_of(), place, Machine(3, 80 * GIB, copies)).problems == ()
 
 

@@ -60,7 +60,7 @@ def test_centered_mean_averages_neighbours_without_lag_and_fewer_of_them_at_the_
         ((evaluation(40, 1), evaluation(0, 210), evaluation(40, 370)), ["held-out answer: 41.0 % → 72.3 %"]),
         ((evaluation(0, 210),), ["held-out answer: 41.0 %  (n = 512; 95 % interval [36.8, 45.3])"]),
         ((evaluation(0, 1024, 2048, 512),), ["(n = 2048 completions of 512 problems; 95 % interval [45.7, 54.3])"]),
-        ((evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}},), ["held-out answer : 41.0 %"]),
+        ((evaluation(0, 210) | {"full_marks": {"\x1b[2Janswer\n": 210}},), ["held-out ␛[2Janswer␊: 41.0 %"]),
         ((), ["no held-out evaluation was made; set data.eval to measure one"]),
         ((evaluation(0, 0) | {"n": 0, "problems": 0},), ["no held-out evaluation was made"]),
     ],
@@ -81,7 +81,7 @@ def test_the_summary_tells_how_long_it_took_and_who_waited(tmp_path):
 
 def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("report.curves._head", lambda figure, *_: figures.append(figure))
+    monkeypatch.setattr("report.curves._draw_head", lambda figure, *_: figures.append(figure))
     values = {"kl": 0.01, "rewards/style/mean": 0.25}
     path = write_curves(write_run(tmp_path, 30, (evaluation(0, 210), evaluation(30, 370)), **values))
     assert path == tmp_path / "curves.png" and size_of_png(path)[0] > 1200
@@ -122,7 +122,7 @@ def test_the_command_draws_prints_and_refuses_a_wrong_folder(tmp_path, capsys, u
 
 def test_each_held_out_source_has_its_line_and_its_plot(tmp_path, monkeypatch):
     figures, config = [], {"rewards": {"reward_funcs": ["answer", "a.py:mine"], "full_marks": {}}}
-    monkeypatch.setattr("report.curves._head", lambda figure, *_: figures.append(figure))
+    monkeypatch.setattr("report.curves._draw_head", lambda figure, *_: figures.append(figure))
     marks, means = {"answer": 300, "mine": 0, "games/answer": 44, "games/mine": 0}, {"answer": 0.6, "games/mine": 0.2}
     one = evaluation(0, 210) | {"full_marks": marks, "mean": means, "scored": {"games/answer": [64, 64]}}
     (write_run(tmp_path, 2, (one,)) / "config.json").write_text(json.dumps(config))

@@ -38,7 +38,7 @@ def short(**sections: Any) -> Config:
 def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_in_whole_blocks_and_no_more() -> None:
     found = shares.shares(work_of(), CARD, 896)
     assert found.cache == 128 * 896 * PER_TOKEN  # 896 is 56 whole blocks of 16
-    assert (found.sequences, found.wanted) == (128, 128)
+    assert found.sequences == 128
     assert found.settings[0] == f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}"
     assert shares.shares(work_of(prompt=385), CARD, 897).cache == 128 * 912 * PER_TOKEN  # 57 blocks
 
@@ -91,8 +91,7 @@ def test_each_rank_on_the_one_gpu_counts() -> None:
 
 
 def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
-    assert shares.is_undivided(short(), PLACE) and shares.are_chosen(short(), PLACE, CARD)
-    assert not shares.are_chosen(short(), PLACE, replace(CARD, gpu_bytes=0))
+    assert shares.is_undivided(short(), PLACE)
     for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
         assert not shares.is_undivided(short(vllm={name: value}), PLACE)
     assert not shares.is_undivided(short(), placement(short(), [0, 1], [0, 1]))

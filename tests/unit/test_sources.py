@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.types import Group, Problem, Prompt, Rollout, Tombstone
 from common.wire.wire import Envelope, decode, encode
 from launcher.evaluation import main as evaluation
-from report.main import by_source as lines_by_source
+from report.main import source_lines
 from rewards.pool import RewardPool
 from sampler import start
 from sampler.engine.completions import Completion, SamplingParams
@@ -294,4 +294,4 @@ def test_the_report_has_a_line_for_each_source() -> None:
     rows = [step, {"reward": 1.0}, step | {"sources/a/kept": 1.0, "sources/a/reward": 0.5}]
     rows.append(rows[-1] | {"iteration": 1.0})  # the same groups again
     said = "source a: reward 0.25 → 0.50, length 9 → 9; of 6 groups 50% had an advantage"
-    assert lines_by_source(rows) == [said]
+    assert source_lines(rows) == [said]

@@ -9,8 +9,8 @@ import pytest
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
+from report.display import eval_line
 from report.full_marks import share, share_of_full_marks
-from report.step_text import eval_line
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
 from trainer.algorithm.sums import TOKEN_SUMS

@@ -15,7 +15,7 @@ from common.types import Group, Rollout
 from common.wire.wire import Envelope, decode, decode_outline, encode
 from environments import Done, Turn
 from environments.contracts import BrokenEnvironment, Instance
-from report.samples import text_of
+from report.samples import sample_text
 from sampler.engine.completions import Completion
 from sampler.turns.episode import Episode, as_rollout
 from tests.support.configs import config_of
@@ -206,5 +206,5 @@ def test_samples_show_what_each_turn_earned() -> None:
     worst, best = samples_records([GROUP], 1, 1, lambda ids: " ".join(map(str, ids)))
     assert [part.get("reward") for part in best["turns"]] == [1.0, None, 3.0]
     assert all("reward" not in part for part in worst["turns"] if worst["reward"] == 1.0) or worst["turns"]
-    lines = text_of(best).split("\n")
+    lines = sample_text(best).split("\n")
     assert lines[2:] == ["  model  │ 10 11", "  reward │ 1.00", "  tool   │ 50", "  model  │ 10", "  reward │ 3.00"]
