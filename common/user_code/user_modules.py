@@ -131,7 +131,7 @@ def _known_spec(top: str) -> ModuleSpec | None:
 
 def _locations(spec: ModuleSpec | None) -> set[str]:
     """Returns the file of a module, or the folders of a package: two specs that share one are the same module."""
-    places = (spec.submodule_search_locations or [spec.origin]) if spec else []
+    places = (spec.submodule_search_locations or [spec.origin or ""]) if spec else []
     return {os.path.realpath(place) for place in places if place}
 
 
