@@ -117,12 +117,13 @@ class RewardPool:
 
         completions: texts, or for rollouts of several turns the messages after the prompt. completion_ids: one list or
         integer array per completion. columns: one data set row, read-only from here on; the process gets of it what the
-        functions name and, where one takes `**columns`, the rest but for images. policy_version: what reward functions
+        functions name and, where one takes `**columns`, the rest but for files. policy_version: what reward functions
         get as trainer_state.global_step. more: environment_rewards, the environment's reward of each completion,
         environments, the `Done.state` of each, and scored_by, as in Problem.
         """
         named, rest = self.wanted.names, self.wanted.rest
-        row = {k: value for k, value in columns.items() if k in named or (rest and k != self._image_key)}
+        files = {self._image_key, *(name for name, value in columns.items() if _holds_bytes(value))}
+        row = {k: value for k, value in columns.items() if k in named or (rest and k not in files)}
         lists = {name: list(values) for name, values in more.items()}
         job = Job(prompt_messages, list(completions), list(completion_ids), row, policy_version, **lists)
         self.pending += 1
@@ -233,3 +234,11 @@ class RewardPool:
 
     def _with_remedy(self, reason: str) -> str:
         return reason + self._more_memory * bool(re.search("MemoryError|allocate memory", reason))
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    return isinstance(value, bytes | bytearray | memoryview)
