@@ -50,7 +50,7 @@ class Prompt:
     text: str  # the rendered chat template, for people
     token_ids: NDArray[np.int32]  # [P] for the trainer; one image token for each merged patch of the prompt's images
     images: tuple[EncodedImage, ...] = ()  # in the order of their positions in token_ids
-    begun: str = ""  # the start of the model's turn, such as "<think>\n": rewards read it before a completion
+    turn_prefix: str = ""  # the start of the model's turn, such as "<think>\n": rewards read it before a completion
 
 
 def sequences(prompt: int, length: int, forks: Forks) -> list[NDArray[np.int64]]:

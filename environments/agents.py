@@ -23,7 +23,7 @@ from common.user_code import functions
 from common.user_code.functions import short_name
 from common.worker import decode
 from environments import Done
-from environments.chat_completions import Said, answer
+from environments.chat_completions import ModelAnswer, answer
 from environments.contracts import AgentSetup, BrokenEnvironment, call_user, check_columns, wanted_columns
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
@@ -73,7 +73,9 @@ def _warm() -> None:
     import httpx2
     import openai
 
-    response = answer({"id": "", "created": 0, "model": ""}, Said({"role": "assistant", "content": ""}, "stop", {}))
+    response = answer(
+        {"id": "", "created": 0, "model": ""}, ModelAnswer({"role": "assistant", "content": ""}, "stop", {})
+    )
     mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=response)))
     for http_client in (mock, None):  # None: a request over the network, to an address without a server
         completions = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions

@@ -22,7 +22,7 @@ _UNCHANGED = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_pen
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """The error of a request that is not served; OpenAI's clients raise it as an APIStatusError."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -30,7 +30,7 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A chat completion request. Unknown fields are refused by name: an agent that needs one would train without it."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]  # after `read`: in the form of `normal`
@@ -71,7 +71,7 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelAnswer:
     """The model's answer to one request."""
 
     message: Message  # in the form of `normal`, so that it is recognized when it comes back as history
@@ -79,26 +79,26 @@ class Said:
     usage: dict[str, int]
 
 
-def read(raw: bytes, law: Mapping[str, float]) -> Ask:
+def read(raw: bytes, law: Mapping[str, float]) -> ChatRequest:
     """Parses a request. law: the values of temperature, top_p, top_k and min_p in force. Raises Refused."""
     try:
-        ask: Ask = msgspec.json.decode(raw, type=Ask)
+        ask: ChatRequest = msgspec.json.decode(raw, type=ChatRequest)
     except (ValueError, RecursionError) as error:
         named = re.search(r"`\$\.(\w+)|unknown field `(\w+)`", str(error))
         name = named[1] or named[2] if named else None
-        raise Refused(f"{f'{name}: ' if name else ''}not served by a model in training: {error}", name) from None
+        raise RequestError(f"{f'{name}: ' if name else ''}not served by a model in training: {error}", name) from None
     for name, value in (dict(law) | _UNCHANGED).items():
         given = getattr(ask, name)
         given = max(0, given) if name == "top_k" and given is not None else given
         if given is not None and abs(given - value) > 1e-6:
-            raise Refused(
+            raise RequestError(
                 f"{name} {given:g} is not that of the run, {value:g}, for which its ratios hold; leave it out", name
             )
     if "" in ask.stops:
-        raise Refused("stop holds an empty text, which is everywhere", "stop")
+        raise RequestError("stop holds an empty text, which is everywhere", "stop")
     functions = [tool.get("function") for tool in ask.tools or ()]
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) and f["name"] for f in functions):
-        raise Refused('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
+        raise RequestError('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
     names: dict[str, str] = {}  # function names by call id
     return msgspec.structs.replace(ask, messages=[normal(message, names) for message in ask.messages])
 
@@ -111,7 +111,7 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
     normalized = {key: value for key, value in message.items() if value is not None and value != []}
     normalized["role"] = "system" if normalized.get("role") == "developer" else normalized.get("role")
     if normalized["role"] not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"messages: no role {normalized['role']!r}", "messages")
+        raise RequestError(f"messages: no role {normalized['role']!r}", "messages")
     try:
         content = normalized.get("content", "")
         normalized["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -122,7 +122,7 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
             normalized.setdefault("name", names[normalized["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
-        raise Refused(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
+        raise RequestError(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
     return normalized
 
 
@@ -135,7 +135,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def answer(head: Mapping[str, Any], said: Said) -> dict[str, Any]:
+def answer(head: Mapping[str, Any], said: ModelAnswer) -> dict[str, Any]:
     """Returns the response to a request without streaming. head: id, created and model."""
     choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": said.usage}
@@ -146,7 +146,7 @@ def chunk(head: Mapping[str, Any], delta: Mapping[str, Any], end: str | None = N
     return _event(head, choices=[{"index": 0, "delta": delta, "finish_reason": end}])
 
 
-def end_of_stream(head: Mapping[str, Any], said: Said, told: str, options: Mapping[str, Any]) -> bytes:
+def end_of_stream(head: Mapping[str, Any], said: ModelAnswer, told: str, options: Mapping[str, Any]) -> bytes:
     """Returns the last events: the answer's rest after `told`, the finish_reason and, if asked for, the token usage."""
     message = _message(said)
     rest = {name: value for name, value in message.items() if name != "role"}
@@ -161,7 +161,7 @@ def _event(head: Mapping[str, Any], **rest: Any) -> bytes:
     return f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **rest})}\n\n".encode()
 
 
-def _message(said: Said) -> Message:
+def _message(said: ModelAnswer) -> Message:
     """Returns the answer's message with the arguments of its calls as JSON."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}

@@ -25,7 +25,7 @@ from common.outcomes import shorten
 from common.worker.owner import LostError, StartError, Worker, Workers
 from environments import Done, Failed, Reply, Turn
 from environments.contracts import AgentSetup, EnvironmentSetup
-from environments.endpoint import Asking, Endpoint
+from environments.endpoint import Endpoint, PendingRequest
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
 from environments.tools import NO_CALLS, Calls
 
@@ -81,7 +81,7 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
         self._rollouts: dict[Hashable, _Rollout] = {}  # by key, while it is in use
         self._owed: set[Hashable] = set()
-        self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | Asking]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[_Rollout, Reply | PendingRequest]] = queue.SimpleQueue()
 
     def __enter__(self) -> EnvironmentPool:
         try:
@@ -154,18 +154,18 @@ class EnvironmentPool:
         for key in list(self._rollouts):
             self.close(key)
 
-    def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply | Asking]]:
+    def ready(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Reply | PendingRequest]]:
         """Returns replies, in any order; waits at most timeout_s for the first. Empty at once when none is owed.
 
         Requests of agents are among them, each twice: when asked, and when the answer is read or the agent is gone."""
-        answered: list[tuple[Hashable, Reply | Asking]] = []
+        answered: list[tuple[Hashable, Reply | PendingRequest]] = []
         wait_s = timeout_s if self._owed else 0.0
         with contextlib.suppress(queue.Empty):
             while True:
                 rollout, reply = self._replies.get(block=wait_s > 0, timeout=wait_s or None)
                 if self._rollouts.get(rollout.key) is not rollout:
                     continue  # closed meanwhile
-                if not isinstance(reply, Asking):
+                if not isinstance(reply, PendingRequest):
                     self._owed.discard(rollout.key)
                 if isinstance(reply, Done | Failed):
                     del self._rollouts[rollout.key]

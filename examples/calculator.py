@@ -139,7 +139,7 @@ class Calculator(Example):
         )
         return ToolProblem(kind, a, b, question)
 
-    def decides(self, problem: ToolProblem) -> str:
+    def split_key(self, problem: ToolProblem) -> str:
         """Returns the numbers of a product, but the question of a sum, because each sum has to be learnt by heart."""
         return f"{problem.a} {problem.b}" if problem.kind == "product" else problem.question
 

@@ -149,7 +149,7 @@ class Drawings(Example):
         question, answer = _ask(asked, about)
         return Drawing(tuple(sorted(sorts, key=lambda shapes: shapes.cells)), question, asked, answer)
 
-    def decides(self, problem: Drawing) -> str:
+    def split_key(self, problem: Drawing) -> str:
         return f"{problem.sorts} {problem.question}"
 
     def row(self, problem: Drawing, place: str, folder: Path) -> dict[str, Any]:

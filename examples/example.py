@@ -48,14 +48,14 @@ class Example(WarmStart, ABC):
         """Draws a problem of either split."""
 
     @abstractmethod
-    def decides(self, problem: Any) -> str:
+    def split_key(self, problem: Any) -> str:
         """Returns the part of a problem that decides whether it is held out: one in eight is, whatever the seed."""
 
     def split(self, name: str, size: int) -> list[Any]:
         """Returns `size` different problems of the split "train" or "test"."""
 
         def held_out(problem: Any) -> bool:  # the same for every seed and on every machine
-            return zlib.crc32(self.decides(problem).encode()) % HELD_OUT_ONE_IN == 0
+            return zlib.crc32(self.split_key(problem).encode()) % HELD_OUT_ONE_IN == 0
 
         return distinct(name, size, self.seed, self.draw, held_out)
 

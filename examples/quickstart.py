@@ -115,7 +115,7 @@ class QuickStart(Example):
         question = SENTENCES[kind].format(name=name, other=other, thing=rng.choice(THINGS), a=a, b=b, c=c)
         return WordProblem(kind, (a, b, c) if second else (a, b), question, tuple(steps), result)
 
-    def decides(self, problem: WordProblem) -> str:
+    def split_key(self, problem: WordProblem) -> str:
         """Returns kind and numbers, without names: no test problem is a training problem with another name in it.
 
         The facts stay learnable: 7×8 may be held out as `mul` and still occur in `mul_extra`.

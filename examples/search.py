@@ -76,7 +76,7 @@ class Search(Calculator):
         thing, town, year = rng.choice(facts())
         return Lookup("lookup", year, 0, rng.choice(QUESTIONS).format(thing=thing, town=town), thing, town)
 
-    def decides(self, problem: ToolProblem) -> str:
+    def split_key(self, problem: ToolProblem) -> str:
         """Returns the town of a lookup, so that no test town is trained on, or the question of a sum."""
         return problem.town if isinstance(problem, Lookup) else problem.question
 

@@ -102,7 +102,7 @@ class Thinking(Example):
             total += b - c
         return Story(rng.choice(NAMES), rng.choice(THINGS), start, tuple(changes))
 
-    def decides(self, problem: Story) -> str:
+    def split_key(self, problem: Story) -> str:
         """Returns the numbers, without words: no test story is a training story with another name in it."""
         return f"{problem.start} {problem.changes}"
 

@@ -28,9 +28,9 @@ from rewards.tally import GoldRow
 from sampler.prompts.dataset import by_source, load_data, whole_row
 from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.messages import shown_to_rewards
-from sampler.prompts.reading import ends_of, said_reader
-from sampler.start import judged
-from sampler.turns.multi_turn import opened
+from sampler.prompts.reading import logged_reader, stop_conditions
+from sampler.start import rows_with_gold
+from sampler.turns.multi_turn import open_multi_turn
 
 
 def main() -> None:
@@ -45,13 +45,13 @@ def main() -> None:
     config = settings.load(arguments.config, arguments.overrides)
 
     given = by_source(load_data("data.train", config.data.train, config.data), config)
-    rows = [row for of_source, own in given for row in judged("data.train", own, of_source)]
+    rows = [row for source, own in given for row in rows_with_gold("data.train", own, source)]
     chosen = rows[:: -(-len(rows) // arguments.rows)]
     paths = ", ".join(entry.path for entry in entries(config.data.train))
     print(f"tandem: gold answers: {len(chosen)} of {len(rows)} rows of {paths}", flush=True)
     problems, doubts = list[str](), list[str]()
-    for of_source, own in by_source(chosen, config):
-        found = check(of_source, own)
+    for source, own in by_source(chosen, config):
+        found = check(source, own)
         print("\n".join(found.lines))
         for kind, texts in (("problem", found.problems), ("doubt", found.doubts), ("warning", found.warnings)):
             for text in texts:
@@ -99,7 +99,7 @@ class _RoundTrip:
     def run(self, row: GoldRow, probes: Sequence[Probe]) -> tuple[list[str], list[list[int]]]:
         """Returns the texts that the rewards read of these answers to a row, and their token ids."""
         prompt = self.prompts.get(row.index)
-        prefix = prompt.begun if prompt else ""
+        prefix = prompt.turn_prefix if prompt else ""
         written = [probe.behind(prefix) for probe in probes]
         ids = [self._encode_to_end(text, probe.form) for text, probe in zip(written, probes, strict=True)]
         read = [prefix + text for text in self.reader(ids)]
@@ -120,7 +120,7 @@ class _RoundTrip:
 
     def report(self, findings: Findings) -> None:
         """Adds to the findings how template, tokenizer and stop conditions change answers before rewards read them."""
-        starts = {prompt.begun for prompt in self.prompts.values() if prompt.begun}
+        starts = {prompt.turn_prefix for prompt in self.prompts.values() if prompt.turn_prefix}
         findings.lines += [f"prompts begin the model's turn with {text!r}: rewards read it" for text in sorted(starts)]
         if self.cut:
             findings.problems.append(
@@ -143,11 +143,11 @@ def _round_trip(config: Config, problems: Sequence[Problem]) -> _RoundTrip | Non
     if not Path(path).expanduser().is_dir() and present_file(path, "tokenizer_config.json", revision) is None:
         return None  # the tokenizer would have to be downloaded or built first
     tokenizer = load_tokenizer(path, revision, config.model.trust_remote_code)
-    with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
+    with open_multi_turn(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         tools = multi_turn.pool.tools if multi_turn else None
         made = [] if config.data.image_key else make_prompts(problems, tokenizer, config, None, tools)[0]
     prompts = {prompt.problem.index: prompt for prompt in made}  # answers to rows with images are tried without one
-    return _RoundTrip(tokenizer, said_reader(config, tokenizer), ends_of(config, tokenizer), prompts)
+    return _RoundTrip(tokenizer, logged_reader(config, tokenizer), stop_conditions(config, tokenizer), prompts)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ from launcher.resources.placement import Placement, placement, visible_gpus
 from launcher.resources.workload import workload_of
 from launcher.run import outside_memory, parse, require_built
 from model.files.counted_dims import read_dims
-from model.files.folder import about_experts, require_models, require_settings
+from model.files.folder import expert_warnings, require_models, require_settings
 from model.files.images import digest, vision_of
 from model.tokenizer import load_tokenizer
 from report.escape import one_line
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.many_prompts import make_prompts
-from sampler.prompts.reading import ends_of, said_reader
-from sampler.turns.multi_turn import opened
+from sampler.prompts.reading import logged_reader, stop_conditions
+from sampler.turns.multi_turn import open_multi_turn
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
 
@@ -67,7 +67,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     require_settings(config)  # again, because a hub id's config.json may have come only now
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
-    for note in filter(None, [config.uneven_work(place.num_ranks), *about_experts(config)]):
+    for note in filter(None, [config.uneven_work(place.num_ranks), *expert_warnings(config)]):
         print(f"tandem: {note}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])
     found = Fit((("memory", f"{config.model.path} is no decoder of transformers' own: no estimate"),), ())
@@ -88,20 +88,20 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
     vision = vision_of(config)
     tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
     limit = config.data.max_prompt_length
-    with opened(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
+    with open_multi_turn(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
         prompts, num_left_out = make_prompts(
             tried, tokenizer, config, vision, multi_turn.pool.tools if multi_turn else None
         )
-    said_reader(config, tokenizer)
+    logged_reader(config, tokenizer)
     prompt = prompts[0]
     yield "prompt", f"row {prompt.problem.index}, {len(prompt.token_ids)} tokens of at most {limit}"
     yield from (("", f"| {one_line(line)}") for line in prompt.text.split("\n"))
     if num_left_out:
         yield "left out", f"{num_left_out} of {len(tried)} prompts tried, with more than {limit} tokens"
-    if prompt.begun:
-        yield "begun", f"the model's turn begins with {prompt.begun!r}, which rewards read before what it writes"
+    if prompt.turn_prefix:
+        yield "begun", f"the model's turn begins with {prompt.turn_prefix!r}, which rewards read before what it writes"
     if not config.sampler.ignore_eos:
-        ends = ends_of(config, tokenizer)
+        ends = stop_conditions(config, tokenizer)
         names = [*map(str, tokenizer.convert_ids_to_tokens(list(ends.ids))), *map(repr, ends.texts)]
         yield "ends", f"a completion ends at {' or '.join(names)}"
     if vision is None:

@@ -26,7 +26,7 @@ from common.files.run_folder import FINAL, checkpoints
 from common.paths import ROOT
 from common.processes import exits
 from common.redact import redacted_words
-from launcher.hosts.hosts import HostCommands, meeting, placement_over, read_hosts, settings_over
+from launcher.hosts.hosts import HostCommands, hostfile_overrides, hostfile_placement, meeting, read_hosts
 from launcher.hosts.over_hosts import answers
 from launcher.processes.commands import Commands
 from launcher.processes.output_dir import LOCK, in_use, make_room
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
         hosts = read_hosts(hostfile) if hostfile else ()
         config = load(path, overrides)
         if hosts:
-            overrides = [*overrides, *settings_over(hosts, config)]
+            overrides = [*overrides, *hostfile_overrides(hosts, config)]
             config = load(path, overrides)
-            place = placement_over(hosts)
+            place = hostfile_placement(hosts)
         else:
             os.sched_setaffinity(0, usable_cores())  # every child counts its cores by this
             place = placement(config, visible_gpus(os.environ), usable_cores())

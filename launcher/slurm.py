@@ -28,7 +28,7 @@ from launcher.run import build, parse
 from model.files.folder import require_models
 from report.sinks import require_packages
 from sampler.prompts.dataset import by_source, load_data
-from sampler.prompts.sources import check_there
+from sampler.prompts.sources import require_source
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
 
@@ -147,7 +147,7 @@ def _check(config: Config, ranks: int) -> None:
     for option, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         sources = [entry.path for entry in entries(spec)]
         for source in sources:
-            check_there(source)
+            require_source(source)
         if sources and all(Path(source.split("@")[0].split(":")[0]).expanduser().exists() for source in sources):
             rows = load_data(option, spec or [], config.data)
             for settings, own in by_source(rows[:: -(-len(rows) // _ROWS)], config):

@@ -67,10 +67,10 @@ class Cores:
 
 
 class LentCores:
-    """The lent cores of a run. samplers_rest: called on every rank, rank 0's answer counts; None = never borrow."""
+    """The lent cores of a run. samplers_are_idle: called on every rank, rank 0's answer counts; None = never borrow."""
 
-    def __init__(self, cores: Cores, exchange: AllRanks, samplers_rest: Callable[[], bool] | None):
-        self._cores, self._exchange, self._samplers_rest = cores, exchange, samplers_rest
+    def __init__(self, cores: Cores, exchange: AllRanks, samplers_are_idle: Callable[[], bool] | None):
+        self._cores, self._exchange, self._samplers_are_idle = cores, exchange, samplers_are_idle
         self._may_borrow = self._borrows = False
 
     @contextlib.contextmanager
@@ -86,7 +86,7 @@ class LentCores:
 
     def watch(self, *trained: Any) -> None:
         """Makes every layer of what is trained (`.model` is transformers') ask again, if there is only one rank."""
-        if self._samplers_rest is None or self._exchange.world_size > 1:
+        if self._samplers_are_idle is None or self._exchange.world_size > 1:
             return
         for one in trained:
             for layer in decoder_layers(one.model):
@@ -98,8 +98,8 @@ class LentCores:
             inputs[0].register_hook(lambda _: self._ask())  # the backward of the layer before it comes next
 
     def _ask(self) -> None:
-        if self._samplers_rest is not None and self._may_borrow:
-            self._borrow(self._exchange.agree(self._samplers_rest()))
+        if self._samplers_are_idle is not None and self._may_borrow:
+            self._borrow(self._exchange.agree(self._samplers_are_idle()))
 
     def _borrow(self, borrows: bool) -> None:
         if borrows is not self._borrows and self._cores.more_threads:
@@ -108,7 +108,7 @@ class LentCores:
 
 
 def lent_cores(
-    config: Config, exchange: AllRanks, samplers_rest: Callable[[], bool], is_writing: Callable[[], bool]
+    config: Config, exchange: AllRanks, samplers_are_idle: Callable[[], bool], is_writing: Callable[[], bool]
 ) -> LentCores:
     """Returns the cores that this run may borrow: none, if rank 0 has no lent ones. Every rank calls it.
 
@@ -117,4 +117,4 @@ def lent_cores(
     cores = Cores.of(os.environ)
     may_borrow = cpu.is_on() and config.trainer.max_staleness > 0
     is_lent = may_borrow and exchange.agree(bool(cores.lent))
-    return LentCores(cores, exchange, (lambda: samplers_rest() and not is_writing()) if is_lent else None)
+    return LentCores(cores, exchange, (lambda: samplers_are_idle() and not is_writing()) if is_lent else None)

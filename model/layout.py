@@ -39,7 +39,7 @@ def packing_of(model: Any) -> Packing:
 
 def backbone(model: Any) -> Any:
     """Returns the part of a model that computes hidden states: without its head, with its vision tower."""
-    return model.base_model if vision.sees(model.config) else decoder_of(model)
+    return model.base_model if vision.has_vision_tower(model.config) else decoder_of(model)
 
 
 def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_state") -> Tensor:
@@ -59,7 +59,7 @@ def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_stat
 
 
 @torch.no_grad()
-def settle(model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None) -> None:
+def choose_layout(model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None) -> None:
     """Sets the first attention that agrees with the model's own forward; `packing_of` then tells which rows it takes.
 
     Raises UserError if no layout, or not the wanted one, agrees.
@@ -133,7 +133,7 @@ def _switch_off_dropout(model: Any) -> None:
 
 def _set_attention(model: Any, name: str) -> None:
     parts = {"": name, "text_config": name, "vision_config": "sdpa"}
-    model.set_attn_implementation(parts if vision.sees(model.config) else name)
+    model.set_attn_implementation(parts if vision.has_vision_tower(model.config) else name)
 
 
 @contextlib.contextmanager

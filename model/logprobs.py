@@ -19,7 +19,7 @@ from common.errors import UserError
 from model import attention, vision
 from model.cpu.linear import use_faster_linear
 from model.files.folder import causal_lm_class, check_model_folder
-from model.layout import backbone, hidden_at_sources, settle
+from model.layout import backbone, choose_layout, hidden_at_sources
 from model.log_softmax import LogSoftmaxAt, on_support, scaled
 from model.logits import Head, own_logits, whole_forward
 from model.packing import PackedRow, Packing
@@ -167,21 +167,21 @@ def load_causal_lm(
 ) -> Any:
     """Loads a transformers causal language model in the layout that is right for it, with its vision tower if any.
 
-    Raises UserError as load_settled does, and for a vision model whose logits need its whole forward.
+    Raises UserError as load_in_layout does, and for a vision model whose logits need its whole forward.
     """
-    model, _ = load_settled(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
+    model, _ = load_in_layout(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
     model.own_logits = own_logits(model)
     if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
-        if vision.sees(model.config):
+        if vision.has_vision_tower(model.config):
             raise UserError(
                 f"the logits of a {type(model).__name__} can only be computed by its whole forward, which is not "
                 "supported for a model that sees images; set model.path to another model"
             )
-        settle(model, "separate" if packing == "auto" else packing, None)
+        choose_layout(model, "separate" if packing == "auto" else packing, None)
     return model
 
 
-def load_settled(
+def load_in_layout(
     class_of: Callable[[Any], Any],
     path: str,
     dtype: str,
@@ -217,6 +217,6 @@ def load_settled(
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
-    settle(model, packing, vision.layout_of(config, path, revision))
+    choose_layout(model, packing, vision.layout_of(config, path, revision))
     use_faster_linear(model)
     return model, sorted(loading["missing_keys"])

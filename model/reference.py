@@ -42,8 +42,10 @@ class Reference:
         policy: a whole model with adapters. sequence_group: the trainer's ranks that score every row together.
         """
         self._adapted, self._sequence_group, self._config = policy is not None, sequence_group, config
-        self._model = policy if policy is not None else self._load(config, device, *config.start_of(config.reference))
-        self._layout = layout_of(self._model.config, *config.start_of(config.reference))
+        self._model = (
+            policy if policy is not None else self._load(config, device, *config.model_source(config.reference))
+        )
+        self._layout = layout_of(self._model.config, *config.model_source(config.reference))
         self._device = device
         self._temperature = config.sampler.temperature
         self._chunk_size = config.trainer.logprob_chunk_size

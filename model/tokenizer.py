@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common import durable
 from common.errors import UserError
 from model.files.folder import require_model
-from model.files.hub import not_to_be_had
+from model.files.hub import not_available_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         if folder.is_dir():
             first_line = next(iter(str(error).splitlines()), "")
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
-        raise not_to_be_had(path, error) from error
+        raise not_available_error(path, error) from error
 
 
 def save_tokenizer(tokenizer: Any, layout: VisionLayout | None, folder: Path) -> None:

@@ -45,7 +45,7 @@ class VisionLayout:
     files: tuple[tuple[str, bytes], ...] = ()  # (name, contents) of its processor, saved with its weights
 
 
-def sees(config: Any) -> bool:
+def has_vision_tower(config: Any) -> bool:
     """Returns whether a model of this transformers configuration has a supported vision tower."""
     return config.model_type in VISION_FAMILIES
 
@@ -55,7 +55,7 @@ def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | No
 
     Raises UserError if the model's files do not say how it cuts images.
     """
-    if not sees(config):
+    if not has_vision_tower(config):
         return None
     return VisionLayout(
         config.image_token_id,

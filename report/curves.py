@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from common.durable import write_file
 from common.errors import UserError
 from report.escape import one_line
-from report.full_marks import Records, guessed, reached, reward_functions, share_of_full_marks, without_accuracies
+from report.full_marks import (
+    Records,
+    functions_with_full_marks,
+    functions_without_full_marks,
+    reward_functions,
+    share_of_full_marks,
+    without_accuracies,
+)
 from report.run_log import read_jsonl
 from report.sinks import saved_settings
 
@@ -60,7 +67,9 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
     evaluations = [latest[step] for step in sorted(latest)]
-    names = guessed(saved_settings(folder).get("rewards", {})) - reached([*rows, *evaluations])
+    names = functions_without_full_marks(saved_settings(folder).get("rewards", {})) - functions_with_full_marks(
+        [*rows, *evaluations]
+    )
     return [without_accuracies(row, names) for row in rows], [without_accuracies(one, names) for one in evaluations]
 
 

@@ -29,13 +29,15 @@ class StepDisplay:
         self._stream, self._now = stream, now
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
         self._history, self._shown = History(config), set[str]()
-        self._uncounted = full_marks.guessed(config.rewards.model_dump())  # functions without known full marks
+        self._uncounted = full_marks.functions_without_full_marks(
+            config.rewards.model_dump()
+        )  # functions without known full marks
         self._open = True
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the metrics of optimizer step `step`, counted from 1, as they are logged."""
         self._ends.append((step, self._now()))
-        self._uncounted -= full_marks.reached([values])
+        self._uncounted -= full_marks.functions_with_full_marks([values])
         values = full_marks.without_accuracies(values, self._uncounted)
         self.note(step_line(step, self._max_steps, values, self._eta_s(values.get("step_time"))))
 
@@ -52,11 +54,11 @@ class StepDisplay:
         """Restores the history of a resumed run, so that advice continues from it."""
         for row in rows:
             self._history.add_step(row)
-        self._uncounted -= full_marks.reached([*rows, *evaluations])
+        self._uncounted -= full_marks.functions_with_full_marks([*rows, *evaluations])
 
     def evaluation(self, record: Record) -> None:
         """Shows a finished held-out evaluation, as MetricsLog.log_eval takes it."""
-        self._uncounted -= full_marks.reached([record])
+        self._uncounted -= full_marks.functions_with_full_marks([record])
         self.note(f"held-out  {eval_line(full_marks.without_accuracies(record, self._uncounted))}")
         for problem, reason in record.get("failed_problems", {}).items():
             self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")

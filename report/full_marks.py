@@ -17,13 +17,13 @@ Records = Sequence[Record]
 Item = TypeVar("Item")
 
 
-def guessed(rewards: Mapping[str, Any]) -> set[str]:
+def functions_without_full_marks(rewards: Mapping[str, Any]) -> set[str]:
     """Returns the user's own functions, models and judges without full marks in `rewards`, the run's section."""
     own = {short_name(s) for s in rewards.get("reward_funcs", ()) if short_name(s) != s or s in ("classifier", "judge")}
     return own - set(rewards.get("full_marks", ()))
 
 
-def reached(records: Records) -> set[str]:
+def functions_with_full_marks(records: Records) -> set[str]:
     """Returns the functions that gave full marks to a completion, in training or held out."""
     logged = (key for record in records for key, value in record.items() if value)
     trained = {key.split("/")[1] for key in logged if key.startswith("rewards/") and key.endswith("/accuracy")}

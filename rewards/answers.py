@@ -15,7 +15,7 @@ from typing import Any
 from common.processes.time_limits import within
 from rewards import text_of
 from rewards.mathematics.algebra import mentions
-from rewards.mathematics.gold import MAX_CHARS, golds, is_expression, kind_of, plainly, same, split_unit
+from rewards.mathematics.gold import MAX_CHARS, gold_texts, is_expression, kind_of, same, split_unit, without_layout
 from rewards.mathematics.numbers import find_last_number
 from rewards.mathematics.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 from rewards.mathematics.times import TIME
@@ -55,7 +55,7 @@ def is_right(text: str, gold: Any) -> bool | None:
 
 def verdicts(completions: Sequence[Any], answers: Sequence[Any], judge: Judge | None = None) -> list[bool | None]:
     """Returns whether completions are right, None if a gold answer cannot be judged. All of them share a time limit."""
-    wanted = [tuple(gold for gold in golds(answer) if kind_of(gold).name) for answer in answers]
+    wanted = [tuple(gold for gold in gold_texts(answer) if kind_of(gold).name) for answer in answers]
     cpu_deadline, wall_deadline = time.process_time() + _SECONDS_OF_GROUP, time.monotonic() + _WAIT_S
     found: list[bool | None] = []
     for completion, right in zip(completions, wanted, strict=True):
@@ -75,7 +75,7 @@ def _in_time(judge: Judge, text: str, wanted: tuple[str, ...], seconds: float) -
     return bool(verdict)
 
 
-def judged(
+def score_verdicts(
     completions: Sequence[Any], answers: Sequence[Any], scores: Mapping[bool, float], judge: Judge | None = None
 ) -> list[float | None]:
     """Returns the verdicts as scores."""
@@ -130,7 +130,7 @@ def _last_number_is(text: str, gold: str) -> bool:
     before, behind = text[max(0, start - 40) : start], text[end : end + 40]
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
-    _, gold_unit = split_unit(plainly(gold))
+    _, gold_unit = split_unit(without_layout(gold))
     unit = _UNIT.match(behind) if gold_unit or _SCALE.match(behind) else None
     money = before[-1:] if before[-1:] in "€£¥₹$" else ""
     return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

@@ -1,7 +1,7 @@
 r"""The built-in reward functions: our own, MindSpeed-RL's `acc`, `base_acc` and `strict_format`, and TRL's
 `accuracy_reward`, `think_format_reward` and `get_soft_overlong_punishment`.
 
-The gold answer is the column `answer`, which `golds` reads. One difference to TRL: the arguments of
+The gold answer is the column `answer`, which `gold_texts` reads. One difference to TRL: the arguments of
 `get_soft_overlong_punishment` are set in rewards.reward_kwargs. Forms are read by string searches, because the regular
 expression `<think>.*</think>` backtracks quadratically on hostile text.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards import text_of
-from rewards.answers import box_is_right, boxed_answer, found_by_math_verify, judged, verdicts
+from rewards.answers import box_is_right, boxed_answer, found_by_math_verify, score_verdicts, verdicts
 from rewards.mathematics.reading import answer_part, last_boxed
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<eos>")
@@ -25,7 +25,7 @@ def answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | No
 
     "<answer>$1,200.00</answer>" for "… #### 1200" → 1.0        "It is 71 or 72." for "72" → 1.0
     """
-    return judged(completions, answer, {True: 1.0, False: -1.0})
+    return score_verdicts(completions, answer, {True: 1.0, False: -1.0})
 
 
 def format(completions: Sequence[Any]) -> list[float]:
@@ -39,7 +39,7 @@ def format(completions: Sequence[Any]) -> list[float]:
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""Returns 1 when the last \boxed{} holds the gold answer, else 0; None if the row has no gold answer."""
-    return judged(completions, answer, _RIGHT_OR_NOT, box_is_right)
+    return score_verdicts(completions, answer, _RIGHT_OR_NOT, box_is_right)
 
 
 def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -53,12 +53,12 @@ def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]
 
 def base_acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """Returns 1 for a right final answer in any form, else 0: for base models, which have yet to learn a form."""
-    return judged(completions, answer, _RIGHT_OR_NOT)
+    return score_verdicts(completions, answer, _RIGHT_OR_NOT)
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """Returns 1 when the answer that math-verify finds anywhere in the completion is the gold one, else 0."""
-    return judged(completions, answer, _RIGHT_OR_NOT, found_by_math_verify)
+    return score_verdicts(completions, answer, _RIGHT_OR_NOT, found_by_math_verify)
 
 
 def gated_format(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:

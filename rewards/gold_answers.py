@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from common.config import ROUNDING, Rewards
 from common.user_code.functions import short_name
 from rewards import Scores, shorten
-from rewards.mathematics.gold import gold_kind, golds
+from rewards.mathematics.gold import gold_kind, gold_texts
 from rewards.mathematics.notations import DOUBTFUL
 from rewards.pool import RewardFailure, RewardPool
 from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, probes
@@ -91,7 +91,7 @@ def _with_probes(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> l
     for place, row in enumerate(rows):
         alike = thorough.get(row.index, [])
         after = [*alike, *alike][place % max(1, len(alike)) :]
-        others = [text for other in after[1:5] for text in golds(other.columns.get("answer"))[:1]]
+        others = [text for other in after[1:5] for text in gold_texts(other.columns.get("answer"))[:1]]
         made = probes(row.columns.get("answer"), list(dict.fromkeys(others)), bool(alike))
         with_probes.append((row, [one for one in made if thinks or one.what not in (UNFINISHED, THOUGHT_OF)]))
     return with_probes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewards.answers import same_answer
-from rewards.mathematics.gold import golds
+from rewards.mathematics.gold import gold_texts
 from rewards.mathematics.notations import (
     AS_WRITTEN,
     ENDING,
@@ -60,9 +60,9 @@ class Probe:
     def text(self) -> str:
         return self.rest if self.thought is None else f"<think>{self.thought}</think>{self.rest}"
 
-    def behind(self, begun: str) -> str:
+    def behind(self, turn_prefix: str) -> str:
         """Returns the text after a prompt that starts the model's turn: it ends the thought that is already open."""
-        opened = begun.strip()
+        opened = turn_prefix.strip()
         if self.what == UNFINISHED:
             return self.text.removeprefix(opened)
         if not re.fullmatch(r"[<\[].*[>\]]", opened):
@@ -83,7 +83,7 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
     """
     empty = Probe(EMPTY, False, "", what=EMPTY)
-    if not (right := golds(answer)):
+    if not (right := gold_texts(answer)):
         return [empty]
     gold = right[0]
     writings = notations(gold) if thorough else {AS_WRITTEN: gold}

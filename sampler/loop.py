@@ -26,7 +26,7 @@ from common.config import Config
 from common.errors import Retryable
 from common.failpoints import failpoint
 from common.files.weights import BadWeights, NotVisible, Published
-from common.processes.certain_errors import certain, would_repeat
+from common.processes.certain_errors import permanent_error, would_repeat
 from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
 from common.wire import wire
@@ -40,7 +40,7 @@ from sampler.engine.reload import reload
 from sampler.held_out import HeldOut
 from sampler.link import Link
 from sampler.turns.episode import as_rollout
-from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few
+from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few_reason
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
@@ -140,7 +140,7 @@ class Sampler:
             self.phase = f"refused version {credit.version}: {error}"
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
             if self._bad_weights >= _MAX_BAD_WEIGHTS:
-                raise certain(self.phase) if credit.version == 0 else Retryable(self.phase) from None
+                raise permanent_error(self.phase) if credit.version == 0 else Retryable(self.phase) from None
             time.sleep(1.0)
 
     def _beat_at_work(self, doing: str) -> None:
@@ -211,7 +211,7 @@ class Sampler:
             if sampled.unread:
                 self.stats["total/unread"] += sampled.unread
             failpoint("sampler.generated")
-            if (reason := too_few(key, sampled, self.config)) is None:
+            if (reason := too_few_reason(key, sampled, self.config)) is None:
                 submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
             else:
                 self._finish(key, reason)
@@ -262,12 +262,12 @@ class Sampler:
             ids, masks, forks = zip(*[(c.token_ids, c.sampling_mask, c.forks) for c in completions], strict=True)
             ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images, forks)
             self.stats["total/reference_s"] += time.monotonic() - start
-        weight = self.config.of_source(prompt.problem.source).rewards.environment_weight
+        weight = self.config.for_source(prompt.problem.source).rewards.environment_weight
         rollouts = tuple(
             as_rollout(c, ref, rewards, reward, len(prompt.token_ids), weight)
             for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
         )
-        version, rollouts = in_flight.of_oldest(key.policy_version, rollouts)
+        version, rollouts = in_flight.with_oldest_version(key.policy_version, rollouts)
         index = prompt.problem.index
         routing = completions[0].routing  # the other completions have the same if equal rows are computed equally
         routing = None if routing is None else routing[: len(prompt.token_ids)]

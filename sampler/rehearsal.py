@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from common.config import Config
-from common.processes.certain_errors import said_once
+from common.processes.certain_errors import raising_permanent_errors
 from common.processes.exits import say
 from common.processes.watchdog import report_progress
 from common.types import Prompt
@@ -48,7 +48,7 @@ def rehearse(config: Config, task: Task, engine: Engine, reference: Reference | 
 def _generate(what: str, engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
     report_progress(f"rehearsing {what}")
     params = replace(params, max_tokens=min(_SAMPLED, params.max_tokens))
-    with said_once(f"vLLM refuses {what} of this run", "Change the settings that it names"):
+    with raising_permanent_errors(f"vLLM refuses {what} of this run", "Change the settings that it names"):
         engine.submit("rehearsal", prompt.token_ids, params, prompt.images)
         while engine.num_running:
             engine.step()

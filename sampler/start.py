@@ -19,7 +19,7 @@ from common.config import Config
 from common.errors import Retryable, UserError
 from common.files.shared_memory import remove_orphans
 from common.processes import out_of_memory
-from common.processes.certain_errors import said_once
+from common.processes.certain_errors import raising_permanent_errors
 from common.processes.exits import RETRYABLE, USER_ERROR, say
 from common.processes.watchdog import Watchdog, progress_heard_by
 from common.types import Problem, Prompt
@@ -36,8 +36,8 @@ from sampler.link import Link
 from sampler.prompts.dataset import fingerprint, load_data, whole_row
 from sampler.prompts.many_prompts import Prompts, make_prompts
 from sampler.prompts.messages import shown_to_rewards
-from sampler.prompts.reading import said_reader
-from sampler.turns.multi_turn import MultiTurn, opened
+from sampler.prompts.reading import logged_reader
+from sampler.turns.multi_turn import MultiTurn, open_multi_turn
 from sampler.turns.task import Task, parts_of
 
 _ROWS_TRIED = 4
@@ -87,22 +87,27 @@ def _run(config: Config, sampler_id: str) -> None:
         steps, image_key = config.trainer.max_steps, config.data.image_key
         pool = stack.enter_context(RewardPool(config.rewards, offered, steps, image_key))
         for label, (own, others) in rows.items():
-            rows[label] = [judged("data.train", own, sources[label]), judged("data.eval", others, sources[label])]
+            rows[label] = [
+                rows_with_gold("data.train", own, sources[label]),
+                rows_with_gold("data.eval", others, sources[label]),
+            ]
             for some in filter(None, rows[label]):
                 try_rewards(pool, some, sources[label])
-        with said_once(f"the tokenizer of {config.model.path} does not load"):
+        with raising_permanent_errors(f"the tokenizer of {config.model.path} does not load"):
             tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         require_downloaded(config)
         multi_turns, train, evaluation = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
         for label, (own, others) in rows.items():
             settings, [first, *_] = sources[label], [*own, *others]
-            multi_turns[label] = multi_turn = stack.enter_context(opened(settings, tokenizer, first, columns[label]))
+            multi_turns[label] = multi_turn = stack.enter_context(
+                open_multi_turn(settings, tokenizer, first, columns[label])
+            )
             tools = multi_turn.pool.tools if multi_turn else None
             train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
             evaluation[label] = prompts_of("data.eval", others, tokenizer, settings, tools)
         train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(evaluation)
         parts = parts_of(config, train_prompts.problems)
-        task = Task(train_prompts, held_out_prompts, said_reader(config, tokenizer), parts)
+        task = Task(train_prompts, held_out_prompts, logged_reader(config, tokenizer), parts)
         link.hello = wire.Hello(
             pid=os.getpid(),
             dataset_fingerprint=fingerprint(train_prompts.problems, config.data),
@@ -142,7 +147,7 @@ def _sample(
     remove_orphans()  # shared memory of an engine that was killed
     num_gpus = devices.count()
     reference = None
-    with said_once(f"the sampler does not start with {config.model.path}"):
+    with raising_permanent_errors(f"the sampler does not start with {config.model.path}"):
         if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
             reference = Reference(config, devices.first())
             reference.check_vocabulary(vocab_size)
@@ -152,7 +157,7 @@ def _sample(
     Sampler(config, task, engine, link, pool, reference, turns).run()
 
 
-def judged(option: str, problems: list[Problem], config: Config) -> list[Problem]:
+def rows_with_gold(option: str, problems: list[Problem], config: Config) -> list[Problem]:
     """Returns the problems without rows of which only the form could be rewarded. Raises UserError if these are all."""
     names = config.rewards.reward_funcs
     judges = [name for name in names if name in JUDGES]

@@ -31,7 +31,7 @@ from rewards.pool import RewardFailure, RewardPool
 from sampler.engine.completions import Completion
 from sampler.prompts.dataset import load_data
 from sampler.prompts.prompts import make_prompt
-from sampler.prompts.reading import ends_of, reader
+from sampler.prompts.reading import reader, stop_conditions
 from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import Sampled, submit_rewards
 from trainer.algorithm.losses import loss, token_objective
@@ -71,7 +71,7 @@ def sampled_group(model: Any, tokenizer: Any, config: Config) -> Group:
     ids = prompt.token_ids
     stop("2. a prompt", "sampler/prompts/messages.py, chat_template.py, prompts.py", repr(prompt.text),
          f"token ids [{len(ids)}]: {' '.join(map(str, ids[:12]))} …")  # fmt: skip
-    completions = sample(model, prompt, config, ends_of(config, tokenizer).ids)
+    completions = sample(model, prompt, config, stop_conditions(config, tokenizer).ids)
     read = reader(config, tokenizer)
     texts = read([c.token_ids.tolist() for c in completions])
     stop("3. completions", "sampler/engine/engine.py, completions.py, sampler/turns/episodes.py",

@@ -91,7 +91,7 @@ class GroupReceiver:
         if self._rank_zero:
             self._rank_zero.source.refill(count)
 
-    def samplers_rest(self) -> bool:
+    def samplers_are_idle(self) -> bool:
         """Returns, on rank 0, whether samplers are idle; False while recording, as a replay could not repeat it."""
         first = self._rank_zero
-        return first is not None and first.recorder is None and first.source.samplers_rest()
+        return first is not None and first.recorder is None and first.source.samplers_are_idle()

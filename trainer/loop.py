@@ -75,7 +75,7 @@ class Trainer:
         behind = connect(config) if writes_behind(config) else None
         self.publisher = Publisher(config, engine, exchange, behind, source, self.seconds)
         self.receiver = GroupReceiver(config, rank_zero, exchange)
-        self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_rest, self.publisher.is_writing)
+        self.lent_cores = lent_cores(config, exchange, self.receiver.samplers_are_idle, self.publisher.is_writing)
         self.lent_cores.watch(engine, *([critic] if critic else []))
         self.actor_critic = ActorCritic(config, engine, critic, exchange) if critic else None
         models = Models(engine, reference, self.actor_critic)
@@ -95,7 +95,7 @@ class Trainer:
             self._num_eval_problems = hello.num_eval_problems
             fingerprints |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
             self.progress = with_fingerprints(self.progress, fingerprints, self.config.run.output_dir)
-        self.best.look_at_history()
+        self.best.load_history()
         self.publish(evaluate=self._evaluates_at_start())
         try:
             while self.progress.batch < self.config.num_batches and not self.best.stops_early:

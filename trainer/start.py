@@ -13,7 +13,7 @@ from common.config import Config
 from common.errors import UserError
 from common.files.run_folder import TRAINER_LOCK, sampler_log
 from common.processes import exits, out_of_memory
-from common.processes.certain_errors import said_once
+from common.processes.certain_errors import raising_permanent_errors
 from common.processes.watchdog import Watchdog
 from common.wire import address
 from model.files.folder import require_models, vocabulary
@@ -48,7 +48,9 @@ def run(config: Config) -> None:
                 address.require_free(config)
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
         what = f"the trainer does not start with {config.model.path}"
-        with said_once(what) if rank == 0 else contextlib.nullcontext():  # another rank may fail because rank 0 did
+        with (
+            raising_permanent_errors(what) if rank == 0 else contextlib.nullcontext()
+        ):  # another rank may fail because rank 0 did
             trainer = _build_trainer(config, rank, stack)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
         exits.defer_interrupts(

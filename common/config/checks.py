@@ -31,7 +31,7 @@ def _devices(config: Settings) -> Iterator[str]:
             f"GPU {shared[0]} is in sampler.devices {sampler} and in trainer.devices {trainer}; give each process its "
             f"own, or one GPU to both: sampler.devices=[{shared[0]}] trainer.devices=[{shared[0]}]"
         )
-    for device in [arguments.get("device") for arguments in config.rewards.of_built_in("classifier")]:
+    for device in [arguments.get("device") for arguments in config.rewards.arguments_of_built_in("classifier")]:
         if device is not None and (device in {*sampler, *trainer} or not (sampler and trainer)):
             yield (
                 f"GPU {device} is of a reward model; name others for sampler.devices and trainer.devices, which are "
@@ -181,7 +181,7 @@ def _evaluation(config: Settings) -> Iterator[str]:
         yield "eval.metric_for_best_model needs held-out problems; set data.eval=openai/gsm8k:main@test"
     labels, names = {entry.label for entry in entries(config.data.eval)}, [*config.rewards.names]
     if len(labels) > 1:
-        names += [f"{of}/{name}" for of in sorted(labels) for name in config.of_source(of).rewards.names]
+        names += [f"{of}/{name}" for of in sorted(labels) for name in config.for_source(of).rewards.names]
     known = [f"{name}/{kind}" for name in names for kind in ("accuracy", "mean")]
     if metric not in known:
         [near] = difflib.get_close_matches(metric, known, n=1, cutoff=0) or ["null"]

@@ -191,7 +191,7 @@ class Rewards(Section):
             specs.append(entry)
         return {**given, "reward_funcs": specs, "reward_kwargs": kwargs}
 
-    def of_built_in(self, name: str) -> list[dict[str, Any]]:
+    def arguments_of_built_in(self, name: str) -> list[dict[str, Any]]:
         """Returns the arguments of each use of a built-in function: of `judge` and of `judge as nice`, say."""
         return [self.reward_kwargs.get(short_name(spec), {}) for spec in self.reward_funcs if unnamed(spec) == name]
 

@@ -60,11 +60,11 @@ class Settings(Section):
         """Returns whether the reference is the policy without its adapters, so that a trainer rank holds it already."""
         return self.lora.r > 0 and self.reference.path is None
 
-    def start_of(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
+    def model_source(self, given: ReferenceSettings | CriticSettings) -> tuple[str, str | None]:
         """Returns the (path, revision) that the reference or the critic is loaded from: its own, or the policy's."""
         return (given.path, None) if given.path else (self.model.path, self.model.revision)
 
-    def of_source(self, label: str) -> Self:
+    def for_source(self, label: str) -> Self:
         """Returns the settings for rows of one source: their rollouts, and the rewards that score them."""
         named = (entry for spec in (self.data.train, self.data.eval) for entry in entries(spec) if entry.label == label)
         source, rewards = next(named, None) if label else None, self.rewards
@@ -81,9 +81,9 @@ class Settings(Section):
 
     @property
     def of_sources(self) -> dict[str, Self]:
-        """Returns `of_source` of each source by its name, which is "" if paths alone are given."""
+        """Returns `for_source` of each source by its name, which is "" if paths alone are given."""
         labels = [entry.label for spec in (self.data.train, self.data.eval) for entry in entries(spec)]
-        return {label: self.of_source(label) for label in labels}
+        return {label: self.for_source(label) for label in labels}
 
     @property
     def max_turns(self) -> int:

@@ -30,18 +30,18 @@ def would_repeat(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def said_once(what: str, remedy: str = _REMEDY) -> Iterator[None]:
-    """Raises the error of `certain` in place of an error inside the block that the next start would repeat."""
+def raising_permanent_errors(what: str, remedy: str = _REMEDY) -> Iterator[None]:
+    """Raises the error of `permanent_error` in place of an error inside the block that the next start would repeat."""
     try:
         yield
     except Exception as error:
         if not would_repeat(error):
             raise
         traceback.print_exc()
-        raise certain(what, error, remedy) from error
+        raise permanent_error(what, error, remedy) from error
 
 
-def certain(what: str, error: Exception | None = None, remedy: str = _REMEDY) -> UserError:
+def permanent_error(what: str, error: Exception | None = None, remedy: str = _REMEDY) -> UserError:
     """Returns the UserError that says what happened ("vLLM does not start"), and the last line of `error` as reason."""
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip(" .")]
     if error and not lines and error.__traceback__:  # an error without a text, such as `assert x` in a library

@@ -30,11 +30,11 @@ from report.escape import one_line
 from rewards.pool import RewardFailure, RewardPool
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.many_prompts import Prompts
-from sampler.prompts.reading import said_reader
-from sampler.start import judged, prompts_of
-from sampler.turns.episodes import Sampled, submit_rewards, too_few
+from sampler.prompts.reading import logged_reader
+from sampler.start import prompts_of, rows_with_gold
+from sampler.turns.episodes import Sampled, submit_rewards, too_few_reason
 from sampler.turns.mixed_turns import Turns, turns_of
-from sampler.turns.multi_turn import opened
+from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import Decode, held_out_params
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: Config, target: Target) -> None:
     rows = load_data("data.eval", config.data.eval or [], config.data)
-    each = [(settings, judged("data.eval", own, settings)) for settings, own in by_source(rows, config)]
+    each = [(settings, rows_with_gold("data.eval", own, settings)) for settings, own in by_source(rows, config)]
     columns, multi_turns, parts = rows[0].columns, dict[str, Any](), dict[str, Any]()
     with contextlib.ExitStack() as stack:
         steps, image_key = config.trainer.max_steps, config.data.image_key
@@ -70,7 +70,7 @@ def run(config: Config, target: Target) -> None:
         pool = stack.enter_context(RewardPool(config.rewards, columns if fits_rows else None, steps, image_key))
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         for settings, own in each:
-            multi_turn = stack.enter_context(opened(settings, tokenizer, own[0], columns))
+            multi_turn = stack.enter_context(open_multi_turn(settings, tokenizer, own[0], columns))
             tools = multi_turn.pool.tools if multi_turn else None
             multi_turns[own[0].source] = multi_turn
             parts[own[0].source] = prompts_of("data.eval", own, tokenizer, settings, tools)
@@ -84,7 +84,7 @@ def run(config: Config, target: Target) -> None:
         engine = Engine(config, devices.count())
         if target.rank:
             _load_adapters(engine, Path(target.model))
-        decode = said_reader(config, tokenizer)
+        decode = logged_reader(config, tokenizer)
         turns = turns_of(engine, decode, multi_turns)
         samples, failures = sample(config, prompts, pool, decode, turns)
     if not samples:
@@ -138,7 +138,7 @@ def sample(
     while turns.num_running or pool.pending:
         for i, sampled in turns.step() if turns.num_running else []:
             finished[i] = sampled
-            if (reason := too_few(i, sampled, config)) is None:
+            if (reason := too_few_reason(i, sampled, config)) is None:
                 submit_rewards(pool, i, sampled, decode)
             else:
                 failures.append(reason)

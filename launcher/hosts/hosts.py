@@ -77,7 +77,7 @@ def _parse(path: Path, number: int, text: str) -> HostLine:
     return HostLine(match["name"], int(counts["slots"]), int(counts.get("samplers", 0)))
 
 
-def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
+def hostfile_overrides(hosts: Sequence[HostLine], config: Config) -> list[str]:
     """Returns overrides for the number of samplers. Raises UserError if the config contradicts the hostfile."""
     ranks, samplers, endpoint = sum(h.slots for h in hosts), sum(h.samplers for h in hosts), config.channel.endpoint
     for name, given, is_right in (
@@ -93,7 +93,7 @@ def settings_over(hosts: Sequence[HostLine], config: Config) -> list[str]:
     return [] if config.sampler.num_samplers == samplers else [f"sampler.num_samplers={samplers}"]
 
 
-def placement_over(hosts: Sequence[HostLine]) -> Placement:
+def hostfile_placement(hosts: Sequence[HostLine]) -> Placement:
     ranks = sum(host.slots for host in hosts)
     ranks_text = ", ".join(f"{h.name} × {h.slots}" for h in hosts if h.slots)
     samplers = tuple(SamplerPlace({}, (), host.name) for host in hosts for _ in range(host.samplers))
@@ -148,7 +148,7 @@ class HostCommands(Commands):
 
     def __init__(self, path: Path, overrides: Sequence[str], config: Config, hosts: Sequence[HostLine], meet: Meeting):
         listens = [] if config.channel.endpoint else [f"channel.endpoint={meet.endpoint}"]
-        super().__init__(path, [*overrides, *listens], config, placement_over(hosts))
+        super().__init__(path, [*overrides, *listens], config, hostfile_placement(hosts))
         self._hosts, self._meet, self._attempt = hosts, meet, 0
         self._folder = config.run.output_dir.absolute() / "hosts"
         durable.make_private(self._folder)

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.paths import did_you_mean
 from model.files.dims import experts_of
 from model.files.engine_models import is_unknown
-from model.files.hub import model_json, not_to_be_had, present_file, read_json
+from model.files.hub import model_json, not_available_error, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 _MAX_INDEX_BYTES = 64 << 20
@@ -40,7 +40,7 @@ def require_models(config: Config) -> None:
     """
     require_model(config.model.path, config.model.revision)
     for other in _other_models(config).values():
-        require_model(*config.start_of(other))
+        require_model(*config.model_source(other))
     template, folder = config.prompt.chat_template, Path(config.model.path).expanduser()
     if template is not None and not template.is_file():
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
@@ -81,7 +81,7 @@ def require_settings(config: Config) -> None:
         )
 
 
-def about_experts(config: Config) -> list[str]:
+def expert_warnings(config: Config) -> list[str]:
     """Returns warnings about a mixture of experts before it trains; [] for any other model."""
     settings, warnings = _settings(config.model.path, config.model.revision), []
     if experts_of(settings) is None:
@@ -111,7 +111,7 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
     others = _other_models(config)
     if config.reference_on == "sampler":
         others.pop("reference", None)
-    for settings in (policy, *(_settings(*config.start_of(other)) for other in others.values())):
+    for settings in (policy, *(_settings(*config.model_source(other)) for other in others.values())):
         if (heads := settings.get("num_attention_heads", size)) % size:
             raise UserError(uneven_heads(heads, size))
 
@@ -128,7 +128,7 @@ def uneven_heads(heads: int, size: int) -> str:
 def _require_same_vision_family(config: Config, policy: dict[str, Any]) -> None:
     """Raises UserError if another model is of another vision family, with other image tokens and positions."""
     for section, other in _other_models(config).items():
-        path, revision = config.start_of(other)
+        path, revision = config.model_source(other)
         found = _settings(path, revision)
         kinds = policy.get("model_type"), found.get("model_type")
         if policy and found and kinds[0] != kinds[1] and not set(kinds).isdisjoint(VISION_FAMILIES):
@@ -243,12 +243,12 @@ def require_model(path: str, revision: str | None = None) -> None:
 
     try:
         if constants.HF_HUB_OFFLINE and present_file(path, "config.json", revision) is None:
-            raise not_to_be_had(path, "no config.json in the cache")
+            raise not_available_error(path, "no config.json in the cache")
     except ValueError as error:  # no valid hub id
-        raise not_to_be_had(path, error) from None
+        raise not_available_error(path, error) from None
 
 
-def experts_in(model: Model) -> tuple[int, int] | None:
+def expert_counts(model: Model) -> tuple[int, int] | None:
     """Returns (experts of a layer, experts per token) of the policy; None without a mixture."""
     return experts_of(load_config(model).get_text_config().to_dict())
 

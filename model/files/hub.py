@@ -17,10 +17,10 @@ def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except Exception as error:
-        raise not_to_be_had(repository, f"no {name}: {error}") from None
+        raise not_available_error(repository, f"no {name}: {error}") from None
 
 
-def not_to_be_had(name: str, reason: object, kind: str = "model") -> UserError:
+def not_available_error(name: str, reason: object, kind: str = "model") -> UserError:
     """Returns the error for a model or data set that cannot be found: the reason, the settings and the remedy."""
     first_line = next(iter(str(reason).splitlines()), "")
     settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]

@@ -127,7 +127,7 @@ def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: i
     """
     from PIL.Image import Resampling
 
-    image = as_seen(image)
+    image = to_upright_rgb(image)
     height, width = resized_size(image.height, image.width, min_pixels, max_pixels, form.factor)
     resized = image.resize((width, height), Resampling.BICUBIC)
     resized.info = {}  # a colour profile or a comment would be written, too
@@ -136,7 +136,7 @@ def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: i
     return EncodedImage(file.getvalue(), (1, height // form.patch_size, width // form.patch_size))
 
 
-def as_seen(image: Image) -> Image:
+def to_upright_rgb(image: Image) -> Image:
     """Converts an image to upright RGB as a viewer shows it: transparent pixels are white, a film is its first frame.
 
     Values of 16 bits are scaled, as PIL would cut them at 255. Raises ValueError for 32 bits, whose range is unknown.

@@ -66,7 +66,7 @@ def gold_kind(gold: Any) -> GoldKind:
     if reason := unreadable(gold):
         return GoldKind(None, reason)
     late = GoldKind(None, f"math-verify reads it for more than {_SECONDS} s")
-    kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in golds(gold)]
+    kinds = [within(_SECONDS, functools.partial(kind_of, text), late) for text in gold_texts(gold)]
     return next((kind for kind in kinds if kind.name), kinds[0])
 
 
@@ -85,7 +85,7 @@ def unreadable(gold: Any) -> str:
     """Returns why an answer cannot be judged, as far as that shows without reading mathematics; else ""."""
     if isinstance(gold, dict | set | bytes):
         return f"it is a {type(gold).__name__}"
-    reasons = [_unreadable(text) for text in golds(gold)] or ["it is empty"]
+    reasons = [_unreadable(text) for text in gold_texts(gold)] or ["it is empty"]
     return reasons[0] if all(reasons) else ""
 
 
@@ -97,14 +97,14 @@ def _unreadable(text: str) -> str:
     return "" if re.search(r"[\w∞∅√]", text) else "it has neither letters nor digits"
 
 
-def golds(value: Any) -> list[str]:
-    r"""Returns texts that count as right.  golds("6*12=72\n#### 72") == ["72"]   golds(["1", "one"]) == ["1", "one"]
+def gold_texts(value: Any) -> list[str]:
+    r"""Returns texts that count as right.  gold_texts("6*12=72\n#### 72") == ["72"]
 
-    golds(1e-05) == ["0.00001"]   golds("She has 72 clips left.") == ["72"]
-    golds("(B) Rome") == ["B", "Rome", "(B) Rome"]
+    gold_texts(["1", "one"]) == ["1", "one"]   gold_texts("She has 72 clips left.") == ["72"]
+    gold_texts(1e-05) == ["0.00001"]   gold_texts("(B) Rome") == ["B", "Rome", "(B) Rome"]
     """
     if isinstance(value, list | tuple):
-        return [text for item in value for text in golds(item)]
+        return [text for item in value for text in gold_texts(item)]
     if value is None or isinstance(value, dict | set | bytes) or value != value:
         return []
     if isinstance(value, float):
@@ -124,7 +124,7 @@ def same(prediction: str, gold: str) -> bool:
     prediction, gold = prediction.strip(), gold.strip()
     if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
         return bool(gold) and prediction == gold
-    given, wanted = plainly(prediction), plainly(gold)
+    given, wanted = without_layout(prediction), without_layout(gold)
     match kind_of(gold).name:
         case "number":
             return _same_quantity(given, wanted)
@@ -148,7 +148,7 @@ def kind_of(text: str) -> GoldKind:
     """Returns the kind of one gold answer, given as text."""
     if reason := _unreadable(text):
         return GoldKind(None, reason)
-    plain = plainly(text)
+    plain = without_layout(text)
     if TIME.fullmatch(plain):
         return GoldKind("time")
     number, _ = split_unit(plain)
@@ -167,8 +167,8 @@ def _has_words(text: str) -> bool:
     return bool(_WORD.search(_COMMAND.sub(" ", text)))
 
 
-def plainly(text: str) -> str:
-    r"""Returns a text in one line, without layout of LaTeX and Markdown.  plainly(r"$5\,\text{cm}$") == "5 cm" """
+def without_layout(text: str) -> str:
+    r"""Returns a text in one line, without layout of LaTeX.  without_layout(r"$5\,\text{cm}$") == "5 cm" """
     text = text.strip().removesuffix(".").translate(IN_LATEX)
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text.strip("$")

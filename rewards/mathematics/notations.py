@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from rewards.mathematics.algebra import load
-from rewards.mathematics.gold import gold_kind, plainly, split_unit
+from rewards.mathematics.gold import gold_kind, split_unit, without_layout
 from rewards.mathematics.numbers import plain_number
 from rewards.mathematics.units import unit_of
 
@@ -66,11 +66,11 @@ def notations(gold: str) -> dict[str, str]:
     if kind == "number":
         found |= dict(_numbers(gold))
     elif kind == "letter":
-        letter = re.sub(r"[^A-Za-z]", "", plainly(gold))
+        letter = re.sub(r"[^A-Za-z]", "", without_layout(gold))
         found |= {"a letter": letter, "in parentheses": f"({letter})", "a letter in \\text": rf"\text{{({letter})}}"}
         found["in bold"] = rf"\textbf{{({letter})}}"
     elif kind in ("text", "time"):
-        bare = plainly(gold)
+        bare = without_layout(gold)
         found |= {"without \\text": bare, "in \\text": rf"\text{{{bare}}}", "in bold": rf"\textbf{{{bare}}}"}
         other_case = bare.lower() if bare[:1].isupper() else bare[:1].upper() + bare[1:]
         found |= dict(_times(bare)) if kind == "time" else {"in other case": other_case}
@@ -111,7 +111,7 @@ def _numbers(gold: str) -> Iterator[tuple[str, str]]:
     elif value is not None:
         yield from _writings(value)
     else:
-        number, unit = split_unit(plainly(gold))
+        number, unit = split_unit(without_layout(gold))
         if unit and value_of(number) is not None and unit[0].isalpha():
             yield "with its unit in \\text", rf"{number}\text{{ {unit}}}"
             yield "without its unit", number
@@ -234,7 +234,7 @@ def ending_in(gold: str) -> list[str]:
 
 def of_another_unit(gold: str) -> str | None:
     """Returns the answer with another unit, 5 cm -> 5 kg, $5 -> €5; None if its unit is not known."""
-    number, unit = split_unit(plainly(gold))
+    number, unit = split_unit(without_layout(gold))
     if gold_kind(gold).name != "number" or not unit:
         return None
     if unit in _OTHER_UNITS:

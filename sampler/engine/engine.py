@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from common.config import TIES, Config
 from common.errors import UserError
-from common.processes.certain_errors import said_once
+from common.processes.certain_errors import raising_permanent_errors
 from common.processes.watchdog import report_progress
 from common.types import EncodedImage
 from model import cpu
@@ -67,7 +67,7 @@ class Engine:
         unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
         if unknown:
             raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
-        with said_once(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
+        with raising_permanent_errors(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
             try:
                 _mend_vllm(config, arguments)
                 if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):

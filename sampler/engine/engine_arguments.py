@@ -9,7 +9,7 @@ from common.config import Config
 from model.files import lora
 from model.files.images import sees_images, vision_of
 from model.tokenizer import load_tokenizer
-from sampler.prompts.reading import Ends, ends_of
+from sampler.prompts.reading import Ends, stop_conditions
 
 _MAX_CPU_CACHE = 16 << 30  # bytes
 _CANARY_IMAGE_TOKENS = 4  # tokens of the canary's image
@@ -20,7 +20,9 @@ def ends(config: Config) -> Ends:
     """Returns the ends of a completion; none with sampler.ignore_eos."""
     if config.sampler.ignore_eos:
         return Ends((), ())
-    return ends_of(config, load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code))
+    return stop_conditions(
+        config, load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    )
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
@@ -64,7 +66,7 @@ def has_right_prefix_cache(model: Any) -> bool:
 
 def looks_for_texts(config: Config) -> bool:
     """Returns whether a text may end a completion: one of sampler.stop, or one in an agent's request."""
-    agents = any(of_source.rollout.agent is not None for of_source in config.of_sources.values())
+    agents = any(settings.rollout.agent is not None for settings in config.of_sources.values())
     return agents or any(isinstance(stop, str) for stop in config.sampler.stop)
 
 

@@ -54,7 +54,7 @@ def may_load(config: Config, fetcher: Fetcher, published: Published, evaluates: 
     return config.sampler.in_flight_updates and not evaluates and fetcher.has(published)
 
 
-def of_oldest(version: int, rollouts: tuple[Rollout, ...]) -> tuple[int, tuple[Rollout, ...]]:
+def with_oldest_version(version: int, rollouts: tuple[Rollout, ...]) -> tuple[int, tuple[Rollout, ...]]:
     """Returns (the group's policy version, its rollouts), without spans for rollouts of that version alone.
 
     version: the group's version if its rollouts have no spans.

@@ -26,10 +26,10 @@ from common.config import Config
 from common.errors import Retryable, UserError
 from common.failpoints import failpoint
 from common.files.weights import Manifest, Published, TensorInfo
-from common.processes.certain_errors import certain, would_repeat
+from common.processes.certain_errors import permanent_error, would_repeat
 from common.processes.exits import say
 from common.types import EncodedImage
-from model.files.folder import experts_in
+from model.files.folder import expert_counts
 from sampler.engine.engine import Engine
 from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetched, Fetcher, fetch
@@ -62,12 +62,12 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         failed = f"the engine failed while loading version {published.version}"
         if published.version == 0 and would_repeat(error):
             traceback.print_exc()
-            raise certain(failed, error) from error
+            raise permanent_error(failed, error) from error
         raise Retryable(f"{failed}: {error!r}") from error
     finally:
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
-    may_route_otherwise = config.model.dtype == "bfloat16" and experts_in(config.model) is not None
+    may_route_otherwise = config.model.dtype == "bfloat16" and expert_counts(config.model) is not None
     share = 0.75 if may_route_otherwise else 1.0
     warning = _require_canary(x, config.model.dtype, published.version, share, proof.narrow)
     if warning and engine.version is None:
@@ -139,7 +139,7 @@ def _require_canary(
 
 def _refused(version: int, why: str) -> UserError | Retryable:
     """Returns the error of a refused version; a UserError for 0, the model as given, which would fail again."""
-    return certain(why) if version == 0 else Retryable(why)
+    return permanent_error(why) if version == 0 else Retryable(why)
 
 
 def _rms(x: NDArray[np.float64]) -> float:

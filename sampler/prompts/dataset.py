@@ -27,7 +27,7 @@ from common.types import ImageFile, Problem
 from rewards import ALWAYS_PASSED
 from sampler.prompts.bad_rows import HALF, all_whole, usable
 from sampler.prompts.pictures import check_images, read_file, sources, unreadable
-from sampler.prompts.sources import check_there, folder_of, read_rows
+from sampler.prompts.sources import folder_of, read_rows, require_source
 
 _SYNONYMS = (
     {"question", "problem", "prompt", "instruction", "input", "query", "messages"},
@@ -83,7 +83,7 @@ def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], di
     if not given:
         raise UserError("data: an empty list of data sets; name one, for example openai/gsm8k:main@train")
     for source in given:
-        check_there(source.path)  # all paths are checked before the first is read
+        require_source(source.path)  # all paths are checked before the first is read
     tables = [_named(read_rows(s.path), s.path, data, {**data.rename, **s.rename}) for s in given]
     if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
         _check_column("data.image_key", image_key, tables[0][0], given[0].path)
@@ -108,7 +108,7 @@ def by_source(problems: Iterable[Problem], config: Config) -> list[tuple[Config,
     rows: dict[str, list[Problem]] = {}
     for problem in problems:
         rows.setdefault(problem.source, []).append(problem)
-    return [(config.of_source(source), own) for source, own in rows.items()]
+    return [(config.for_source(source), own) for source, own in rows.items()]
 
 
 def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:

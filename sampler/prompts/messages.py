@@ -20,7 +20,7 @@ from common.config import Config, Data, PromptTemplate
 from common.errors import UserError
 from common.types import Problem
 from environments import Message
-from rewards.mathematics.gold import golds
+from rewards.mathematics.gold import gold_texts
 
 IMAGE = "<image>"  # marks an image in the text of a row
 
@@ -143,7 +143,9 @@ def leaves_gold_off(problem: Problem, data: Data) -> bool:
 def _holds_gold(content: Any, problem: Problem) -> bool:
     """Returns whether an assistant's content ends in the gold answer: continuing it would solve no problem."""
     end = str(content).rstrip(" \n.*$})").removesuffix("</answer>").rstrip(" \n.*$})")
-    return any(end.endswith(gold.rstrip(" .")) for gold in golds(problem.columns.get("answer")) if gold.rstrip(" ."))
+    return any(
+        end.endswith(gold.rstrip(" .")) for gold in gold_texts(problem.columns.get("answer")) if gold.rstrip(" .")
+    )
 
 
 def _message(message: Any) -> Message:

@@ -46,10 +46,10 @@ def make_prompt(
     vision: the model's, with data.image_key. tools: JSON schemas for the chat template. Raises UserError.
     """
     images = encode_problem(problem, vision.form, config.data) if vision else ()
-    text, reward_prompt, begun = rendered(problem, tokenizer, config, vision, tools)
+    text, reward_prompt, turn_prefix = rendered(problem, tokenizer, config, vision, tools)
     token_ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     token_ids = vision.expanded(token_ids, images) if vision else token_ids
-    return Prompt(problem, reward_prompt, text, token_ids, images, begun)
+    return Prompt(problem, reward_prompt, text, token_ids, images, turn_prefix)
 
 
 def rendered(
@@ -88,13 +88,13 @@ def rendered(
             f"row {problem.index}: the rendered prompt has {marks} image tokens for {len(problem.images)} images; its "
             f"text or the chat template holds the token {mark!r} itself. Write <image> where an image stands"
         )
-    return text, reward_prompt, begun_in(text, messages)
+    return text, reward_prompt, turn_prefix_of(text, messages)
 
 
-def begun_in(text: str, messages: Sequence[Message] = ()) -> str:
+def turn_prefix_of(text: str, messages: Sequence[Message] = ()) -> str:
     r"""Returns the start of the model's own turn in a rendered prompt: rewards and tools read it before the completion.
 
-    begun_in("…<|im_start|>assistant\n<think>\n") == "<think>\n"; if the row ends in an assistant's text, that text.
+    turn_prefix_of("…<|im_start|>assistant\n<think>\n") == "<think>\n"; or the assistant's text that ends the row.
     """
     if messages and messages[-1].get("role") == "assistant":
         return text[text.rindex(messages[-1]["content"].strip()) :]

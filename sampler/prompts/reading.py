@@ -49,7 +49,7 @@ class Reader:
         return list(self.tokenizer.batch_decode(left, skip_special_tokens=False))
 
 
-def ends_of(config: Config, tokenizer: Any) -> Ends:
+def stop_conditions(config: Config, tokenizer: Any) -> Ends:
     """Returns the ends of a completion. Raises UserError if there is none, or for a sampler.stop that is no token."""
     given = (model_json(config.model.path, "generation_config.json", config.model.revision) or {}).get("eos_token_id")
     named = given if isinstance(given, list | tuple) else [given]
@@ -82,7 +82,7 @@ def unwritten_end(config: Config, tokenizer: Any) -> str | None:
 
 def reader(config: Config, tokenizer: Any) -> Reader:
     """Returns the reader that rewards.special_tokens selects."""
-    own = set(ends_of(config, tokenizer).own)
+    own = set(stop_conditions(config, tokenizer).own)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     if config.rewards.special_tokens == "keep":
         return Reader(tokenizer, frozenset(own))
@@ -94,7 +94,7 @@ def reader(config: Config, tokenizer: Any) -> Reader:
     return Reader(tokenizer, frozenset((special - set(kept)) | own), tuple(kept.values()))
 
 
-def said_reader(config: Config, tokenizer: Any) -> Reader:
+def logged_reader(config: Config, tokenizer: Any) -> Reader:
     """Returns the reader, and logs the kept special tokens and a missing end token."""
     made = reader(config, tokenizer)
     if made.kept:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.errors import UserError
 from common.paths import did_you_mean
-from model.files.hub import not_to_be_had
+from model.files.hub import not_available_error
 from sampler.prompts.progress import counted
 from sampler.prompts.tables import rows_of_table
 
@@ -51,7 +51,7 @@ def read_rows(spec: str) -> list[dict[str, Any]]:
     return rows
 
 
-def check_there(spec: str) -> None:
+def require_source(spec: str) -> None:
     """Raises UserError for a local file or folder that does not exist or has no format we read. Imports nothing."""
     path, _ = _path_and_subset(_source_and_split(spec)[0])
     name = str(path)
@@ -86,7 +86,7 @@ def _path_and_subset(source: str) -> tuple[Path, str]:
 
 def _splits(source: str) -> Mapping[str, Table]:
     """Returns all splits of the data set. Raises UserError."""
-    check_there(source)
+    require_source(source)
     path, subset = _path_and_subset(source)
     if path.is_file() and _FORMATS[path.suffix] == "json":
         return {"train": _rows_of_json(path)}
@@ -161,7 +161,7 @@ def _data_set_error(error: Exception, name: str, subset: str, is_local: bool) ->
     if is_local:
         first_line = next(iter(str(error).splitlines()), "")
         return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line}")
-    return not_to_be_had(name, error, "data set")
+    return not_available_error(name, error, "data set")
 
 
 def _select_splits(splits: Mapping[str, Table], split: str | None, source: str) -> list[Table]:

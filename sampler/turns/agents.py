@@ -1,6 +1,6 @@
 """Runs rollouts of agents, which own their loop: an agent requests a completion whenever it likes, with any messages.
 
-    start ─► Asking ─► turn ─► Said ─► Asking ─► … ─► Done or failed ─► Sampled
+    start ─► request ─► turn ─► answer ─► request ─► … ─► Done or failed ─► Sampled
              endpoint  engine          it is read, or it is not and does not train
 
 Requests of one rollout may run in parallel. When the rollout ends, its turns are sorted by their tokens, so that each
@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from environments import Done, Failed
-from environments.chat_completions import Refused
-from environments.endpoint import Asking
+from environments.chat_completions import RequestError
+from environments.endpoint import PendingRequest
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
-from sampler.turns.chat import AgentTurn, Asked, Chat
-from sampler.turns.episode import Episode, Played, shared
+from sampler.turns.chat import AgentTurn, Chat, RenderedRequest
+from sampler.turns.episode import Episode, PlayedCompletion, shared
 from sampler.turns.episodes import MAX_REASON, Episodes, RunningGroup, Sampled
 
 Ids = NDArray[np.int32]
@@ -34,14 +34,16 @@ Ids = NDArray[np.int32]
 class AgentRollout:
     """The state of an agent's rollout that has not ended yet."""
 
-    turns: dict[Asking, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
-    running: dict[Asking, Asked] = field(default_factory=dict)  # requests in the engine
-    firsts: list[Asked] = field(default_factory=list)  # requests made before any answer: each may be the group's prompt
+    turns: dict[PendingRequest, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
+    running: dict[PendingRequest, RenderedRequest] = field(default_factory=dict)  # requests in the engine
+    firsts: list[RenderedRequest] = field(
+        default_factory=list
+    )  # requests made before any answer: each may be the group's prompt
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
 
     @property
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[RenderedRequest]:
         return [*(turn.asked for turn in self.turns.values()), *self.running.values()]
 
     @property
@@ -53,7 +55,7 @@ class AgentRollout:
 
 
 class Agents(Episodes):
-    """Runs the rollouts of agents. The key of a turn in the engine is (prompt, (rollout, Asking))."""
+    """Runs the rollouts of agents. The key of a turn in the engine is (prompt, (rollout, PendingRequest))."""
 
     _template: Chat
 
@@ -65,7 +67,7 @@ class Agents(Episodes):
     def _answered(self, key: Any, i: int, reply: Any) -> None:
         group = self._groups[key]
         rollout: AgentRollout = group.running.setdefault(i, AgentRollout())
-        if not isinstance(reply, Asking):
+        if not isinstance(reply, PendingRequest):
             self._end(group, i, rollout, reply)
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
@@ -91,7 +93,7 @@ class Agents(Episodes):
         else:
             group.ended[i] = rollout, reply
 
-    def _ask(self, key: Any, i: int, group: RunningGroup, asking: Asking) -> None:
+    def _ask(self, key: Any, i: int, group: RunningGroup, asking: PendingRequest) -> None:
         rollout: AgentRollout = group.running[i]
         try:
             asked = self._template.asked(asking.ask, rollout.turns.values())
@@ -99,11 +101,11 @@ class Agents(Episodes):
             self._engine.submit((key, (i, asking)), asked.ids, params, ())
             rollout.running[asking] = asked
         except Exception as error:  # the template or the engine may fail on messages that an agent wrote
-            if isinstance(error, Refused):  # refused at a limit
+            if isinstance(error, RequestError):  # refused at a limit
                 rollout.refusal = rollout.refusal or str(error)
-            asking.tell(Refused(str(error)))
+            asking.tell(RequestError(str(error)))
 
-    def _params(self, group: RunningGroup, i: int, asking: Asking, asked: Asked) -> SamplingParams:
+    def _params(self, group: RunningGroup, i: int, asking: PendingRequest, asked: RenderedRequest) -> SamplingParams:
         """Returns the sampling parameters of a request. Raises Refused at a limit."""
         rollout, ask = group.running[i], asking.ask
         room, seed = self._room(group, rollout, asked), group.params.seed
@@ -117,14 +119,14 @@ class Agents(Episodes):
             return params
         return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
 
-    def _room(self, group: RunningGroup, rollout: AgentRollout, asked: Asked) -> int:
+    def _room(self, group: RunningGroup, rollout: AgentRollout, asked: RenderedRequest) -> int:
         """Returns the tokens left for a completion. Raises Refused at a limit; the rollout then gets no more turns."""
         turns, longest = self._config.rollout.max_turns, self._config.data.max_prompt_length
         tokens = group.params.max_tokens
         if len(rollout.asked) >= turns:
-            raise Refused(f"the rollout has had its {turns} turns (rollout.max_turns)")
+            raise RequestError(f"the rollout has had its {turns} turns (rollout.max_turns)")
         if not rollout.asked and len(asked.ids) > longest:
-            raise Refused(f"a first prompt of {len(asked.ids)} tokens, more than data.max_prompt_length {longest}")
+            raise RequestError(f"a first prompt of {len(asked.ids)} tokens, more than data.max_prompt_length {longest}")
         known = [(len(turn.asked.ids), turn.ids) for turn in rollout.turns.values()]
         known += [(len(other.ids), other.ids) for other in rollout.running.values()]
         both = [(shared(asked.ids[:-1], ids), prompt, len(ids)) for prompt, ids in known]
@@ -133,7 +135,7 @@ class Agents(Episodes):
         kept = [n if prompt < n == whole else min(n, prompt - 1) for n, prompt, whole in both if n == most]
         observed = len(asked.ids) - min(kept, default=most)
         if (room := tokens - rollout.spent - observed) < 1:
-            raise Refused(f"the rollout has no room left in {tokens} tokens (sampler.max_completion_length)")
+            raise RequestError(f"the rollout has no room left in {tokens} tokens (sampler.max_completion_length)")
         if not rollout.turns and len(asked.ids) <= longest:
             rollout.firsts.append(asked)
         rollout.spent += observed
@@ -149,7 +151,7 @@ class Agents(Episodes):
             rollout.refusal = rollout.refusal or f"used up its {limit} tokens (sampler.max_completion_length)"
         asked = rollout.running.pop(asking)
         if not len(completion.token_ids):
-            asking.tell(Refused(rollout.refusal))
+            asking.tell(RequestError(rollout.refusal))
             return
         rollout.turns[asking], answer = self._template.said(asked, completion)
         asking.tell(answer)
@@ -174,7 +176,7 @@ class Agents(Episodes):
         return super()._over(group)
 
 
-def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
+def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> PlayedCompletion:
     """Returns the rollout as it is trained on; each turn follows the one with which it shares the longest prefix."""
     first, turns = rollout.first, [*rollout.turns.values()]
 
@@ -185,7 +187,7 @@ def played(rollout: AgentRollout, done: Done, prompt_ids: Ids) -> Played:
     for turn in sorted(turns, key=place):
         if episode.parts or len(turn.asked.ids) > len(prompt_ids):
             episode = episode.asked(prompt_ids, turn.asked.ids)
-        episode = episode.sampled(turn.completion, turn.asked.begun + turn.text)
+        episode = episode.sampled(turn.completion, turn.asked.turn_prefix + turn.text)
     last, begin = [*turns[-1].asked.ask.messages, turns[-1].message], turns[0].asked.ask.messages
     return replace(
         episode.played(),

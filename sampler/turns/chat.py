@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 
 from common.config import Config
 from environments import Message
-from environments.chat_completions import Ask, Said
+from environments.chat_completions import ChatRequest, ModelAnswer
 from environments.tools import NO_CALLS, Call
 from sampler.engine.completions import Completion
 from sampler.prompts.chat_template import read_template
-from sampler.prompts.prompts import begun_in
+from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.task import Decode
 from sampler.turns.tool_calls import CallReader, parser_of
 from sampler.turns.turns import TurnTemplate
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RenderedRequest:
     """A request as the model sees it."""
 
-    ask: Ask
+    ask: ChatRequest
     text: str
     ids: NDArray[np.int32]  # [P]
-    begun: str  # beginning of the model's turn that the text already contains
+    turn_prefix: str  # beginning of the model's turn that the text already contains
 
 
 @dataclass(frozen=True)
 class AgentTurn:
     """A sampled turn of an agent's rollout: the request and its answer."""
 
-    asked: Asked
+    asked: RenderedRequest
     completion: Completion
-    text: str  # decoded completion, without `asked.begun`
+    text: str  # decoded completion, without `asked.turn_prefix`
     message: Message  # as it was sent to the agent
     calls: list[Call]
     is_parted: bool  # its message has fields for the chat template, not the plain text
@@ -66,7 +66,7 @@ class Chat:
     template: TurnTemplate
     decode: Decode
 
-    def asked(self, ask: Ask, turns: Collection[AgentTurn]) -> Asked:
+    def asked(self, ask: ChatRequest, turns: Collection[AgentTurn]) -> RenderedRequest:
         """Returns the request as text and ids, given earlier `turns`. Raises UserError or ValueError if impossible."""
         if ask.reads_calls:
             self._reader.start(ask.tools or [])
@@ -74,14 +74,14 @@ class Chat:
         for i, message in enumerate(ask.messages):
             equal = [turn for turn in turns if turn.is_repeated_by(message)]  # of several, the one at this position
             if turn := max(equal, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
-                as_text: Message = {"role": "assistant", "content": turn.asked.begun + turn.text}
+                as_text: Message = {"role": "assistant", "content": turn.asked.turn_prefix + turn.text}
                 messages[i], (written, ids) = turn.message if turn.is_parted else as_text, turn.written
                 goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without the end token
                 sampled[i] = written, ids[:-1] if goes_on else ids
         own = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
         template = replace(self.template, render=functools.partial(self.template.render, **own))
         text, ids = template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns])
-        return Asked(ask, text, ids, begun_in(text, messages))
+        return RenderedRequest(ask, text, ids, turn_prefix_of(text, messages))
 
     @functools.cached_property
     def _reader(self) -> CallReader:
@@ -94,23 +94,23 @@ class Chat:
     def _without_calls(self) -> CallReader:
         return CallReader(self.tokenizer, splits_thoughts=self.template.splits_thoughts)
 
-    def said(self, asked: Asked, completion: Completion) -> tuple[AgentTurn, Said]:
+    def said(self, asked: RenderedRequest, completion: Completion) -> tuple[AgentTurn, ModelAnswer]:
         ask, ids = asked.ask, completion.token_ids.tolist()
         [text] = self.decode([ids])
-        begun, stays = asked.begun, len(self.begin(ask, ids[:-1]))
+        turn_prefix, stays = asked.turn_prefix, len(self.begin(ask, ids[:-1]))
 
         def until_a_stop(said: str) -> str:
             return said[: min((at for stop in ask.stops if (at := said.find(stop, stays)) >= 0), default=len(said))]
 
         content = until_a_stop(text)  # the last token may contain text after the stop
         reader = self._reader if ask.reads_calls else self._without_calls
-        fields, written, kept = reader.parts(text, begun, completion.token_ids)
+        fields, written, kept = reader.parts(text, turn_prefix, completion.token_ids)
         is_text = fields is None and not ask.reads_calls
-        around, found = NO_CALLS if is_text else reader(begun + content, begun, ids, ask.tools or [])
+        around, found = NO_CALLS if is_text else reader(turn_prefix + content, turn_prefix, ids, ask.tools or [])
         calls = [call for call in found if not call.problem][: 1 if ask.parallel_tool_calls is False else None]
         message: Message = {"role": "assistant", "content": content, **(fields or {})}
         if calls or fields is not None:
-            message["content"] = until_a_stop(reader.words(around).removeprefix(begun))
+            message["content"] = until_a_stop(reader.words(around).removeprefix(turn_prefix))
         if calls:
             made_of = f"{asked.ids.tolist()} {ids}".encode()
             message["tool_calls"] = [
@@ -120,9 +120,9 @@ class Chat:
             ]
         turn = AgentTurn(asked, completion, text, message, list(found), fields is not None, (written, kept))
         usage = {"prompt_tokens": (p := len(asked.ids)), "completion_tokens": len(ids), "total_tokens": p + len(ids)}
-        return turn, Said(message, "tool_calls" if calls else completion.finish_reason, usage)
+        return turn, ModelAnswer(message, "tool_calls" if calls else completion.finish_reason, usage)
 
-    def begin(self, ask: Ask, ids: list[int]) -> str:
+    def begin(self, ask: ChatRequest, ids: list[int]) -> str:
         """Returns the beginning of an unfinished turn's text, which no later token can change.
         It omits what may begin a stop text or a character, and is "" if the turn may have parts that are not text."""
         if self._without_calls.reads_parts:

@@ -27,7 +27,7 @@ _SAME_IN_ROLLOUT = {f.name for f in fields(Completion)} & {f.name for f in field
 
 
 @dataclass(frozen=True)
-class Played(Completion):
+class PlayedCompletion(Completion):
     """A completion of several turns: token_ids are all sampled and observed tokens, without the prompt."""
 
     messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
@@ -106,14 +106,14 @@ class Episode:
             return replace(self, finish_reason="length")
         return replace(self, parts=(*self.parts, token_ids), forks=self.forks + fork)
 
-    def played(self) -> Played:
+    def played(self) -> PlayedCompletion:
         """Returns the completion that is trained on: all tokens, with log-prob 0 for observed ones."""
         turns = [part for part in self.parts if isinstance(part, Completion)]
         replies = [reply for _, reply in self.replies if reply is not None]
         ends = np.cumsum([len(_ids(part)) for part in self.parts]).tolist()
         spans = zip([0, *ends], ends, self.parts, strict=False)
         by_turn = [math.fsum(reward for at, reward in self.rewards if at == turn) for turn in range(self.num_turns)]
-        return Played(
+        return PlayedCompletion(
             self.token_ids,
             np.concatenate(
                 [p.logprobs if isinstance(p, Completion) else np.zeros(len(p), np.float32) for p in self.parts]
@@ -154,7 +154,9 @@ def as_rollout(
             ref_logprobs[start:end] = 0.0
     same: dict[str, Any] = {name: getattr(c, name) for name in _SAME_IN_ROLLOUT} | {
         "routing": None if c.routing is None else c.routing[prompt:],
-        "turn_rewards": tuple(weight * given for given in c.turn_rewards) if isinstance(c, Played) and weight else (),
+        "turn_rewards": tuple(weight * given for given in c.turn_rewards)
+        if isinstance(c, PlayedCompletion) and weight
+        else (),
     }
     return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, **same)
 

@@ -19,7 +19,7 @@ from common.types import Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import whole_row
-from sampler.turns.episode import Episode, Played
+from sampler.turns.episode import Episode, PlayedCompletion
 from sampler.turns.task import Decode, GroupKey
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ class Episodes:
         ended = completion.finish_reason == "stop"
         group = self._groups[key]
         ids, template = completion.token_ids.tolist(), self._template.of_row(group.prompt.problem)
-        begun = template.begun if group.running[i].num_turns else group.prompt.begun
-        text = begun + self._decode([ids])[0]
+        turn_prefix = template.turn_prefix if group.running[i].num_turns else group.prompt.turn_prefix
+        text = turn_prefix + self._decode([ids])[0]
         group.running[i] = group.running[i].sampled(completion, text)
         if ended:
-            self._pool.step((key, i), text, template.calls(text, begun, ids))
+            self._pool.step((key, i), text, template.calls(text, turn_prefix, ids))
         else:
             self._pool.finish((key, i))
 
@@ -231,7 +231,7 @@ class Episodes:
             self._submit(key, group, j)
 
 
-def too_few(key: Hashable, sampled: Sampled, config: Config) -> str | None:
+def too_few_reason(key: Hashable, sampled: Sampled, config: Config) -> str | None:
     """Returns why too few rollouts are left to score, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
     are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
     if not sampled.failures or are_enough:
@@ -244,8 +244,8 @@ def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: De
     prompt, completions = sampled.prompt, sampled.completions
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)
-    played = [c for c in completions if isinstance(c, Played)]
-    outputs: list[Any] = [list(c.messages) for c in played] or [prompt.begun + text for text in decode(ids)]
+    played = [c for c in completions if isinstance(c, PlayedCompletion)]
+    outputs: list[Any] = [list(c.messages) for c in played] or [prompt.turn_prefix + text for text in decode(ids)]
     extra: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
     if played:
         extra["environment_rewards"] = [c.environment_reward for c in played]

@@ -19,7 +19,7 @@ from environments import Message
 from model.files.folder import vocabulary
 from sampler.prompts.chat_template import read_template, render
 from sampler.prompts.messages import as_messages
-from sampler.prompts.prompts import begun_in
+from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.agents import Agents
 from sampler.turns.chat import Chat
 from sampler.turns.episodes import Episodes
@@ -77,7 +77,7 @@ class MultiTurn:
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
         if len(ids) > (limit := self.config.data.max_prompt_length):
             raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
-        return replace(prompt, text=text, token_ids=ids, begun=begun_in(text, messages))
+        return replace(prompt, text=text, token_ids=ids, turn_prefix=turn_prefix_of(text, messages))
 
 
 def _say_or_refuse(template: TurnTemplate, asked: Sequence[Message], tokenizer: Any, config: Config) -> None:
@@ -99,7 +99,9 @@ def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def opened(config: Config, tokenizer: Any, problem: Problem, columns: Iterable[str]) -> Iterator[MultiTurn | None]:
+def open_multi_turn(
+    config: Config, tokenizer: Any, problem: Problem, columns: Iterable[str]
+) -> Iterator[MultiTurn | None]:
     """Yields a MultiTurn while the environments' processes run; None for a run of single turns. Raises UserError."""
     if not config.rollout.is_multi_turn:
         yield None

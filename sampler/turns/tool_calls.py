@@ -98,12 +98,12 @@ class CallReader:
             rf"(?P<thought>{_THOUGHT})|{begin}(?P<call>{body}?){end}|{begin}(?P<cut>(?={_OPENING}){body})\Z"
         )
 
-    def __call__(self, text: str, begun: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
+    def __call__(self, text: str, turn_prefix: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
         """Returns (content, calls) of a turn. text: as rewards read it. begun: its beginning in the prompt.
 
         tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
         """
-        whole = begun + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
+        whole = turn_prefix + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
         content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
         for thought in re.findall(_THOUGHT, whole):
@@ -122,15 +122,17 @@ class CallReader:
         """Returns whether turns may have parts that are not text."""
         return bool(self._marks) or self._splits
 
-    def parts(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message | None, str, NDArray[np.int32]]:
+    def parts(
+        self, text: str, turn_prefix: str, ids: NDArray[np.int32]
+    ) -> tuple[Message | None, str, NDArray[np.int32]]:
         """Returns (fields of a turn besides content and calls, the turn as a template writes it, the ids of that).
 
-        text: the turn without `begun`. The fields are None if templates take the turn as its text. Otherwise special
+        text: the turn behind turn_prefix. The fields are None if templates take the turn as its text. Otherwise special
         tokens that the text lacks mark its parts.
         """
         body = self._body(ids)
         written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False) if self.reads_parts else text
-        seen, whole = begun + text, begun + written
+        seen, whole = turn_prefix + text, turn_prefix + written
         marks = [mark for mark in self._marks if self._is_no_word(mark, seen)] + ["<think>"] * self._splits
         if not any(mark in whole for mark in marks):
             return None, text, ids

@@ -28,7 +28,7 @@ from environments import Message
 from environments.tools import NO_CALLS, Call, Calls
 from sampler.prompts.chat_template import TURN_MARK
 from sampler.prompts.messages import arguments_of, tools_of
-from sampler.prompts.prompts import begun_in
+from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.tool_calls import CallReader
 
 Render = Callable[..., str]  # (messages, history=number that need not be shown) -> text with the generation prompt
@@ -58,9 +58,9 @@ class TurnTemplate:
     rewrites: str = ""  # how it rewrites earlier turns; "" if it does not
 
     @functools.cached_property
-    def begun(self) -> str:
-        """Returns the beginning of the model's turn that follows an observation, as in Prompt.begun."""
-        return begun_in(self.difference([{"role": "user", "content": "?"}]))
+    def turn_prefix(self) -> str:
+        """Returns the beginning of the model's turn that follows an observation, as in Prompt.turn_prefix."""
+        return turn_prefix_of(self.difference([{"role": "user", "content": "?"}]))
 
     @functools.cached_property
     def splits_thoughts(self) -> bool:
@@ -74,8 +74,8 @@ class TurnTemplate:
         within, beside = [text.count("<think>") for text in whole]
         return within > beside > 0
 
-    def calls(self, text: str, begun: str, ids: Sequence[int]) -> Calls:
-        return self.reader(text, begun, ids, self.tools) if self.reader else NO_CALLS
+    def calls(self, text: str, turn_prefix: str, ids: Sequence[int]) -> Calls:
+        return self.reader(text, turn_prefix, ids, self.tools) if self.reader else NO_CALLS
 
     def of_row(self, problem: Problem) -> TurnTemplate:
         """Returns the template with the row's tools and template arguments, if any, which may make it rewrite."""
@@ -127,21 +127,27 @@ class TurnTemplate:
     ) -> NDArray[np.int32]:
         """Returns the [K] ids of a conversation as the template writes it now; `turns` as of Episode.said."""
         assert not isinstance(prompt.for_rewards, str), "of several turns, rewards get messages"
-        messages, sampled, begun = list(prompt.for_rewards), dict[int, tuple[str, NDArray[np.int32]]](), prompt.begun
+        messages, sampled, turn_prefix = (
+            list(prompt.for_rewards),
+            dict[int, tuple[str, NDArray[np.int32]]](),
+            prompt.turn_prefix,
+        )
         if messages[-1].get("role") == "assistant":  # the first turn's text begins with this message
             messages.pop()
         for text, seen, ids in turns:
-            message, sampled[len(messages)] = self._message(text, begun, ids)
-            begun = self.begun
+            message, sampled[len(messages)] = self._message(text, turn_prefix, ids)
+            turn_prefix = self.turn_prefix
             messages += [message, *seen]
         return self.written(messages, sampled, [(prompt.text, prompt.token_ids)])[1]
 
-    def _message(self, text: str, begun: str, ids: NDArray[np.int32]) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
+    def _message(
+        self, text: str, turn_prefix: str, ids: NDArray[np.int32]
+    ) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
         """Returns a turn as a message for the template, and as (text, ids) for `written`."""
-        own_text, message = text.removeprefix(begun), dict[str, Any](role="assistant", content=text)
-        fields, written, kept = self.reader.parts(own_text, begun, ids) if self.reader else (None, own_text, ids)
+        own_text, message = text.removeprefix(turn_prefix), dict[str, Any](role="assistant", content=text)
+        fields, written, kept = self.reader.parts(own_text, turn_prefix, ids) if self.reader else (None, own_text, ids)
         if self.reader and fields is not None:
-            content, calls = self.calls(text, begun, ids.tolist())
+            content, calls = self.calls(text, turn_prefix, ids.tolist())
             named = [replace(call, name=call.name or "unknown").for_message() for call in calls]
             message |= {"content": self.reader.words(content)} | fields | ({"tool_calls": named} if named else {})
         return message, (written, kept)

@@ -16,8 +16,8 @@ from environments.chat_completions import read
 from environments.tools import Call
 from sampler.engine.completions import Completion
 from sampler.prompts.chat_template import render
-from sampler.prompts.prompts import begun_in
-from sampler.prompts.reading import Reader, ends_of
+from sampler.prompts.prompts import turn_prefix_of
+from sampler.prompts.reading import Reader, stop_conditions
 from sampler.prompts.reading import reader as reader_of
 from sampler.turns.chat import Chat
 from sampler.turns.multi_turn import _say_or_refuse
@@ -191,7 +191,7 @@ def sampled(real_template, turn):
     if "tool_calls" in turn and "times" not in whole.removeprefix(asked):
         pytest.skip("it does not write calls")
     ids = tokenizer(whole.removeprefix(asked), add_special_tokens=False)["input_ids"]
-    ends = ends_of(config, tokenizer).own
+    ends = stop_conditions(config, tokenizer).own
     return asked, ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
@@ -207,7 +207,7 @@ def test_a_turn_that_an_agent_sends_back_is_written_as_its_template_writes_what_
     tokenizer, write, template, config = real_template
     turn, answer = SAID[kind]
     _, ids = sampled(real_template, turn)
-    kept = Reader(tokenizer, frozenset(ends_of(config, tokenizer).own))  # rewards.special_tokens: keep
+    kept = Reader(tokenizer, frozenset(stop_conditions(config, tokenizer).own))  # rewards.special_tokens: keep
     for decode in (reader_of(config, tokenizer), kept):
         chat = Chat(tokenizer, config, template, decode)
         body, first, agent_turn, said = said_by(chat, ids)
@@ -237,9 +237,9 @@ def test_what_an_environment_answers_stands_behind_the_turn_as_its_template_writ
     if template.rewrites:
         _say_or_refuse(template, [ASK], tokenizer, config)
     prompt_ids = np.array(template.tokenize(asked), np.int32)
-    prompt = Prompt(Problem(0, {}), [ASK], asked, prompt_ids, (), begun_in(asked, [ASK]))
+    prompt = Prompt(Problem(0, {}), [ASK], asked, prompt_ids, (), turn_prefix_of(asked, [ASK]))
     if template.rewrites:
-        text = prompt.begun + reader_of(config, tokenizer)([ids.tolist()])[0]
+        text = prompt.turn_prefix + reader_of(config, tokenizer)([ids.tolist()])[0]
         found = template.conversation(prompt, [(text, [answer], ids)])
     else:
         found = [*prompt_ids, *ids, *template.continuation(int(ids[-1]), [answer])]

@@ -60,7 +60,7 @@ def rank_zero(stream: Stream) -> Any:
         receive=receive,
         commit=ignore,
         refill=ignore,
-        samplers_rest=lambda: True,
+        samplers_are_idle=lambda: True,
         versions_in_use=list,
         drain_statistics=lambda: Statistics({}, 0, {}),
     )

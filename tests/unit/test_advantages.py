@@ -21,8 +21,8 @@ from tests.unit.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
     EPS,
     group_advantages,
+    has_advantage,
     is_dead_group,
-    moves,
     normalized_sum,
     shaped_rewards,
     soft_overlong_punishment,
@@ -182,8 +182,8 @@ def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
 
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
     assert step_advantages([Tombstone(0, 0, "reward timed out")], settings(whiten_advantages=True)) == {}
-    assert moves(np.array([math.nan, 0.0]))
-    assert not moves(np.array([1e-9, 0.0]))
+    assert has_advantage(np.array([math.nan, 0.0]))
+    assert not has_advantage(np.array([1e-9, 0.0]))
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -20,16 +20,16 @@ from common.errors import UserError
 from common.paths import ROOT
 from common.types import Group, Problem, sequences
 from common.wire.group_frames import read_group, write_group
-from environments.chat_completions import Ask, Refused, Said, end_of_stream
-from environments.endpoint import Asking, Endpoint
+from environments.chat_completions import ChatRequest, ModelAnswer, RequestError, end_of_stream
+from environments.endpoint import Endpoint, PendingRequest
 from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
 from sampler.engine.completions import Completion
 from sampler.engine.engine_arguments import looks_for_texts
 from sampler.prompts.prompts import make_prompt
-from sampler.turns.episode import Played, as_rollout
+from sampler.turns.episode import PlayedCompletion, as_rollout
 from sampler.turns.episodes import Sampled
-from sampler.turns.multi_turn import opened
+from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import held_out_params
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
@@ -113,7 +113,7 @@ def config(folder: Path, code: str = "", template: str = "hermes_tools", **setti
 
 def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = None) -> Any:
     decode = decode or functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
-    with opened(given, tokenizer(), problem, problem.columns) as multi_turn:
+    with open_multi_turn(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
         prompt = make_prompt(problem, tokenizer(), given, tools=multi_turn.pool.tools)
         agents = multi_turn.episodes(model, decode)
@@ -181,7 +181,7 @@ def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: 
         config(tmp_path, LOOP), lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7")
     )
     called, direct = sampled.completions
-    assert isinstance(called, Played) and isinstance(direct, Played)
+    assert isinstance(called, PlayedCompletion) and isinstance(direct, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
     assert (direct.turns, direct.tool_calls, direct.environment_reward, direct.finish_reason) == (1, 0, 0.0, "stop")
     assert called.forks == () and sampled.failures == ()
@@ -274,7 +274,7 @@ async def solve(question, base_url, **row):
 
 
 def test_a_stream_of_which_the_end_was_cut_off_tells_nothing_twice() -> None:
-    said = Said({"role": "assistant", "content": "a b"}, "length", {})
+    said = ModelAnswer({"role": "assistant", "content": "a b"}, "length", {})
     rest = end_of_stream({}, said, "a b c", {}).decode()
     assert '"delta": {"content": ""}' in rest and "a b" not in rest
 
@@ -314,7 +314,7 @@ async def solve(question, **row):
 """
     sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
     for completion in sampled.completions:
-        assert isinstance(completion, Played) and completion.finish_reason == "stop" and completion.turns == 1
+        assert isinstance(completion, PlayedCompletion) and completion.finish_reason == "stop" and completion.turns == 1
         for error, named in zip(json.loads(completion.messages[-1]["content"]), REFUSED.values(), strict=True):
             assert named in error and "APIStatusError" in error
 
@@ -464,11 +464,11 @@ async def solve(question, **row):
 
 
 def test_what_an_agent_asks_when_it_has_just_ended_is_refused() -> None:
-    endpoint, heard = Endpoint({}), list[Asking]()
+    endpoint, heard = Endpoint({}), list[PendingRequest]()
     with endpoint.address(SimpleNamespace(deadline=0.0), 9.0, heard.append) as address:
         pass
-    late: Any = address._answer(None, Ask([{}]))
-    with pytest.raises(Refused, match="the rollout is over"):
+    late: Any = address._answer(None, ChatRequest([{}]))
+    with pytest.raises(RequestError, match="the rollout is over"):
         asyncio.run_coroutine_threadsafe(late, endpoint._loop).result(9)
     endpoint.close()
     assert heard == [], "what it asked would run in the engine, and nobody knows it there"

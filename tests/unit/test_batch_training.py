@@ -50,7 +50,7 @@ class Run:
         rank: int = 0,
         make: Callable[[int], Any] = group,
         scorer: Any = None,
-        samplers_rest: Sequence[bool] = (),
+        samplers_are_idle: Sequence[bool] = (),
     ):
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
@@ -63,7 +63,7 @@ class Run:
             self.events.append(("receive", list(ids)))
             return [make(g) for g in ids]
 
-        rest = iter(samplers_rest)
+        rest = iter(samplers_are_idle)
         lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
         nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
         source = SimpleNamespace(receive=receive, **nothing)

@@ -73,7 +73,7 @@ class Rank(OneRank):
 def alone(config: Config, records: list[dict[str, Any]]) -> Best:
     rank: Any = Rank(0, [])
     best = Best(config, rank, print, lambda: records)
-    best.look_at_history()
+    best.load_history()
     return best
 
 
@@ -139,7 +139,7 @@ def test_all_ranks_stop_together_and_a_resumed_run_keeps_the_count(tmp_path: Pat
     history = [earlier.copy, list]
     ranks = [Best(config, Rank(rank, decisions), print, history[rank]) for rank in (0, 1)]  # type: ignore[arg-type]
     for best in ranks:
-        best.look_at_history()
+        best.load_history()
     assert [rank.stops_early for rank in ranks] == [False, False]
     for rank, best in enumerate(ranks):
         best.update(None if rank else record(2, 4), Published(2, "nowhere", ""), None, None)

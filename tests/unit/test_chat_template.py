@@ -10,7 +10,7 @@ import pytest
 from common.config import PromptTemplate
 from common.errors import UserError
 from sampler.prompts.chat_template import about_first_token, render
-from sampler.prompts.reading import ends_of
+from sampler.prompts.reading import stop_conditions
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 
@@ -132,7 +132,7 @@ ENDS = {
 def test_a_completion_ends_where_the_real_template_ends_the_last_turn(name, tmp_path):
     tokenizer, path = with_its_tokens(REAL[0].with_name(f"{name}.jinja")) if REAL else pytest.skip(NO_TRL)
     config = config_of(model={"path": str(tmp_path)}, prompt={"chat_template": path})
-    assert tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer).own)) == ["</s>", ENDS[name]]
+    assert tokenizer.convert_ids_to_tokens(list(stop_conditions(config, tokenizer).own)) == ["</s>", ENDS[name]]
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,13 @@ def test_a_single_rank_asks_again_before_every_layer_and_several_ranks_ask_once(
         (1, "0", [], [1, 1, 1, 1]),
     ],
 )
-def test_what_is_left_when_the_samplers_rest_trains_on_their_cores_too(
+def test_what_is_left_when_the_samplers_are_idle_trains_on_their_cores_too(
     monkeypatch: pytest.MonkeyPatch, max_staleness: int, tricks: str, rest: list[bool], expected: list[int]
 ) -> None:
     """Threads in each of a step's four micro-batches, of which `rest` says before which the samplers rest."""
     monkeypatch.setenv("TANDEM_CPU_TRICKS", tricks)
     monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
-    run, threads = Run(config(4, max_staleness=max_staleness), samplers_rest=rest), list[int]()
+    run, threads = Run(config(4, max_staleness=max_staleness), samplers_are_idle=rest), list[int]()
     policy: Any = run.training.models.policy
     backward = policy.backward
 
@@ -171,6 +171,6 @@ def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pyt
 def test_a_recorded_run_and_other_ranks_never_borrow() -> None:
     exchange: Any = SimpleNamespace()
     for recorder, expected in ((None, True), (object(), False)):
-        first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_rest=lambda: True))
-        assert GroupReceiver(config(4), first, exchange).samplers_rest() is expected
-    assert GroupReceiver(config(4), None, exchange).samplers_rest() is False
+        first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_are_idle=lambda: True))
+        assert GroupReceiver(config(4), first, exchange).samplers_are_idle() is expected
+    assert GroupReceiver(config(4), None, exchange).samplers_are_idle() is False

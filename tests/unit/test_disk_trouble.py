@@ -30,7 +30,7 @@ from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, resumed_step, save
 from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
-from trainer.save.disk import DiskTrouble, patiently, together, write_folder
+from trainer.save.disk import DiskTrouble, on_all_ranks, retry_on_disk_trouble, write_folder
 
 
 @contextmanager
@@ -92,7 +92,9 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
     with ExitStack() as trouble:
         trouble.enter_context(TROUBLES[reason]())
         monkeypatch.setattr(disk, "report_progress", lambda _: trouble.close())  # room after the first attempt
-        monkeypatch.setattr(disk, "together", lambda *of: clock.append(clock.pop() + 1800) or together(*of))  # slow
+        monkeypatch.setattr(
+            disk, "on_all_ranks", lambda *of: clock.append(clock.pop() + 1800) or on_all_ranks(*of)
+        )  # slow
         save(tmp_path / "checkpoints", 2)
     assert resumed_step(tmp_path) == 2
     waits = [line for line in capsys.readouterr().err.splitlines() if "step_000002 waits for the disk" in line]
@@ -139,7 +141,7 @@ def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]
     monkeypatch.setattr(disk, "interrupted", lambda: True)
     ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
     with pytest.raises(Interrupted):
-        patiently(ranks, "it", raising(DiskTrouble("rank 0: full")))
+        retry_on_disk_trouble(ranks, "it", raising(DiskTrouble("rank 0: full")))
     assert clock == [1]
 
 
@@ -172,7 +174,7 @@ def test_trouble_is_found_under_the_error_that_hides_it() -> None:
 def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:
     work = raising(PermissionError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError):
-        patiently(ONE_RANK, "it", lambda: together(ONE_RANK, work))
+        retry_on_disk_trouble(ONE_RANK, "it", lambda: on_all_ranks(ONE_RANK, work))
 
 
 def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_reason() -> None:
@@ -199,7 +201,7 @@ def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
         ranks.stall_timeout_s = 60.0
-        patiently(ranks, "it", lambda: together(ranks, write))
+        retry_on_disk_trouble(ranks, "it", lambda: on_all_ranks(ranks, write))
 
     on_ranks(3, live)
     assert tried == [3, 3, 3]

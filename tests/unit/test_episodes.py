@@ -15,8 +15,8 @@ from common.wire.wire import Envelope, decode, encode
 from environments import Done, Failed, Turn
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
-from sampler.turns.episode import Episode, Played, as_rollout
-from sampler.turns.episodes import Episodes, Sampled, too_few
+from sampler.turns.episode import Episode, PlayedCompletion, as_rollout
+from sampler.turns.episodes import Episodes, Sampled, too_few_reason
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 
@@ -95,7 +95,7 @@ class Played2:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
         template = SimpleNamespace(
-            continuation=lambda last, messages: np.array([50, 51, 52], np.int32), begun="later ", rewrites=""
+            continuation=lambda last, messages: np.array([50, 51, 52], np.int32), turn_prefix="later ", rewrites=""
         )
         template.tools, template.of_row, template.calls = (), lambda row: template, lambda *_: ("", ())
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
@@ -103,7 +103,7 @@ class Played2:
         self.episodes = Episodes(config, *parts, self._asked_with)
         self.config, self.out = config, dict[Any, Sampled]()
         asked = [{"role": "user", "content": "?"}]
-        prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), begun="first ")
+        prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), turn_prefix="first ")
         self.episodes.start(KEY, prompt, PARAMS)
 
     def _asked_with(self, prompt: Prompt, messages: Any) -> Prompt:
@@ -161,7 +161,7 @@ def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(pl
         assert play.out == {}
         play.reply(rollout, Done(0.25, seconds=0.25, state={"left": 3}))
     first, second = play.out[KEY].completions
-    assert isinstance(first, Played) and isinstance(second, Played)
+    assert isinstance(first, PlayedCompletion) and isinstance(second, PlayedCompletion)
     assert first.token_ids.tolist() == [30, END, 50, 51, 52, 40, 41, END]
     assert first.logprobs.tolist() == [-1, -2, 0, 0, 0, -1, -2, -3]
     assert first.observed == ((2, 5),) and first.num_sampled == 5
@@ -210,10 +210,10 @@ def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2)
     sampled = play.out[KEY]
     assert sampled.failures == ("no answer within 30 s, killed",)
     assert [c.token_ids.tolist() for c in sampled.completions] == [[31, END]]
-    assert "no answer within 30 s" in str(too_few(KEY, sampled, play.config)), "one rollout has no baseline"
+    assert "no answer within 30 s" in str(too_few_reason(KEY, sampled, play.config)), "one rollout has no baseline"
     two = Sampled(sampled.prompt, [*sampled.completions] * 2, sampled.failures)
-    assert too_few(KEY, two, play.config) is None
-    assert too_few(EvalKey("v0", 0, 0, 0, 0), two, play.config) is not None, "a mean over all, or none"
+    assert too_few_reason(KEY, two, play.config) is None
+    assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two, play.config) is not None, "a mean over all, or none"
 
 
 def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:
@@ -339,7 +339,9 @@ def test_each_token_has_the_experts_of_the_turn_that_first_ran_it(goes_on: Any, 
 
 
 def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
-    played = Played(np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2)
+    played = PlayedCompletion(
+        np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2
+    )
     rollout = as_rollout(played, np.full(4, -0.5, np.float32), {"a": 1.0}, 1.0)
     assert isinstance(rollout, Rollout) and rollout.ref_logprobs is not None
     assert rollout.ref_logprobs.tolist() == [-0.5, 0, 0, -0.5]

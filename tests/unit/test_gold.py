@@ -11,8 +11,8 @@ from common.types import Problem
 from rewards import answers
 from rewards.answers import is_right, same_answer, verdicts
 from rewards.built_in import acc, answer, base_acc, boxed
-from rewards.mathematics.gold import gold_kind, golds, same
-from sampler.start import judged
+from rewards.mathematics.gold import gold_kind, gold_texts, same
+from sampler.start import rows_with_gold
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES
 from tests.support.speed import overdue
@@ -65,7 +65,7 @@ def test_what_cannot_be_judged_has_a_reason(gold, reason):
 @pytest.mark.parametrize("line", LINES, ids=[line.gold for line in LINES])
 def test_an_answer_earns_where_it_means_what_the_gold_one_does_and_nowhere_else(line):
     assert gold_kind(line.gold).name == line.kind
-    texts = [*golds(line.gold), *line.right, *line.wrong]
+    texts = [*gold_texts(line.gold), *line.right, *line.wrong]
     expected = [True] * (len(texts) - len(line.wrong)) + [False] * len(line.wrong)
     written = [FORMS[i % len(FORMS)].format(text) for i, text in enumerate(texts)]
     in_boxes = [rf"So $x$ is found: \boxed{{{text}}}." for text in texts]
@@ -119,12 +119,16 @@ def test_what_a_text_ends_with_is_its_answer(text, gold, right):
 
 
 def test_gold_answers_are_what_a_person_reads():
-    assert golds("6 * 12 = <<6*12=72>>72\n#### 72") == ["72"] == golds(72)  # as GSM8K writes it
-    assert golds(r"Thus $x = \boxed{\frac{1}{2}}$.") == [r"\frac{1}{2}"]  # MATH
-    assert golds(1e-05) == ["0.00001"] and golds("She has 72 clips left.") == ["72"] and golds(["1", 2]) == ["1", "2"]
-    assert golds("B. Rome") == ["B", "Rome", "B. Rome"] and golds("E. coli") == ["E. coli"]
+    assert gold_texts("6 * 12 = <<6*12=72>>72\n#### 72") == ["72"] == gold_texts(72)  # as GSM8K writes it
+    assert gold_texts(r"Thus $x = \boxed{\frac{1}{2}}$.") == [r"\frac{1}{2}"]  # MATH
+    assert (
+        gold_texts(1e-05) == ["0.00001"]
+        and gold_texts("She has 72 clips left.") == ["72"]
+        and gold_texts(["1", 2]) == ["1", "2"]
+    )
+    assert gold_texts("B. Rome") == ["B", "Rome", "B. Rome"] and gold_texts("E. coli") == ["E. coli"]
     assert base_acc(completions=["(B)", "Rome", "C", "(C) Rome"], answer=["(B) Rome"] * 4) == [1.0, 1.0, 0.0, 0.0]
-    assert [golds(none) for none in ({"value": 1}, math.inf, math.nan, None, "", " ", [])] == [[]] * 7
+    assert [gold_texts(none) for none in ({"value": 1}, math.inf, math.nan, None, "", " ", [])] == [[]] * 7
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_rows_of_which_only_the_form_could_be_rewarded_are_left_out_and_counted(
     golds = ["72", {"value": 72}, "Paris", "7" * 500]
     problems = [Problem(i, {"answer": gold}) for i, gold in enumerate(golds)]
     config = config_of(rewards={"reward_funcs": rewards})
-    assert [problem.index for problem in judged("data.train", problems, config)] == left
+    assert [problem.index for problem in rows_with_gold("data.train", problems, config)] == left
     said = capfd.readouterr()
     assert words in said.out + said.err
 
@@ -149,7 +153,7 @@ def test_rows_of_which_only_the_form_could_be_rewarded_are_left_out_and_counted(
 def test_a_run_whose_rewards_can_judge_no_row_is_refused():
     problems = [Problem(i, {"answer": {"value": 72}}) for i in range(9)]
     with pytest.raises(UserError, match=r"answer can judge 0 of 9 gold .*row 0: it is a dict.*data\.answer_key"):
-        judged("data.train", problems, config_of(rewards={"reward_funcs": ["answer", "format"]}))
+        rows_with_gold("data.train", problems, config_of(rewards={"reward_funcs": ["answer", "format"]}))
 
 
 def test_a_group_of_hostile_answers_costs_seconds_and_not_its_right_ones():

@@ -21,10 +21,10 @@ from launcher.hosts.hosts import (
     HostLine,
     Meeting,
     environment_for_others,
+    hostfile_overrides,
+    hostfile_placement,
     meeting,
-    placement_over,
     read_hosts,
-    settings_over,
 )
 from launcher.hosts.over_hosts import PORT, is_here, shell_on
 from tests.support.configs import config_in
@@ -71,12 +71,12 @@ def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, sa
 
 def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
-    place = placement_over(hosts)
+    place = hostfile_placement(hosts)
     assert (place.num_ranks, place.trainer_place) == (3, "10.0.0.1 × 2, 10.0.0.3 × 1, 3 ranks")
     assert place.sampler_place == "10.0.0.3 (2 samplers)"
-    assert settings_over(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
+    assert hostfile_overrides(hosts, config_in(tmp_path)) == ["sampler.num_samplers=2"]
     channel = {"endpoint": "tcp://10.0.0.1:5555"}
-    assert settings_over((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
+    assert hostfile_overrides((hosts[0], HostLine("b", 0, 1)), config_in(tmp_path, channel=channel)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_setting_of_one_host_is_refused_with_what_to_remove(tmp_path: Path, se
     section, name, value = re.split("[.=]", setting)
     config = config_in(tmp_path, **{section: {name: yaml.safe_load(value)}})
     with pytest.raises(UserError, match=rf"the hostfile, which has 3 slots and 2 samplers; remove {section}.{name}"):
-        settings_over((HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2)), config)
+        hostfile_overrides((HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2)), config)
 
 
 def answered(*others: dict[str, str], known: str = "10.0.0.1") -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from common.errors import UserError
 from common.types import EncodedImage
 from model.files.images import (
     ImageFormat,
-    as_seen,
     canary_image,
     decode_patches,
     encode_image,
     image_format,
     resized_size,
+    to_upright_rgb,
 )
 from tests.support.vision import PLAIN, picture
 
@@ -122,16 +122,16 @@ def seen(image: Image.Image) -> list[list[int]]:
     ],
 )
 def test_grey_of_more_than_8_bits_goes_from_black_to_white(given: Image.Image) -> None:
-    found = np.asarray(as_seen(given))[..., 0]
+    found = np.asarray(to_upright_rgb(given))[..., 0]
     assert np.abs(found - GREY / 257.0).max() <= 0.5
 
 
 def test_deep_pictures_that_are_dark_stay_dark_and_values_of_32_bits_are_refused() -> None:
     dark = Image.open(io.BytesIO(b"P5 60 60 65535\n" + (GREY // 300).astype(">u2").tobytes()))
-    assert np.asarray(as_seen(dark)).max() == 1
+    assert np.asarray(to_upright_rgb(dark)).max() == 1
     for numbers in (GREY.astype(np.int32), (GREY / 65535).astype(np.float32)):
         with pytest.raises(ValueError, match="whose white is unknown; save it with 8 bits"):
-            as_seen(file_as(Image.fromarray(numbers), "TIFF"))
+            to_upright_rgb(file_as(Image.fromarray(numbers), "TIFF"))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
@@ -139,17 +139,17 @@ def test_a_picture_is_turned_as_its_metadata_say_and_damaged_ones_leave_it(kind:
     turned = Image.Exif()
     turned[0x0112] = 6  # its left is at the top
     options: dict[str, object] = {"lossless": True} if kind == "WEBP" else {}
-    found = as_seen(file_as(SPLIT, kind, exif=turned, **options))
+    found = to_upright_rgb(file_as(SPLIT, kind, exif=turned, **options))
     (red, blue) = seen(found)[::-1]
     assert found.size == (28, 56) and blue[2] - blue[0] > 250 and red[0] - red[2] > 250
-    damaged = as_seen(file_as(SPLIT, "JPEG", exif=b"Exif\0\0MM\0*garbage"))
+    damaged = to_upright_rgb(file_as(SPLIT, "JPEG", exif=b"Exif\0\0MM\0*garbage"))
     assert damaged.size == (56, 28)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True})])
 def test_of_what_moves_the_first_picture_is_seen(kind: str, options: dict[str, object]) -> None:
     options |= {"save_all": True, "append_images": [Image.new("RGB", (56, 28), "green")]}
-    assert np.abs(np.subtract(seen(as_seen(file_as(SPLIT, kind, **options))), seen(SPLIT))).max() <= 1
+    assert np.abs(np.subtract(seen(to_upright_rgb(file_as(SPLIT, kind, **options))), seen(SPLIT))).max() <= 1
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "P", "1"])
@@ -158,7 +158,7 @@ def test_colours_are_those_of_a_viewer(mode: str) -> None:
     black_and_white.paste("black", (0, 0, 28, 28))
     picture = black_and_white if mode == "1" else SPLIT
     kind = "JPEG" if mode == "CMYK" else "PNG"
-    assert np.abs(np.subtract(seen(as_seen(file_as(picture.convert(mode), kind))), seen(picture))).max() <= 3
+    assert np.abs(np.subtract(seen(to_upright_rgb(file_as(picture.convert(mode), kind))), seen(picture))).max() <= 3
 
 
 def test_a_grid_that_is_not_the_png_s_and_a_strip_that_no_size_fits_are_refused() -> None:

@@ -570,19 +570,19 @@ def test_an_interrupt_ends_an_evaluation_so_that_no_other_version_answers_the_re
         assert inbox.finish_eval() == []
 
 
-def test_samplers_rest_between_their_last_result_and_the_next_weights(link: MemoryLink) -> None:
+def test_samplers_are_idle_between_their_last_result_and_the_next_weights(link: MemoryLink) -> None:
     may_end = threading.Event()
     with link.inbox() as inbox, link.sampler() as sampler:
         sampler.make_eval = stuck(may_end, make_eval_result)
         until(lambda: inbox.state.peers)
-        assert not inbox.samplers_rest()
+        assert not inbox.samplers_are_idle()
         inbox.commit(0, published(0))
-        until(inbox.samplers_rest)
+        until(inbox.samplers_are_idle)
         inbox.commit(2, published(1), "v1", num_problems=3)
         until(lambda: inbox.state.ledger.is_complete)
-        assert not inbox.samplers_rest()  # it has the groups and still evaluates
+        assert not inbox.samplers_are_idle()  # it has the groups and still evaluates
         may_end.set()
-        until(inbox.samplers_rest)
+        until(inbox.samplers_are_idle)
 
 
 def failing(*problems: int) -> Callable[[EvalRequest, int], EvalResult]:

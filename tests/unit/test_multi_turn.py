@@ -13,9 +13,9 @@ from common.config import Config
 from common.errors import UserError
 from common.types import Problem, sequences
 from sampler.prompts.prompts import make_prompt
-from sampler.turns.episode import Played
+from sampler.turns.episode import PlayedCompletion
 from sampler.turns.mixed_turns import turns_of
-from sampler.turns.multi_turn import opened
+from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import held_out_params
 from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
 from tests.unit.test_agents import config as without_code
@@ -47,7 +47,7 @@ def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(
     engine = Scripted([CALL, "<answer>159294</answer>"], ["<answer>7</answer>"])
     sampled = played(config(tmp_path), engine)
     called, direct = sampled.completions
-    assert isinstance(called, Played)
+    assert isinstance(called, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, direct.turns) == (2, 1, 0, 1)
     asked = [text for rollout, text in engine.asked if rollout == 0]
     assert '"name": "calculator"' in asked[0], "the template offers the tool"
@@ -176,7 +176,7 @@ def test_rows_of_one_turn_and_of_several_share_an_engine(tmp_path: Path) -> None
     }
     engine: Any = Model(lambda key, _: scripts[key].pop(0))
     engine.rollout_of = lambda key: key
-    with opened(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
+    with open_multi_turn(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
         assert multi_turn is not None
         decode = functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
         turns = turns_of(engine, decode, {"tools": multi_turn, "plain": None})

@@ -19,7 +19,7 @@ from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
 from tests.unit.test_checkpoint_faults import TOKENIZER, SmallEngine, progress, resumed_step, save
 from trainer.save import checkpoint, disk, resume
-from trainer.save.disk import DiskTrouble, together
+from trainer.save.disk import DiskTrouble, on_all_ranks
 from trainer.save.model_files import write_tensors
 
 SMALL = 1000  # bytes of a piece
@@ -138,7 +138,7 @@ def test_ranks_that_are_done_hear_of_one_that_still_writes_and_of_its_trouble_in
                 raise OSError(28, "No space left on device")
 
         with pytest.raises(DiskTrouble, match="rank 1: "):
-            together(ranks, write)
+            on_all_ranks(ranks, write)
         return "went on"
 
     assert on_ranks(3, part) == ["went on"] * 3

@@ -13,7 +13,7 @@ from rewards.built_in import boxed_format, gated_format, strict_format
 from rewards.built_in import format as format_reward
 from sampler.engine.engine_arguments import ends
 from sampler.prompts.many_prompts import make_prompts
-from sampler.prompts.prompts import begun_in, make_prompt
+from sampler.prompts.prompts import make_prompt, turn_prefix_of
 from sampler.prompts.reading import reader, unwritten_end
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
@@ -51,7 +51,7 @@ def read(tokenizer, text, stop=(), **rewards):
 
 
 @pytest.mark.parametrize(
-    ("end", "begun"),
+    ("end", "turn_prefix"),
     [
         ("<|im_start|>assistant\n<think>\n", "<think>\n"),
         ("<｜Assistant｜><think>\n", "<think>\n"),
@@ -64,15 +64,15 @@ def read(tokenizer, text, stop=(), **rewards):
         ("<think>2+2?<|im_end|>\n<|im_start|>assistant\n", ""),
     ],
 )
-def test_what_a_generation_prompt_opens_is_begun_and_no_header_is(end, begun):
-    assert begun_in(end) == begun
+def test_what_a_generation_prompt_opens_is_begun_and_no_header_is(end, turn_prefix):
+    assert turn_prefix_of(end) == turn_prefix
 
 
 @pytest.mark.parametrize("reward", [format_reward, strict_format, boxed_format, gated_format])
 def test_a_template_that_opens_a_thought_lets_its_form_be_earned_and_a_second_tag_earns_nothing(qwen, reward):
-    begun = prompt_of(qwen, template=THINKING).begun
+    turn_prefix = prompt_of(qwen, template=THINKING).turn_prefix
     texts = [
-        begun + text
+        turn_prefix + text
         for text in (r"2+2</think><answer>\boxed{4}</answer>", r"<think>2+2</think><answer>\boxed{4}</answer>")
     ]
     gold = {"answer": ["4", "4"]} if reward is gated_format else {}
@@ -83,10 +83,10 @@ def test_a_template_that_opens_a_thought_lets_its_form_be_earned_and_a_second_ta
 def test_a_row_that_begins_the_answer_gives_its_words_back_and_the_gold_answer_is_left_off(qwen, capsys):
     begin = {"role": "assistant", "content": "<think> Two and"}
     made = prompt_of(qwen, [ASK, begin])
-    assert made.begun == "<think> Two and" and made.text.endswith("assistant\n<think> Two and")
+    assert made.turn_prefix == "<think> Two and" and made.text.endswith("assistant\n<think> Two and")
     for told in ("It is 4.", "<answer>4</answer>", r"$\boxed{4}$.", "#### 4"):
         made = prompt_of(qwen, [ASK, {"role": "assistant", "content": told}])
-        assert made.text.endswith("<|im_start|>assistant\n") and made.begun == "", told
+        assert made.text.endswith("<|im_start|>assistant\n") and made.turn_prefix == "", told
     rows = [Problem(i, {"question": [ASK, {"role": "assistant", "content": "4"}], "answer": "4"}) for i in range(2)]
     make_prompts(rows, qwen, config_of(prompt={"chat_template": CHATML}))
     assert "2 of 2 rows end in an assistant's message that holds the gold answer (row 0)" in capsys.readouterr().err
@@ -134,7 +134,7 @@ def test_template_arguments_of_a_row_stand_above_those_of_the_config(qwen, given
     made = prompt_of(
         qwen, columns={"chat_template_kwargs": given}, template=THINKING, chat_template_kwargs={"enable_thinking": True}
     )
-    assert made.text.endswith("<think>\n\n</think>\n\n") and made.begun == ""
+    assert made.text.endswith("<think>\n\n</think>\n\n") and made.turn_prefix == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.files.weights import BadWeights, Canary, Published
-from common.processes.certain_errors import said_once
+from common.processes.certain_errors import raising_permanent_errors
 from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetcher, scratch_dir
 from sampler.engine.reload import _require_canary, reload
@@ -207,5 +207,5 @@ def test_an_engine_that_computes_with_fewer_bits_may_differ_by_a_hundredth_and_i
 def test_a_library_s_assertion_without_words_is_shown_by_its_line() -> None:
     said = r"AssertionError: `raise AssertionError\(words\)` in test_reload.py, line \d+\."
     for words in ("", ".", " \n"):
-        with pytest.raises(UserError, match=said), said_once("vLLM does not start"):
+        with pytest.raises(UserError, match=said), raising_permanent_errors("vLLM does not start"):
             raise AssertionError(words)

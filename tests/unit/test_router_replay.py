@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.files.folder import about_experts, require_models
+from model.files.folder import expert_warnings, require_models
 from model.router_replay import RouterReplay
 from tests.support.configs import config_of
 from tests.support.mixtures import MIXTURES, mixture
@@ -146,11 +146,13 @@ def test_the_start_says_what_a_mixture_does_without_replay_and_that_no_loss_bala
     shape = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     path = str(model_of_shape(tmp_path, shape))
     in_bfloat16 = config_of({"path": path, "dtype": "bfloat16"})
-    routing, balance = about_experts(in_bfloat16)
+    routing, balance = expert_warnings(in_bfloat16)
     assert "algorithm.router_replay=true" in routing and "router_aux_loss_coef 0.001" in balance
-    assert about_experts(config_of({"path": path, "dtype": "float32"})) == [balance]
-    assert about_experts(config_of({"path": path, "dtype": "bfloat16"}, algorithm={"router_replay": True})) == [balance]
-    assert about_experts(config_of({"path": str(tiny_model(tmp_path / "dense"))})) == []
+    assert expert_warnings(config_of({"path": path, "dtype": "float32"})) == [balance]
+    assert expert_warnings(config_of({"path": path, "dtype": "bfloat16"}, algorithm={"router_replay": True})) == [
+        balance
+    ]
+    assert expert_warnings(config_of({"path": str(tiny_model(tmp_path / "dense"))})) == []
 
 
 def test_replay_without_a_mixture_is_refused_from_its_config_json(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_an_entry_has_its_own_rollouts_and_held_out_rows_those_of_their_namesake
     sections = {"rewards": {"reward_funcs": ["answer", "environment"], "reward_weights": [1, 2]}}
     given = config_of(data={"train": [{"path": train[0], "rewards": ["answer"]}, train[1]], "eval": eval_}, **sections)
     assert given.max_turns == 5 and set(given.of_sources) == {"math", "games"}
-    of_games, of_math = given.of_source("games"), given.of_source("math")
+    of_games, of_math = given.for_source("games"), given.for_source("math")
     assert (of_games.rollout.max_turns, of_games.rewards.names, of_games.rewards.weights) == (5, ["environment"], [2])
     assert (of_math.rollout.is_multi_turn, of_math.rewards.environment_weight) == (False, 0)
     assert Config.model_validate(given.model_dump(mode="json")) == given, "as config.json has it"

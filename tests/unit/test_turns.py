@@ -13,7 +13,7 @@ from common.paths import ROOT
 from common.types import Problem, Prompt, sequences
 from environments import Message, Turn
 from sampler.prompts.chat_template import render
-from sampler.prompts.prompts import begun_in
+from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.episode import Episode
 from sampler.turns.turns import TurnTemplate
 from tests.unit.test_chat_template import NO_TRL, REAL
@@ -93,15 +93,17 @@ END = "<|im_end|>"
 class Conversation:
     """A rollout under a template, in text: what each turn was asked behind, and what trains of it."""
 
-    def __init__(self, name: str, begun: str = "") -> None:
+    def __init__(self, name: str, turn_prefix: str = "") -> None:
         self.template, self.render = of(name, "user"), rendered(name)
         text = self.render(ASK)
-        self.prompt = Prompt(Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), begun=begun_in(text))
+        self.prompt = Prompt(
+            Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), turn_prefix=turn_prefix_of(text)
+        )
         self.episode, self.asked = Episode(9, 10_000), [text]
 
     def says(self, text: str, *seen: Message, end: str = END) -> None:
-        begun = self.template.begun if self.episode.num_turns else self.prompt.begun
-        self.episode = self.episode.sampled(turn(*tokens(text + end)), begun + text)
+        turn_prefix = self.template.turn_prefix if self.episode.num_turns else self.prompt.turn_prefix
+        self.episode = self.episode.sampled(turn(*tokens(text + end)), turn_prefix + text)
         self.episode = self.episode.answered(Turn(list(seen)))
         ids = self.template.conversation(self.prompt, self.episode.said())
         self.episode = self.episode.asked(self.prompt.token_ids, ids)
@@ -125,7 +127,7 @@ def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps
         pytest.skip(NO_TRL)
     talk = Conversation(name)
     first = talk.asked[0]
-    thought = THOUGHT if not talk.prompt.begun else THOUGHT.removeprefix("<think>\n")
+    thought = THOUGHT if not talk.prompt.turn_prefix else THOUGHT.removeprefix("<think>\n")
     talk.says(thought + "408.", USER)
     talk.says(thought + "816.", USER)
     texts = ["408.", "816."]
@@ -147,9 +149,9 @@ def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sa
     TEMPLATES.setdefault(name, path)
     talk = Conversation(name)
     texts = [
-        THOUGHT.removeprefix(talk.prompt.begun) + "408.",
+        THOUGHT.removeprefix(talk.prompt.turn_prefix) + "408.",
         "816.",
-        THOUGHT.removeprefix(talk.prompt.begun) + "1632.",
+        THOUGHT.removeprefix(talk.prompt.turn_prefix) + "1632.",
     ]
     for text in texts:
         talk.says(text, USER, end="")

@@ -13,7 +13,7 @@ from common.files.weights import Published
 from common.types import Group, Rollout, Tombstone
 from common.wire import wire
 from sampler.engine.completions import Completion
-from sampler.engine.in_flight import may_load, of_oldest, spans_of
+from sampler.engine.in_flight import may_load, spans_of, with_oldest_version
 from sampler.turns.episode import as_rollout
 from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
@@ -97,7 +97,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
 def test_the_groups_version_is_its_oldest_tokens_and_who_has_it_alone_needs_no_spans(
     version: int, spans: list[Any], oldest: int, kept: list[Any]
 ) -> None:
-    found, rollouts = of_oldest(version, tuple(mixed(*given) for given in spans))
+    found, rollouts = with_oldest_version(version, tuple(mixed(*given) for given in spans))
     assert (found, [r.version_spans for r in rollouts]) == (oldest, kept)
 
 

@@ -74,18 +74,18 @@ def _process(argv: Sequence[str], log: Path, **environment: str) -> tuple[int, s
 
 def exact(family: str, folder: Path) -> Facts:
     argv = [sys.executable, "-m", "tools.families.exact", str(folder / "model")]
-    code, said = _process(argv, folder / "exact.log")
-    return json.loads(said.splitlines()[-1]) if code == 0 else {"layout": why(said)}
+    code, output = _process(argv, folder / "exact.log")
+    return json.loads(output.splitlines()[-1]) if code == 0 else {"layout": why(output)}
 
 
 def proof(family: str, folder: Path) -> Facts:
     dtype = "bfloat16" if family in BFLOAT16 else "float32"
     argv, found = [sys.executable, "-m", "tools.families.proof", str(folder / "model"), dtype], dict[str, Any]()
     for side, environment in {"all": {}, **NARROWER}.items():
-        code, said = _process(argv, folder / f"proof-{side}.log", **environment)
+        code, output = _process(argv, folder / f"proof-{side}.log", **environment)
         if code:
-            return {"proof": f"{side}: exit {code}: {why(said)}"}
-        found[side] = json.loads(said.splitlines()[-1])
+            return {"proof": f"{side}: exit {code}: {why(output)}"}
+        found[side] = json.loads(output.splitlines()[-1])
     return {"proof": found}
 
 
@@ -105,12 +105,12 @@ def lora(family: str, folder: Path) -> Facts:
 def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
     """Runs the whole loop for `steps` steps and returns its facts."""
     shutil.rmtree(run, ignore_errors=True)
-    begun = time.monotonic()
+    started_s = time.monotonic()
     argv = [sys.executable, "-m", "launcher.run", CONFIG, *_settings(family, run, steps), *more]
-    code, said = _process(argv, run.parent / f"{name}.log")
+    code, output = _process(argv, run.parent / f"{name}.log")
     metrics = read_jsonl(run / "metrics.jsonl")
-    facts: Facts = {"loop": "yes" if code == 0 and len(metrics) == steps else f"exit {code}: {why(said)}"}
-    facts["seconds"] = round(time.monotonic() - begun)
+    facts: Facts = {"loop": "yes" if code == 0 and len(metrics) == steps else f"exit {code}: {why(output)}"}
+    facts["seconds"] = round(time.monotonic() - started_s)
     if metrics:
         facts["canary"] = max(m["sync/canary_max_diff"] for m in metrics)
         facts["unproven"] = int(max(m["sync/unproven_tensors"] for m in metrics))
@@ -139,9 +139,9 @@ def resume(family: str, folder: Path) -> Facts:
             kept = shutil.ignore_patterns("step_*3", "final", "best")
             shutil.copytree(straight, resumed, ignore=kept)
         argv = [sys.executable, *given, f"run.output_dir={run}", *more]
-        code, said = _process(argv, folder / f"{run.name}.log", MASTER_PORT=str(free_port()), **_RANK)
+        code, output = _process(argv, folder / f"{run.name}.log", MASTER_PORT=str(free_port()), **_RANK)
         if code:
-            return {"resume": f"exit {code}: {why(said)}"}
+            return {"resume": f"exit {code}: {why(output)}"}
     final = [(run / "final" / "model.safetensors").read_bytes() for run in (folder / "loop", straight, resumed)]
     return {"resume": "bit for bit" if final[0] == final[1] == final[2] else "other bits"}
 
@@ -150,9 +150,9 @@ _ALL = (exact, proof, loop, resume, lora)
 COLUMNS: dict[str, Callable[[str, Path], Facts]] = {column.__name__: column for column in _ALL}
 
 
-def why(said: str) -> str:
+def why(output: str) -> str:
     """Returns the line of a log that says why it ended, in at most 200 characters."""
-    lines = [line.strip() for line in said.replace("\r", "\n").splitlines() if line.strip()]
+    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"tandem: (sampler[.\d]*|trainer): ", line)]
     errors += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)] or lines[-1:]
     return errors[0].removeprefix("tandem: ")[:200] if errors else "it printed nothing"

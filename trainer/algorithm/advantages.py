@@ -45,12 +45,12 @@ def is_dead(rewards: Floats) -> bool:
     return bool(rewards.max() - rewards.min() <= DEAD_TOLERANCE)
 
 
-def moves(advantages: Floats) -> bool:
+def has_advantage(advantages: Floats) -> bool:
     """Returns whether some advantage is not zero; NaN counts as not zero, so that it reaches the engine's checks."""
     return not bool((np.abs(advantages) <= DEAD_TOLERANCE).all())
 
 
-def trains(rollout: Rollout, mask_truncated_completions: bool) -> bool:
+def is_unmasked(rollout: Rollout, mask_truncated_completions: bool) -> bool:
     """Returns False for a truncated completion if those are masked: its reward counts, but its loss has weight 0."""
     return not (mask_truncated_completions and rollout.finish_reason == "length")
 
@@ -59,7 +59,7 @@ def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
     """Returns whether the task's rewards give no advantage over their baseline: only KL, length or entropy train."""
     if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
         return False
-    return not moves(np.hstack(list(_advantages(group, rewards_of(group), config))))
+    return not has_advantage(np.hstack(list(_advantages(group, rewards_of(group), config))))
 
 
 def centred(rewards: Floats) -> Floats:
@@ -232,5 +232,5 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool
 def _counts(group: Group, algorithm: Algorithm) -> Floats:
     """Returns how often each completion counts: once per sampled token, or once; not at all if it does not train."""
     size = [r.num_sampled if algorithm.estimator.whitens_tokens else 1 for r in group.rollouts]
-    kept = [trains(r, algorithm.mask_truncated_completions) for r in group.rollouts]
+    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for r in group.rollouts]
     return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)

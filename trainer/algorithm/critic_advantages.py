@@ -18,7 +18,7 @@ import numpy as np
 
 from common.config import Algorithm, Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import Floats, trains, whiten
+from trainer.algorithm.advantages import Floats, is_unmasked, whiten
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
 
@@ -73,7 +73,7 @@ def estimate_segments(
 
     found = {g.group_id: cut(g) for g in alive}
     masks = algorithm.mask_truncated_completions
-    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if trains(r, masks)]
+    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if is_unmasked(r, masks)]
     ends, starts = ({g: [getattr(s, edge) for s in of] for g, of in found.items()} for edge in ("ends", "starts"))
     carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
     return Estimates(
@@ -91,7 +91,7 @@ def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm)
         return advantages
     rollouts = [r for g in alive for r in g.rollouts]
     flat = [a for g in alive for a in advantages[g.group_id]]
-    kept = [trains(r, algorithm.mask_truncated_completions) for r in rollouts]
+    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for r in rollouts]
     counts = [np.full(len(a), is_kept, np.float64) for is_kept, a in zip(kept, flat, strict=True)]
     parts = iter(whiten(flat, counts))
     return {g.group_id: [next(parts) for _ in g.rollouts] for g in alive}
@@ -100,7 +100,7 @@ def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm)
 def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
     """Returns metrics of a batch before its first update: explained_variance = 1 − var(return − V) / var(return)."""
     alive, masks = [g for g in groups if isinstance(g, Group)], config.algorithm.mask_truncated_completions
-    kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if trains(rollout, masks)]
+    kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if is_unmasked(rollout, masks)]
     values, returns = (
         np.concatenate([*(of[g][i] for g, i in kept), np.empty(0)]) for of in (estimates.values, estimates.returns)
     )

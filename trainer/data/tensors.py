@@ -13,7 +13,7 @@ from torch import Tensor
 from common.config import Algorithm, Config
 from common.types import Group, Rollout, Tombstone
 from model.packing import PackedRow, Packing, pack, select
-from trainer.algorithm.advantages import moves, trains
+from trainer.algorithm.advantages import has_advantage, is_unmasked
 from trainer.algorithm.losses import Denominator, token_weights
 from trainer.algorithm.segments import Positions
 from trainer.data.experience import Experience, training
@@ -81,7 +81,7 @@ class _Part:
 def unmasked_completions(group: Group | Tombstone, algorithm: Algorithm) -> list[int]:
     """Returns the indexes of a group's unmasked completions, from which a critic learns; [] for a tombstone."""
     rollouts, masks = () if isinstance(group, Tombstone) else group.rollouts, algorithm.mask_truncated_completions
-    return [i for i, rollout in enumerate(rollouts) if trains(rollout, masks)]
+    return [i for i, rollout in enumerate(rollouts) if is_unmasked(rollout, masks)]
 
 
 def trained_completions(experience: Experience, algorithm: Algorithm) -> list[int]:
@@ -90,7 +90,7 @@ def trained_completions(experience: Experience, algorithm: Algorithm) -> list[in
         return []
     if not algorithm.always_has_gradient:
         assert experience.advantages is not None, f"group {experience.group.group_id} has no advantages yet"
-        if not moves(np.hstack(list(experience.advantages))):
+        if not has_advantage(np.hstack(list(experience.advantages))):
             return []
     return unmasked_completions(experience.group, algorithm)
 

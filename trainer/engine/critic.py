@@ -19,7 +19,7 @@ from common.config import Config
 from common.errors import UserError
 from model import vision
 from model.layout import backbone, hidden_at_sources
-from model.logprobs import load_settled
+from model.logprobs import load_in_layout
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.transformers_internals import value_class
@@ -57,7 +57,7 @@ class Critic(DeepSpeedModel):
         model = load_value_model(config)
         super().__init__(config, world_size, critic_of(config), ValueModel(model), sequence_group)
         self.tensors = under_checkpoint_names(model, parameters(model))
-        self.layout = vision.layout_of(model.config, *config.start_of(config.critic))
+        self.layout = vision.layout_of(model.config, *config.model_source(config.critic))
 
     def backward(self, batch: ValueBatch) -> None:
         """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
@@ -77,10 +77,10 @@ def load_value_model(config: Config) -> Any:
 
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
-    path, revision = config.start_of(config.critic)
+    path, revision = config.model_source(config.critic)
     dtype, trusts, packing = config.model.dtype, config.model.trust_remote_code, config.trainer.packing
     try:
-        model, missing = load_settled(value_class, path, dtype, revision, trusts, packing, num_labels=1)
+        model, missing = load_in_layout(value_class, path, dtype, revision, trusts, packing, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape
         raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
     head = getattr(model, "score", None)

@@ -123,7 +123,7 @@ class Inbox(GroupSource):
         with self.state.changed:
             return [self.state.ledger.held[g] for g in group_ids]
 
-    def samplers_rest(self) -> bool:
+    def samplers_are_idle(self) -> bool:
         with self.state.changed:
             evaluation = self.state.evaluation
             return self.state.ledger.is_complete and (evaluation is None or not evaluation.num_missing)

@@ -48,7 +48,7 @@ class GroupSource:
     def forget(self, version: int) -> None:
         """Drops what no restart needs, since a checkpoint of this version is saved and no restart goes further back."""
 
-    def samplers_rest(self) -> bool:
+    def samplers_are_idle(self) -> bool:
         """Returns whether no sampler has work until the next `commit`, so that its CPU cores could be borrowed."""
         return False
 

@@ -14,7 +14,7 @@ from common.files import weights
 from common.files.run_folder import CHECKPOINTS
 from common.redact import redacted
 from common.wire.group_limits import ImageLimits, Limits
-from model.files.folder import about_experts, experts_in, vocabulary
+from model.files.folder import expert_counts, expert_warnings, vocabulary
 from model.files.images import vision_of
 from report.display import StepDisplay
 from report.run_log import MetricsLog, read_jsonl
@@ -62,7 +62,7 @@ def open_rank_zero(
     stack.callback(log.close)
     display = StepDisplay(config)
     display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
-    for note in filter(None, [config.uneven_work(world_size()), *about_experts(config)]):
+    for note in filter(None, [config.uneven_work(world_size()), *expert_warnings(config)]):
         display.note(note)
     stack.callback(_remove_versions, weights_dir)
     records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
@@ -100,5 +100,5 @@ def _limits(config: Config) -> Limits:
         images=images,
         max_turns=config.max_turns,
         in_flight_updates=config.sampler.in_flight_updates,
-        experts=experts_in(config.model) if replays else None,
+        experts=expert_counts(config.model) if replays else None,
     )

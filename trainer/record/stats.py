@@ -14,7 +14,7 @@ from common.config import ROUNDING, Algorithm, Config
 from common.types import EvalResult, Group, Rollout, Tombstone
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
-from trainer.algorithm.advantages import is_dead, is_dead_group, rewards_of, shaped_rewards, trains
+from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
@@ -41,7 +41,7 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, co
         "completion_tokens": float(lengths.sum()),
     }
     for name in rollouts[0].rewards:
-        asked = [g for g in alive if name in config.of_source(g.source).rewards.names]
+        asked = [g for g in alive if name in config.for_source(g.source).rewards.names]
         scores = np.array([r.rewards[name] for g in asked for r in g.rollouts])
         none, scores = np.isnan(scores).sum() / max(1, len(scores)), scores[~np.isnan(scores)]
         if none:
@@ -76,7 +76,7 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
     alive = [g for g in groups if isinstance(g, Group)]
     metrics = {"rollout/failures": float(sum(len(g.failures) for g in alive))}
     if rollouts := [r for g in alive for r in g.rollouts]:
-        limits = [config.of_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
+        limits = [config.for_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
         is_cut = [r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, limits, strict=True)]
         metrics |= {
             "rollout/turns": fmean([r.turns for r in rollouts]),
@@ -113,7 +113,7 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
         metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
-        masked = [not trains(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
+        masked = [not is_unmasked(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
         metrics["completions/masked_ratio"] = fmean(masked)
     return metrics
 

@@ -78,7 +78,7 @@ class Best:
         self.stops_early = False
         self._recorded, self.records = recorded, list[Record]()
 
-    def look_at_history(self) -> None:
+    def load_history(self) -> None:
         """Reads past evaluations, before the first step: a run that stopped early may be resumed, and stops again."""
         if self._metric is not None:
             self.records = self._recorded()

@@ -34,7 +34,7 @@ from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import may_stay, on_rank_0, together, write_folder
+from trainer.save.disk import on_all_ranks, on_rank_0, reporting_failed_deletion, write_folder
 from trainer.save.model_files import write_side_files, write_tensors, write_weights
 
 CRITIC = "critic"
@@ -70,7 +70,7 @@ def save(
     keep: int,
     critic: Critic | None = None,
 ) -> None:
-    """Saves a checkpoint that survives a crash when this returns. Every rank calls it. Raises as `disk.patiently`."""
+    """Saves a checkpoint that survives a crash when this returns. Every rank calls it. Raises DiskTrouble or Interrupted."""
     final = step_dir(checkpoints, progress.step)
     of_ranks: list[str] = []
 
@@ -92,7 +92,7 @@ def save(
     write_folder(exchange, final, commit, fill)  # an existing folder is damaged, or its rename did not reach the disk
     if exchange.rank == 0:
         failpoint("checkpoint.committed")
-        with may_stay("an old checkpoint"):
+        with reporting_failed_deletion("an old checkpoint"):
             _prune(checkpoints, progress.step, keep)
 
 
@@ -110,7 +110,7 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
             written[path] = pieces.write(path, partial(torch.save, state))
 
     on_rank_0(exchange, make_folders)
-    together(exchange, write)
+    on_all_ranks(exchange, write)
     return written
 
 

@@ -1,9 +1,9 @@
 """Collective writing: all ranks' files or none. If the disk fails one rank, all ranks wait for it and say why.
 
-Ranks write different files and call the same collectives, so one rank may not leave alone: `together` turns any rank's
-disk error into the same DiskTrouble on all of them, and `patiently` starts the whole save again. Folders are filled
-under a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see. Left out: errors
-that waiting does not cure, such as a missing permission; they are raised as they are.
+Ranks write different files and call the same collectives, so one rank may not leave alone: `on_all_ranks` turns any
+rank's disk error into the same DiskTrouble on all of them, and `retry_on_disk_trouble` starts the whole save again.
+Folders are filled under a temporary name (`write_folder`), so a failed attempt leaves nothing that a reader could see.
+Left out: errors that waiting does not cure, such as a missing permission; they are raised as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DiskTrouble(Retryable):
     """The error of a disk that failed at least one rank. Its message says which one and how."""
 
 
-def together(ranks: Exchange, work: Callable[[], None]) -> None:
+def on_all_ranks(ranks: Exchange, work: Callable[[], None]) -> None:
     """Runs this rank's part. Raises DiskTrouble on every rank if the disk failed any of them. Also a barrier.
 
     Parts may take as long as they report progress. Ranks that are done learn of it every few seconds, and the user from
@@ -69,10 +69,10 @@ def together(ranks: Exchange, work: Callable[[], None]) -> None:
 
 
 def on_rank_0(ranks: Exchange, work: Callable[[], None]) -> None:
-    together(ranks, work if ranks.rank == 0 else lambda: None)
+    on_all_ranks(ranks, work if ranks.rank == 0 else lambda: None)
 
 
-def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
+def retry_on_disk_trouble(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None) -> T:
     """Returns `attempt`'s first result that the disk allows. Leftovers in `temporary` would fill it, and are removed.
 
     Every rank calls it; rank 0 decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
@@ -83,7 +83,7 @@ def patiently(ranks: Exchange, what: str, attempt: Callable[[], T], temporary: P
             return attempt()
         except DiskTrouble as error:
             if ranks.rank == 0 and temporary is not None:
-                with may_stay("a part of it"):
+                with reporting_failed_deletion("a part of it"):
                     durable.remove_dir(temporary)
             since = min(since, time.monotonic())  # not from the start: a slow disk may be full only after the timeout
             if ranks.agree(time.monotonic() - since + pause_s > ranks.stall_timeout_s):
@@ -104,7 +104,7 @@ def write_folder(
     """Creates or replaces the folder `final`, as a whole. When this returns, the folder survives a crash.
 
     fill, finish: write into the temporary folder that they are given, the first on every rank, the other on rank 0 and
-    last. Raises as `patiently`.
+    last. Raises as `retry_on_disk_trouble`.
     """
     temporary = final.with_name(f"{durable.TEMPORARY}{final.name}")
 
@@ -121,11 +121,11 @@ def write_folder(
         fill(temporary)
         on_rank_0(ranks, commit)
 
-    patiently(ranks, final.name, attempt, temporary)
+    retry_on_disk_trouble(ranks, final.name, attempt, temporary)
 
 
 @contextlib.contextmanager
-def may_stay(what: str) -> Iterator[None]:
+def reporting_failed_deletion(what: str) -> Iterator[None]:
     """Reports an OSError of deleting what nobody needs, without raising it: the next deletion tries again."""
     try:
         yield

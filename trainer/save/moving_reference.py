@@ -23,7 +23,7 @@ from model.reference import Reference
 from trainer.engine.exported import exported
 from trainer.engine.ranks import Exchange
 from trainer.save.best import keep_version
-from trainer.save.disk import may_stay, write_folder
+from trainer.save.disk import reporting_failed_deletion, write_folder
 
 
 class MovingReference:
@@ -56,7 +56,7 @@ class MovingReference:
         if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
             raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
         if self._ranks.rank == 0:
-            with may_stay("an old reference"):
+            with reporting_failed_deletion("an old reference"):
                 self._prune()
 
     def _keep(self, folder: Path, published: Published) -> None:

@@ -25,7 +25,7 @@ from model import devices
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.link.source import GroupSource
-from trainer.save.disk import may_stay
+from trainer.save.disk import reporting_failed_deletion
 from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import Changes, snapshot
 
@@ -69,7 +69,7 @@ class Publisher:
     ) -> None:
         """Sends version and cursor to the samplers in one message, with the evaluation that is due if there is one.
 
-        The version may be the newest one again, after a step that was skipped. Raises as `disk.patiently`.
+        The version may be the newest one again, after a step that was skipped. Raises DiskTrouble or Interrupted.
         """
         self.finish()
         start = time.monotonic()
@@ -90,7 +90,7 @@ class Publisher:
             self.published = new_version.write(ranks, self._changes) if new_version else self.published
             if self.source is not None:
                 self.source.commit(cursor, self.published, eval_id, num_problems)
-                with may_stay("an old version of the weights"):
+                with reporting_failed_deletion("an old version of the weights"):
                     weights.prune(self.dir, self.source.versions_in_use())
             return time.monotonic() - started_s
 

@@ -36,7 +36,7 @@ from common.redact import redacted
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.checkpoint import Progress, digest, read_record
-from trainer.save.disk import together
+from trainer.save.disk import on_all_ranks
 
 _FINGERPRINTS = {
     "dataset_fingerprint": "rows of data.train have changed, or more of them are too long or have no answer",
@@ -123,7 +123,7 @@ def newest_valid(
     candidates = _committed(folders[: folders.index(newest) + 1] if newest in folders else folders, say)
     while name := ranks.text(next((folder.name for folder in candidates), "")):
         folder, problems = checkpoints / name, list[str]()
-        together(ranks, partial(_read_share, folder, ranks, problems))
+        on_all_ranks(ranks, partial(_read_share, folder, ranks, problems))
         problem = next(filter(None, ranks.gather("".join(problems))), "")
         if problem:
             say(f"checkpoint {folder} is skipped: {problem}")

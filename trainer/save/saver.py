@@ -19,7 +19,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import on_rank_0, patiently
+from trainer.save.disk import on_rank_0, retry_on_disk_trouble
 
 _SAVE_EVERY_S = 600.0
 
@@ -72,7 +72,7 @@ class Saver:
         report_progress(f"saving the checkpoint of step {progress.step}")
         start = time.monotonic()
         # a checkpoint must not outlive the records of the steps before it
-        patiently(self.exchange, "the run's history", lambda: on_rank_0(self.exchange, self._sync_history))
+        retry_on_disk_trouble(self.exchange, "the run's history", lambda: on_rank_0(self.exchange, self._sync_history))
         folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
         checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.critic)
         self.saved_step, self._saved_at = progress.step, time.monotonic()

@@ -30,7 +30,7 @@ from model.files.images import canary_image
 from model.packing import pack
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_rank_0, patiently, together
+from trainer.save.disk import on_all_ranks, on_rank_0, retry_on_disk_trouble
 from trainer.save.host_copies import HostCopies
 from trainer.save.model_files import tensor_file, write_tensors
 
@@ -110,7 +110,7 @@ class Snapshot:
     adapter_settings: bytes | None  # peft's; None for a whole model
 
     def write(self, ranks: Exchange, changes: Changes) -> Published:
-        """Writes and commits the version. Every rank calls it; rank 0 has the result. Raises as `patiently`."""
+        """Writes and commits the version, on every rank; rank 0 has the result. Raises DiskTrouble or Interrupted."""
 
         def prepare() -> None:
             durable.remove_dir(self.name.temporary)
@@ -121,12 +121,12 @@ class Snapshot:
             own: dict[str, Any] = {"files": {}, "tensors": {}}
             found = [Published(self.name.version, str(self.name.final), "")]
             on_rank_0(ranks, prepare)
-            together(ranks, lambda: own.update(self._write_own(changes)))
+            on_all_ranks(ranks, lambda: own.update(self._write_own(changes)))
             of_ranks = [json.loads(text) for text in ranks.gather(json.dumps(own))]
             on_rank_0(ranks, lambda: found.append(self._commit(of_ranks, changes.base)))
             return found[-1]
 
-        published = patiently(ranks, f"version {self.name.version}", attempt, self.name.temporary)
+        published = retry_on_disk_trouble(ranks, f"version {self.name.version}", attempt, self.name.temporary)
         changes.committed(published)
         return published
 
