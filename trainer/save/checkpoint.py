@@ -70,7 +70,7 @@ def save(
     keep: int,
     critic: Critic | None = None,
 ) -> None:
-    """Saves a checkpoint that survives a crash when this returns. Every rank calls it. Raises DiskTrouble or Interrupted."""
+    """Saves a checkpoint that survives a crash, on every rank. Raises DiskTrouble or Interrupted."""
     final = step_dir(checkpoints, progress.step)
     of_ranks: list[str] = []
 
