@@ -173,7 +173,7 @@ def test_where_the_environment_says_nothing_the_prompt_is_the_row_s_own(monkeypa
     seen = iter([{"text": None}, {"text": None}, {"text": ["a", {"b": None}]}])
     one = OpenEnv("ws://nowhere", "number", "text")
     monkeypatch.setattr("environments.openenv.connect", lambda url: None)
-    monkeypatch.setattr(one, "_asked", lambda *_: {"observation": next(seen), "reward": 0.5, "done": False})
+    monkeypatch.setattr(one, "_request", lambda *_: {"observation": next(seen), "reward": 0.5, "done": False})
     assert one.reset() is None and one.step("1") == ("", 0.5)
     assert one.step("2") == ('["a", {"b": null}]', 0.5)
 
