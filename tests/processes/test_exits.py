@@ -13,7 +13,7 @@ from common.paths import ROOT
 from tests.support.speed import limit
 
 HEAD = """
-import os, signal, sys, time; from common import errors, exits; from common.errors import UserError
+import os, signal, sys, time; from common import errors; from common.processes import exits; from common.errors import UserError
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one of nohup this
 """
@@ -129,7 +129,7 @@ def test_when_the_launcher_above_a_launcher_is_gone_its_ranks_end_in_order(tmp_p
 
 def test_sigusr1_shows_the_stacks_and_the_process_goes_on() -> None:
     code = (
-        "import sys; from common import exits\n"
+        "import sys; from common.processes import exits\n"
         "def samples_for_ever():\n    print('up', flush=True); sys.stdin.readline()\n"
         "exits.leave(exits.run('sampler', samples_for_ever))"
     )

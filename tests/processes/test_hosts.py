@@ -24,9 +24,7 @@ from tests.support.speed import is_gone, limit, overdue, until
 from tests.support.ssh_server import ssh_server
 
 # Whoever does not follow the first that fails is waited for 2 s instead of 15.
-PROGRAM = (
-    "import sys; from launcher import over_hosts; over_hosts.FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
-)
+PROGRAM = "import sys; from launcher.hosts import over_hosts; over_hosts.FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
 
 
 Started = subprocess.Popen[str]
@@ -107,7 +105,11 @@ def ended(process: Started) -> tuple[int, str]:
     [
         (["print('one')", "import os; print('two' * ('NOT_PASSED_ON' not in os.environ))"], 0, "one\ntwo"),
         # its hours count from the start of the run, by its own host's clock
-        (["from common import exits; import time; print((time.monotonic() - exits.started_at()) // 100)"], 0, "10.0"),
+        (
+            ["from common.processes import exits; import time; print((time.monotonic() - exits.started_at()) // 100)"],
+            0,
+            "10.0",
+        ),
         (
             ["import os; os.kill(os.getpid(), 9)"],
             247,

@@ -16,7 +16,7 @@ from common.processes.exits import INTERRUPTED
 from tests.support.own_process import alive
 from tests.support.speed import is_gone, overdue, until
 
-HEAD = "import os, sys, time; from common import exits; rank = int(os.environ['RANK'])"
+HEAD = "import os, sys, time; from common.processes import exits; rank = int(os.environ['RANK'])"
 WAITS = "exits.die_with_parent(); exits.end_in_time(); open(f'up{rank}', 'w'); time.sleep(60)"
 
 

@@ -128,7 +128,7 @@ def scored(prompt: Any, completions: list[str], metrics: dict[str, float] | None
         found = []
         while pool.pending:
             found += pool.ready(limit(60))
-        assert len(pool._idle) + pool._num_busy == 1, "one process has the model"
+        assert len(pool._idle) + len(pool._busy) == 1, "one process has the model"
     (metrics if metrics is not None else {}).update(pool.logged)
     assert not any(isinstance(scores, RewardFailure) for _, scores in found), found
     assert found[0][1] == found[1][1]
