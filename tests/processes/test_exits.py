@@ -13,7 +13,8 @@ from common.paths import ROOT
 from tests.support.speed import limit
 
 HEAD = """
-import os, signal, sys, time; from common import errors; from common.processes import exits; from common.errors import UserError
+import os, signal, sys, time; from common import errors; from common.errors import UserError
+from common.processes import exits
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one of nohup this
 """

@@ -24,7 +24,10 @@ from tests.support.speed import is_gone, limit, overdue, until
 from tests.support.ssh_server import ssh_server
 
 # Whoever does not follow the first that fails is waited for 2 s instead of 15.
-PROGRAM = "import sys; from launcher.hosts import over_hosts; over_hosts.FOLLOW_S = 2.0; sys.exit(over_hosts.main(sys.argv[1:]))"
+PROGRAM = (
+    "import sys; from launcher.hosts import over_hosts; over_hosts.FOLLOW_S = 2.0; "
+    "sys.exit(over_hosts.main(sys.argv[1:]))"
+)
 
 
 Started = subprocess.Popen[str]

@@ -178,7 +178,8 @@ def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:
 
 
 def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_reason() -> None:
-    code = "import os; from common.processes import exits; os._exit(exits.run('x', lambda: os.write(os.open('/dev/full', 1), b'1')))"
+    code = "import os; from common.processes import exits; file = os.open('/dev/full', 1)\n"
+    code += "os._exit(exits.run('x', lambda: os.write(file, b'1')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == exits.RETRYABLE
     assert done.stderr == (
