@@ -186,7 +186,7 @@ def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, mo
             raise LookupError("enough")
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(start, "opened", opened)
+    monkeypatch.setattr(start, "open_multi_turn", opened)
     for name in ("load_tokenizer", "require_downloaded", "prompts_of"):
         monkeypatch.setattr(start, name, lambda *_: None)
     with pytest.raises(LookupError, match="enough"):
