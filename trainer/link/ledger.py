@@ -22,6 +22,7 @@ group trains exactly once, in order.
 from __future__ import annotations
 
 import collections
+import heapq
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -56,13 +57,14 @@ class Ledger:
         if not samplers:
             return
         leased = self.by_sampler()
-        counts = {name: len(leased.get(name, ())) for name in samplers}
+        queue = [(len(leased.get(name, ())), i, name) for i, name in enumerate(samplers)]
+        heapq.heapify(queue)
         for group_id in self.admitted:
             if not (group_id in self.leases or group_id in self.held or group_id in self.reserved):
-                shortest = min(counts, key=lambda name: counts[name])  # of several the first
-                self.leases[group_id] = [shortest]
-                counts[shortest] += 1
-        idle = [name for name, count in counts.items() if count == 0]
+                count, i, name = queue[0]
+                self.leases[group_id] = [name]
+                heapq.heapreplace(queue, (count + 1, i, name))
+        idle = [name for count, _, name in sorted(queue) if count == 0]
         once = [group_id for group_id in sorted(self.leases) if len(self.leases[group_id]) == 1]
         for group_id, name in zip(once, itertools.cycle(idle)):
             self.leases[group_id].append(name)
