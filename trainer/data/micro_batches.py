@@ -114,7 +114,8 @@ def plan(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[
     # if collectives end every micro-batch, the micro-batches of one round should take equally long
     packed = [sorted(bins, key=lambda bin: -sum(costs[key] for key in bin)) for bins in packed]
     rounds_of_bins = itertools.zip_longest(*(bins or [[]] for bins in packed), fillvalue=[])
-    return [tuple(tuple(key for key in works if key in keys) for keys in bins) for bins in rounds_of_bins]
+    order = {key: place for place, key in enumerate(works)}
+    return [tuple(tuple(sorted(keys, key=order.__getitem__)) for keys in bins) for bins in rounds_of_bins]
 
 
 class Planner:
@@ -196,12 +197,13 @@ def _assign(costs: dict[int, float], loads: Sequence[float], most: int) -> list[
 
 def _first_fit(keys: Iterable[int], works: Mapping[int, Work], budget: int) -> list[list[int]]:
     """Puts each key into the first bin that has room for its tokens, else into a new one."""
-    bins: list[list[int]] = []
+    bins, rooms = list[list[int]](), list[int]()
     for key in keys:
-        room = budget - works[key].tokens
-        found = next((bin for bin in bins if sum(works[other].tokens for other in bin) <= room), None)
-        if found is None:
-            bins.append([key])
-        else:
-            found.append(key)
+        tokens = works[key].tokens
+        found = next((place for place, room in enumerate(rooms) if tokens <= room), len(bins))
+        if found == len(bins):
+            bins.append([])
+            rooms.append(budget)
+        bins[found].append(key)
+        rooms[found] -= tokens
     return bins
