@@ -94,9 +94,8 @@ def _splits(source: str) -> Mapping[str, Table]:
     import datasets  # costs half a second; user errors above come first
 
     try:
-        if not path.exists():
-            return datasets.load_dataset(str(path), subset or None)
-        datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
+        if path.exists():
+            datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
         if path.is_file():
             return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
