@@ -127,11 +127,8 @@ class TurnTemplate:
     ) -> NDArray[np.int32]:
         """Returns the [K] ids of a conversation as the template writes it now; `turns` as of Episode.said."""
         assert not isinstance(prompt.for_rewards, str), "of several turns, rewards get messages"
-        messages, sampled, turn_prefix = (
-            list(prompt.for_rewards),
-            dict[int, tuple[str, NDArray[np.int32]]](),
-            prompt.turn_prefix,
-        )
+        messages, turn_prefix = list(prompt.for_rewards), prompt.turn_prefix
+        sampled = dict[int, tuple[str, NDArray[np.int32]]]()
         if messages[-1].get("role") == "assistant":  # the first turn's text begins with this message
             messages.pop()
         for text, seen, ids in turns:
