@@ -211,7 +211,7 @@ class Sampler:
             if sampled.unread:
                 self.stats["total/unread"] += sampled.unread
             failpoint("sampler.generated")
-            if (reason := too_few_reason(key, sampled, self.config)) is None:
+            if (reason := too_few_reason(key, sampled)) is None:
                 submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
             else:
                 self._finish(key, reason)

@@ -138,7 +138,7 @@ def sample(
     while turns.num_running or pool.pending:
         for i, sampled in turns.step() if turns.num_running else []:
             finished[i] = sampled
-            if (reason := too_few_reason(i, sampled, config)) is None:
+            if (reason := too_few_reason(i, sampled)) is None:
                 submit_rewards(pool, i, sampled, decode)
             else:
                 failures.append(reason)

@@ -231,7 +231,7 @@ class Episodes:
             self._submit(key, group, j)
 
 
-def too_few_reason(key: Hashable, sampled: Sampled, config: Config) -> str | None:
+def too_few_reason(key: Hashable, sampled: Sampled) -> str | None:
     """Returns why too few rollouts are left to score, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
     are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
     if not sampled.failures or are_enough:

@@ -101,7 +101,7 @@ class Played2:
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)
-        self.config, self.out = config, dict[Any, Sampled]()
+        self.out = dict[Any, Sampled]()
         asked = [{"role": "user", "content": "?"}]
         prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), turn_prefix="first ")
         self.episodes.start(KEY, prompt, PARAMS)
@@ -210,10 +210,10 @@ def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2)
     sampled = play.out[KEY]
     assert sampled.failures == ("no answer within 30 s, killed",)
     assert [c.token_ids.tolist() for c in sampled.completions] == [[31, END]]
-    assert "no answer within 30 s" in str(too_few_reason(KEY, sampled, play.config)), "one rollout has no baseline"
+    assert "no answer within 30 s" in str(too_few_reason(KEY, sampled)), "one rollout has no baseline"
     two = Sampled(sampled.prompt, [*sampled.completions] * 2, sampled.failures)
-    assert too_few_reason(KEY, two, play.config) is None
-    assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two, play.config) is not None, "a mean over all, or none"
+    assert too_few_reason(KEY, two) is None
+    assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two) is not None, "a mean over all, or none"
 
 
 def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:
