@@ -5,9 +5,7 @@
 The difference is what the chat template writes after the model's turn, up to where the model writes again: the end of
 its turn, the messages of the environment, the generation prompt. It is rendered after a dummy turn and taken by prefix,
 so that no text of the model passes through the template or the tokenizer. That holds for templates that leave earlier
-turns unchanged, which `TurnTemplate.of` tries. If a template rewrites them, the whole conversation is rendered before
-each turn and tokenised, except the turns whose text it left unchanged; if the resulting tokens differ from the earlier
-ones, the rollout forks (episode.py).
+turns unchanged, which `TurnTemplate.of` tries; for the others see docs/environments.md#rewritten-histories.
 """
 
 from __future__ import annotations
