@@ -70,7 +70,6 @@ class SingleTurns:
         return [(key, Sampled(self._prompts.pop(key), completions)) for key, completions in finished]
 
     def abort(self, keys: Collection[Any]) -> None:
-        """Drops these prompts."""
         self._engine.abort(keys)
         for key in keys:
             del self._prompts[key]
