@@ -62,9 +62,7 @@ class Critic(DeepSpeedModel):
     def backward(self, batch: ValueBatch) -> None:
         """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
         values = self.ds(self.here(batch.row))
-        old_values, returns, weights = (
-            x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
-        )
+        old_values, returns, weights = map(self._to_device, (batch.old_values, batch.returns, batch.weights))
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         loss_sum = (weights * errors).sum()
         self.accumulate(loss_sum)

@@ -154,6 +154,9 @@ class DeepSpeedModel:
         """Returns the row on this device, with images in the model's form; only this rank's part if ranks share it."""
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
     @torch.no_grad()
     def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:
         """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
