@@ -60,8 +60,6 @@ class Models:
 class BatchTraining:
     """The training on one batch: `prepare` it, then `train` each of its steps. Every rank calls every method."""
 
-    slots: Slots
-
     def __init__(
         self,
         config: Config,
