@@ -3,8 +3,7 @@
 The process that reference.on names loads it: the sampler scores groups before it sends them, a trainer rank scores its
 own micro-batches before their backward. Scoring is a plain transformers forward over packed rows, the same code as the
 policy's, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but would skip its
-prefix cache and build a [T, vocabulary] tensor. A trainer rank that trains adapters has the model already: it scores
-with the policy's frozen weights and the adapters switched off. Left out: sharding; every rank holds the whole model.
+prefix cache and build a [T, vocabulary] tensor. Left out: sharding; every rank holds the whole model.
 """
 
 from __future__ import annotations

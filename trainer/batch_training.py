@@ -198,7 +198,6 @@ class BatchTraining:
             self.slots.update(group_id, group=group)
 
     def _own_part(self, round_: Round) -> list[Experience]:
-        """Returns this rank's part of a round."""
         return self.slots.training(round_[self._exchange.dp_rank])
 
     def _train_round(self, round_: Round) -> None:

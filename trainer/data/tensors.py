@@ -132,9 +132,7 @@ def micro_batch(
 ) -> MicroBatch:
     """Packs the completions that can change the weights, or returns a filler of weight 0 if there are none.
 
-    A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
-    one, and is left out; so is a masked completion. awaits_reference: the trainer scores the reference on this row, and
-    groups have no ref_logprobs before that.
+    awaits_reference: the trainer scores the reference on this row, and groups have no ref_logprobs before that.
     """
     parts = _policy_parts(experiences, algorithm)
     if not parts:  # ratio ≤ 1 and no reference, so that nothing overflows: 0 · inf is NaN

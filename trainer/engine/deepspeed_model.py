@@ -143,7 +143,6 @@ class DeepSpeedModel:
 
     @property
     def packing(self) -> Packing:
-        """Returns the row packing that the model supports."""
         return packing_of(self.model)
 
     @property

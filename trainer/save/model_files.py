@@ -2,9 +2,8 @@
 
 Configuration, generation settings, a model's own code and the tokenizer go through transformers, which refuses to write
 some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the initial model's file
-is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once:
-the rehearsal before the first step writes all of this but the bytes of the weights. Left out: errors of the disk, which
-trainer/save/disk.py waits for.
+is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once.
+Left out: errors of the disk, which trainer/save/disk.py waits for.
 """
 
 from __future__ import annotations
