@@ -1,7 +1,6 @@
 """Prints all that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. Exit 1, with the nearest working
-settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
+Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. docs/plan.md has the exit codes.
 """
 
 from __future__ import annotations
