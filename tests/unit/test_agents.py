@@ -515,9 +515,7 @@ async def solve(question, **row):
 
 
 @pytest.mark.parametrize("rewritten", ["a", "z a"])
-def test_a_history_that_is_rewritten_up_to_the_limit_is_truncated_wherever_it_is_sorted(
-    tmp_path: Path, rewritten: str
-) -> None:
+def test_a_history_rewritten_up_to_the_limit_is_truncated_wherever_it_is_sorted(tmp_path: Path, rewritten: str) -> None:
     code = f"""
 async def solve(question, **row):
     await said(question)

@@ -156,9 +156,7 @@ def path_of(config: Config) -> Path:
     return Path(endpoint(config).removeprefix("ipc://"))
 
 
-def test_the_default_is_a_socket_of_this_run_in_a_folder_that_only_we_can_enter(
-    default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_run_has_a_private_default_socket(default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_connected(default)
     with bound(default):
         assert stat.S_ISSOCK(path_of(default).stat().st_mode)

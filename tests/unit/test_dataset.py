@@ -294,9 +294,7 @@ def test_files_in_a_table_are_not_read_with_it(tmp_path, saved):
         (["log_metric", "x"], {"x": "y"}, "{log_metric: given_log_metric, x: y}"),
     ],
 )
-def test_a_column_whose_name_the_run_gives_something_else_is_refused_and_the_remedy_works(
-    tmp_path, names, rename, remedy
-):
+def test_a_column_whose_name_the_run_uses_itself_is_refused_and_the_remedy_works(tmp_path, names, rename, remedy):
     path = write_jsonl(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", **dict.fromkeys(names, 1)}])
     said = message(path, rename=rename)
     assert said.endswith(remedy)

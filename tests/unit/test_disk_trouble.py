@@ -188,9 +188,7 @@ def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_
 
 
 @pytest.mark.usefixtures("clock")
-def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank_0_says_whose_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_when_one_disk_is_full_all_ranks_try_again_and_rank_0_says_whose(capsys: pytest.CaptureFixture[str]) -> None:
     tried = [0] * 3
 
     def live(ranks: Any) -> None:

@@ -142,9 +142,7 @@ def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
 
 
 @pytest.mark.parametrize(("gpus", "backend", "ok"), [(0, "", True), (2, "", False), (2, "cpu", True)])
-def test_gpus_beside_the_cpu_build_must_be_meant(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool
-) -> None:
+def test_cpu_builds_on_gpus_must_be_meant(monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool) -> None:
     monkeypatch.setattr(doctor.machine, "listed_gpus", lambda: range(gpus))
     monkeypatch.setattr(doctor.machine, "is_cpu_build", lambda: True)
     monkeypatch.setenv("BACKEND", backend)

@@ -309,9 +309,7 @@ def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: A
     assert float(re.search(r"step 42/42  loss ([\d.]+)", said[-1])[1]) < 0.1  # log(vocabulary) is 6
 
 
-def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_another_setting_or_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(tmp_path: Path) -> None:
     folder, lines = tmp_path / "quickstart", []
     one = replace(TINY["quickstart"], num_train=20, num_test=5, num_clean_steps=1, num_careless_steps=0, num_layers=1)
     two = replace(one, num_train=21)

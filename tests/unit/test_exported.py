@@ -42,9 +42,7 @@ def of(model: Any) -> dict[str, Exported]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to_the_bit(
-    kind: str, tmp_path: Path
-) -> None:
+def test_what_is_published_and_saved_is_what_save_pretrained_writes_to_the_bit(kind: str, tmp_path: Path) -> None:
     """In name, order, dtype, shape and bits; the folder to the byte. Both are where another run may start."""
     model = AutoModelForCausalLM.from_pretrained(save_kind(kind, tmp_path / "start"), dtype="bfloat16")
     model.save_pretrained(tmp_path / "expected")
@@ -190,9 +188,7 @@ def test_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 9))
-def test_every_parameter_is_written_in_order_by_one_rank_and_none_has_more_than_its_share_and_one_parameter(
-    sizes: list[int], count: int
-) -> None:
+def test_one_rank_writes_each_parameter_in_order_and_none_much_beyond_its_share(sizes: list[int], count: int) -> None:
     parts = slices(sizes, count)
     assert len(parts) == count
     assert [i for part in parts for i in part] == list(range(len(sizes)))

@@ -77,9 +77,7 @@ def test_a_soft_cap_that_sdpa_would_pass_over_is_kept_by_the_model_s_eager_atten
 
 
 @pytest.mark.parametrize("family", ["lfm2", "llama4_text"])
-def test_a_layer_that_nobody_has_named_is_found_out_by_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_an_unnamed_layer_shows_in_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """A leak from one completion into the next, and a window that shared rows do not know."""
     monkeypatch.setattr(layout, "mixes_packed_sequences", lambda _: False)
     path = saved(tmp_path, family)

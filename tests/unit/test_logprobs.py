@@ -59,9 +59,7 @@ def token_logprobs(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("of_entropy", [True, False])
 @pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_and_their_gradients_equal_one_log_softmax(
-    temperature: float, chunk_size: int, of_entropy: bool
-) -> None:
+def test_chunks_and_gradients_equal_one_log_softmax(temperature: float, chunk_size: int, of_entropy: bool) -> None:
     def terms_and_gradients(function: Any) -> tuple[list[Tensor], list[Tensor]]:
         hidden, targets, head = problem(n=10, dim=6, vocab=97)
         logprobs, entropy = function(hidden, targets, head)
@@ -82,9 +80,7 @@ def test_chunks_and_their_gradients_equal_one_log_softmax(
 
 @pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "logprobs"])
 @pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
-def test_one_chunk_of_logits_with_the_real_vocabulary_exists_at_a_time_and_none_is_kept_for_backward(
-    with_gradient: bool, with_entropy: bool
-) -> None:
+def test_one_chunk_of_logits_exists_at_a_time_and_none_is_kept(with_gradient: bool, with_entropy: bool) -> None:
     hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
     kept: dict[int, int] = {}  # elements by storage
 

@@ -159,9 +159,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
         ({"r": 4, "alpha": 12, "target_modules": ["q_proj"]}, "adapters missing .* or not expected"),
     ],
 )
-def test_a_sampler_with_other_settings_refuses_the_adapters(
-    model: Path, tmp_path: Path, here: dict[str, Any], words: str
-) -> None:
+def test_adapters_of_other_settings_are_refused(model: Path, tmp_path: Path, here: dict[str, Any], words: str) -> None:
     published = AdaptedPolicy(config_for(model, tmp_path)).publish(tmp_path / "weights", 1)
     engine: Any = SimpleNamespace(version=None)  # nothing may be loaded into it
     with pytest.raises(BadWeights, match=words):
@@ -201,9 +199,7 @@ def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, t
 
 
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "o_proj"]], ids=str)
-def test_adapters_of_a_mixture_stand_beside_its_attention_and_learn_through_the_experts(
-    tmp_path: Path, modules: Any
-) -> None:
+def test_adapters_of_a_mixture_stand_at_its_attention_and_learn_through_experts(tmp_path: Path, modules: Any) -> None:
     model = mixture("qwen3_moe")
     lora.add_adapters(model, config_for(tmp_path, tmp_path, lora={"r": 4, "target_modules": modules}))
     model(input_ids=torch.arange(12)[None], use_cache=False).logits.log_softmax(-1)[..., 3].sum().backward()

@@ -369,9 +369,7 @@ numbers = st.floats(-3, 3).map(lambda x: round(x, 3))
 
 
 @given(numbers, numbers, numbers, st.none() | st.floats(0.01, 2))
-def test_value_errors_and_their_gradients_equal_the_oracle(
-    value: float, old: float, target: float, cliprange: float | None
-) -> None:
+def test_errors_and_slopes_equal_the_oracle(value: float, old: float, target: float, cliprange: float | None) -> None:
     error, slope = oracle.value_error(value, old, target, cliprange)
     if cliprange is not None:  # no derivative where the two squares meet, or at the edge of the clip
         assume(abs(abs(value - old) - cliprange) > 1e-6)
