@@ -143,9 +143,8 @@ def trained(sampled: Sampled) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]
 
 def require_all_is_trained_once(sampled: Sampled, model: Model) -> None:
     """And the wire takes it."""
-    assert collections.Counter(trained(sampled)) == collections.Counter(
-        (asked, wrote) for _, asked, wrote in model.turns
-    )
+    sampled_once = collections.Counter((asked, wrote) for _, asked, wrote in model.turns)
+    assert collections.Counter(trained(sampled)) == sampled_once
     logprobs = [float(c.logprobs.sum()) for c in sampled.completions]
     assert sum(logprobs) == -0.5 * sum(len(wrote) for _, _, wrote in model.turns)
     rollouts = tuple(as_rollout(c, None, {"environment": 1.0}, 1.0) for c in sampled.completions)
@@ -181,10 +180,8 @@ while True:
 
 def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: Path) -> None:
     sloppy = CALL.replace('{"name"', '{ "name"')  # as no template would write it
-    sampled, _ = play(
-        config(tmp_path, BEGINNING + LOOP),
-        lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"),
-    )
+    given = config(tmp_path, BEGINNING + LOOP)
+    sampled, _ = play(given, lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"))
     called, direct = sampled.completions
     assert isinstance(called, PlayedCompletion) and isinstance(direct, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
@@ -240,9 +237,8 @@ await said(question, first, "And ⟦turn⟧ now?")
         (drops, "<think>\nHm.\n</think>\n\n", 1),
         (tmp_path / "opens.jinja", "Hm.</think>", 0),
     ):
-        sampled, model = play(
-            config(tmp_path, code, prompt={"chat_template": template}), lambda i, prompt, text=text: text + "Words."
-        )
+        given = config(tmp_path, code, prompt={"chat_template": template})
+        sampled, model = play(given, lambda i, prompt, text=text: text + "Words.")
         assert [len(c.forks) for c in sampled.completions] == [forks] * 2
         assert ("Hm." in tokenizer().decode(model.turns[-1][1])) == (not forks), "as the template has it"
 
@@ -539,13 +535,8 @@ def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path
     code = "i = int(await said(question))\n"
     code += "".join(f"if i == {i}:\n    {how}\n" for i, how in enumerate(ENDS))
     code += "return i"
-    given = config(
-        tmp_path,
-        code,
-        rollout={"timeout_s": 2},
-        rewards={"reward_funcs": ["environment"]},
-        eval={"num_generations": len(ENDS) + 1},
-    )
+    rewards = {"reward_funcs": ["environment"]}
+    given = config(tmp_path, code, rollout={"timeout_s": 2}, rewards=rewards, eval={"num_generations": len(ENDS) + 1})
     sampled = played(given, Model(lambda i, prompt: f"{i}"))
     assert [c.environment_reward for c in sampled.completions] == [len(ENDS)]
     for reason, named in zip(sampled.failures, ENDS.values(), strict=True):
@@ -587,10 +578,8 @@ LEAVES_SOMETHING = ["sh", "-c", f"sleep 99 & exec python3 {PROGRAM}"]  # that ho
 
 @pytest.mark.parametrize("agent", [["python3", PROGRAM], LEAVES_SOMETHING], ids=["alone", "leaves something"])
 def test_a_command_gets_the_row_and_its_last_line_is_the_reward(agent: list[str], tmp_path: Path) -> None:
-    sampled, _ = play(
-        config(tmp_path, rollout={"agent": agent}),
-        lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL,
-    )
+    given = config(tmp_path, rollout={"agent": agent})
+    sampled, _ = play(given, lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
     assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
 
 

@@ -219,13 +219,8 @@ class Mixture(nn.Module):
             elif "norm" in name:
                 layer.norm.weight.copy_(tensor)
             else:
-                w13 = layer.mlp.experts.w13[numbers[1]]
-                places = {
-                    "gate_proj": w13[:WIDTH],
-                    "up_proj": w13[WIDTH:],
-                    "down_proj": layer.mlp.experts.w2[numbers[1]],
-                }
-                places["both_bias"] = layer.mlp.experts.w13_bias[numbers[1]]
+                w13, w13_bias, w2 = (getattr(layer.mlp.experts, name)[numbers[1]] for name in ("w13", "w13_bias", "w2"))
+                places = {"gate_proj": w13[:WIDTH], "up_proj": w13[WIDTH:], "down_proj": w2, "both_bias": w13_bias}
                 next(place for part, place in places.items() if part in name).copy_(tensor)
 
 

@@ -69,9 +69,8 @@ def test_an_expert_is_made_of_its_own_part_of_the_parameter_and_costs_no_memory(
             tensor = made[f"model.layers.1.mlp.experts.{e}.{name}.weight"]
             assert [id(p) for p in tensor.parameters] == [id(fused)]
             there = tensor.make()
-            assert there.data_ptr() == fused[e, 64 * i].data_ptr() and torch.equal(
-                there, fused[e, 64 * i : 64 * i + 64]
-            )
+            part = fused[e, 64 * i : 64 * i + 64]
+            assert there.data_ptr() == part.data_ptr() and torch.equal(there, part)
     with torch.no_grad():
         fused.add_(1)
     assert torch.equal(made["model.layers.1.mlp.experts.7.up_proj.weight"].make(), fused[7, 64:]), "as it is now"

@@ -100,9 +100,8 @@ def test_what_a_judge_says_in_the_place_of_scores_is_told_and_asked_again(server
 def test_two_judges_with_a_file_each_have_a_cost_each(server: Server, tmp_path: Path) -> None:
     one, other = (judged_by(server, tmp_path, cache=f"{tmp_path}/{name}.sqlite", name=name) for name in ("a", "b"))
     other.reward_kwargs["b"]["price"] = [5, 50]
-    both = one.model_copy(
-        update={"reward_funcs": ["judge as a", "judge as b"], "reward_kwargs": one.reward_kwargs | other.reward_kwargs}
-    )
+    kwargs = one.reward_kwargs | other.reward_kwargs
+    both = one.model_copy(update={"reward_funcs": ["judge as a", "judge as b"], "reward_kwargs": kwargs})
     with RewardPool(both) as pool:
         scores_by(pool, {0: ["four"]})
         assert pool.logged == {"a_usd": pytest.approx(1e-4), "b_usd": pytest.approx(1e-3)}

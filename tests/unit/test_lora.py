@@ -23,7 +23,7 @@ from sampler.engine.reload import expected_tensors, reload
 from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.mixtures import mixture
-from tests.support.plain_policy import AdaptedPolicy
+from tests.support.plain_policy import AdaptedPolicy, OneRank
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
 from trainer.engine.exported import adapters
@@ -176,13 +176,11 @@ def test_an_engine_is_to_hold_b_times_alpha_over_r(model: Path, tmp_path: Path, 
 
 
 def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -> None:
-    config = config_for(
-        model, tmp_path, eval={"metric_for_best_model": "answer/accuracy"}, data={"train": "t", "eval": "e"}
-    )
-    exchange: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=lambda value: value)
+    best = {"metric_for_best_model": "answer/accuracy"}
+    config = config_for(model, tmp_path, eval=best, data={"train": "t", "eval": "e"})
     policy, published = AdaptedPolicy(config), AdaptedPolicy(config).publish(tmp_path / "weights", 5)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
-    Best(config, exchange, print, list).update(record, published, policy, load_tokenizer(str(model)))
+    Best(config, OneRank(), print, list).update(record, published, policy, load_tokenizer(str(model)))  # type: ignore
     for name in (lora.WEIGHTS, lora.SETTINGS):
         assert (tmp_path / "best" / name).read_bytes() == (Path(published.weights_dir) / name).read_bytes()
 
