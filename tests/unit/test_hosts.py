@@ -140,10 +140,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
     assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first
-    assert [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler] == [
-        ("10.0.0.3", [1, 2], "sampler.0"),
-        ("10.0.0.3", [3, 2], "sampler.1"),
-    ]
+    samplers = [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler]
+    assert samplers == [("10.0.0.3", [1, 2], "sampler.0"), ("10.0.0.3", [3, 2], "sampler.1")]
     assert len({o["log"] for o in (*trainer, *sampler)}) == 4
 
 
