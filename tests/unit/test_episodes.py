@@ -94,10 +94,9 @@ class Played2:
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
-        template = SimpleNamespace(
-            continuation=lambda last, messages: np.array([50, 51, 52], np.int32), turn_prefix="later ", rewrites=""
-        )
-        template.tools, template.of_row, template.calls = (), lambda row: template, lambda *_: ("", ())
+        template = SimpleNamespace(turn_prefix="later ", rewrites="", tools=(), calls=lambda *_: ("", ()))
+        template.continuation = lambda last, messages: np.array([50, 51, 52], np.int32)
+        template.of_row = lambda row: template
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)
@@ -142,9 +141,7 @@ def test_the_first_turns_have_the_seeds_of_a_run_of_single_turns_and_start_toget
 def test_the_next_turn_follows_exactly_the_ids_that_were_sampled_and_observed(play: Played2) -> None:
     play.begin()
     play.sampled(1, turn(30, 31, END))
-    assert play.pool.owed == {(KEY, 1): ("step", "first 30 31")}, (
-        "without the end of the turn, with what the prompt began"
-    )
+    assert play.pool.owed == {(KEY, 1): ("step", "first 30 31")}, "without the turn's end, with what the prompt began"
     play.reply(1, seen())
     ids, room, seed = play.asked(1)
     assert ids == [10, 11, 30, 31, END, 50, 51, 52]
