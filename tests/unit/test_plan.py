@@ -129,9 +129,7 @@ def test_what_cannot_be_and_what_will_be_slow_is_said_with_its_exit_code(
     assert (found, words in said) == (code, True), said
 
 
-def test_the_plan_shows_tools_counts_what_is_too_long_and_says_where_answers_end(
-    task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_shows_tools_long_prompts_and_ends_of_answers(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
         str(task / "run.yaml"),
         "prompt.chat_template=configs/templates/hermes_tools.jinja",

@@ -106,9 +106,7 @@ def test_other_layers_have_no_formula(settings: dict[str, Any]) -> None:
     ("dtype", "stage", "per_parameter"),
     [("bfloat16", 1, (2, 2, 3)), ("bfloat16", 3, (0.5, 0.5, 3)), ("float32", 0, (4, 4, 8)), ("float32", 1, (4, 4, 3))],
 )
-def test_zero_divides_optimizer_then_gradients_then_weights(
-    dtype: str, stage: int, per_parameter: tuple[float, ...]
-) -> None:
+def test_zero_shares_optimizer_gradients_then_weights(dtype: str, stage: int, per_parameter: tuple[float, ...]) -> None:
     assert states(1000, dtype, 4, stage) == tuple(1000 * b for b in per_parameter)
 
 
@@ -310,9 +308,7 @@ def test_a_fitting_run_has_no_problems() -> None:
         (4, {}, 0.92, ["need 1.1", "set vllm.tensor_parallel_size=2, with as many sampler.devices"]),
     ],
 )
-def test_a_problem_says_what_is_needed_and_what_to_set(
-    gib: int, changes: dict[str, Any], share: float, words: Sequence[str]
-) -> None:
+def test_a_problem_says_what_to_set(gib: int, changes: dict[str, Any], share: float, words: Sequence[str]) -> None:
     work = load_of(checkpointing=gib != 24 or share < 0.5, **changes)
     problems = fitted(3, gib, work, vllm={"gpu_memory_utilization": share}).problems
     assert any(all(word in problem for word in words) for problem in problems), problems

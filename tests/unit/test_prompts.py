@@ -66,9 +66,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         (TALK, {"format": "<{{ content }}>"}, [*TALK[:2], "<c>"], [*TALK[:2], {"role": "user", "content": "<c>"}]),
     ],
 )
-def test_a_row_becomes_turns_and_rewards_get_its_string_or_all_messages(
-    tokenizer, tmp_path, row, template, turns, for_rewards
-):
+def test_a_row_becomes_turns_and_rewards_get_text_or_messages(tokenizer, tmp_path, row, template, turns, for_rewards):
     template = dict(template)
     if "format" in template:
         (tmp_path / "format.jinja").write_text(template.pop("format"))
@@ -235,9 +233,7 @@ def test_many_end_the_run_with_what_to_do(tmp_path: Path, template: bool) -> Non
         prompts_of("data.train", found, tokenizer, config)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_no_trouble_while_no_row_has_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_too_many_is_no_trouble_while_no_row_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, config = added(tmp_path)
     assert len(prompts_of("data.train", rows(3), tokenizer, config)) == 3
     assert capsys.readouterr().err == ""

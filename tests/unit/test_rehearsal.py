@@ -88,9 +88,7 @@ def test_what_could_not_be_saved_or_trained_later_ends_the_run_now(
         rehearsal.rehearse(trainer)
 
 
-def test_a_temperature_without_do_sample_is_said_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_temperature_without_do_sample_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(tmp_path)
     trainer.engine.model.generation_config.temperature = 0.61
     rehearsal.rehearse(trainer)

@@ -105,9 +105,7 @@ def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
     assert names[0] != names[1]
 
 
-def test_a_sink_that_does_not_start_is_the_users_to_fix_and_one_that_fails_later_is_dropped_with_one_line(
-    sink: Sink, monkeypatch, capsys
-):
+def test_a_sink_that_does_not_start_is_refused_and_one_that_fails_later_costs_a_line(sink: Sink, monkeypatch, capsys):
     monkeypatch.setenv("FAILS", "init")
     with pytest.raises(UserError, match=r"wandb does not start: RuntimeError: no network; log in .* or leave"):
         MetricsLog(sink.run, ["wandb"])

@@ -48,9 +48,7 @@ def test_three_of_four_groups_are_of_the_source_with_weight_three_and_each_goes_
 
 
 @given(st.lists(st.tuples(st.fractions(Fraction(1, 50), 50), st.integers(1, 9)), min_size=1, max_size=5), st.integers())
-def test_each_source_is_near_its_share_at_any_time_and_asks_its_problems_in_its_own_order(
-    parts: Any, seed: int
-) -> None:
+def test_each_source_is_near_its_share_at_any_time_and_asks_its_problems_in_order(parts: Any, seed: int) -> None:
     ends = np.cumsum([size for _, size in parts])
     asked: list[list[int]] = [[] for _ in parts]
     total = sum(weight for weight, _ in parts)

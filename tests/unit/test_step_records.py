@@ -66,9 +66,7 @@ def of_tokens(group_id: int, prompt: int, *lengths: int) -> Group:
     return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
 
 
-def test_tokens_of_prompts_and_completions_divide_by_devices_and_by_each_of_three_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_of_prompts_and_completions_divide_by_devices_and_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "process_age_s", lambda: 41.5)
     clock = Throughput(batch=0, now=100.0)
     groups = [of_tokens(0, 10, 5, 7), of_tokens(1, 20, 8, 12), Tombstone(2, 0, "the reward timed out")]

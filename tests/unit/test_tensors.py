@@ -183,9 +183,7 @@ def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str
         ({"adv_estimator": "mine.py:estimator"}, True),
     ],
 )
-def test_every_rank_needs_the_arrays_of_all_groups_where_advantages_are_made_of_them(
-    choice: dict[str, Any], expected: bool
-) -> None:
+def test_every_rank_needs_all_arrays_where_advantages_are_made_of_them(choice: dict[str, Any], expected: bool) -> None:
     assert needs_all_arrays(Algorithm(**choice)) is expected
 
 

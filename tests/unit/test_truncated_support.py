@@ -88,9 +88,7 @@ def estimator_mean(logits: Tensor, sampled_from: Tensor, baseline: float, level:
 
 
 @pytest.mark.parametrize(("drift", "baseline", "level"), [(0, 0.0, "token"), (0, 0.7, "token"), (0.3, 0.4, "sequence")])
-def test_the_expected_gradient_is_that_of_the_reward_under_the_truncated_law_on_and_off_policy(
-    drift: float, baseline: float, level: str
-) -> None:
+def test_the_expected_gradient_is_the_rewards_under_a_truncated_law(drift: float, baseline: float, level: str) -> None:
     logits = tree(0)
     found = estimator_mean(logits, logits + drift * tree(1), baseline, level)
     true = expected_reward_gradient(logits)

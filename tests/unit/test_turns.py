@@ -142,9 +142,7 @@ def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps
 
 
 @pytest.mark.parametrize("path", REAL or [None], ids=lambda path: path and path.stem)
-def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sampled_token_counts_once(
-    path: Any,
-) -> None:
+def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_sampled_tokens_count_once(path: Any) -> None:
     name = path.stem if path else pytest.skip(NO_TRL)
     TEMPLATES.setdefault(name, path)
     talk = Conversation(name)
@@ -189,9 +187,7 @@ def test_a_turn_whose_text_stays_keeps_its_sampled_ids_and_extends_the_sequence(
         ("<think>a</think>\n\nb</think>c", END, 1),
     ],
 )
-def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it(
-    text: str, end: str, forks: int
-) -> None:
+def test_whatever_a_model_writes_it_goes_on_behind_what_a_template_makes_of_it(text: str, end: str, forks: int) -> None:
     talk = Conversation("qwen3")
     talk.says(text, USER, end=end)
     said = [*ASK, {"role": "assistant", "content": text}, USER]
@@ -200,9 +196,7 @@ def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it
 
 
 @pytest.mark.parametrize("shown", [2, 4, 6])
-def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_last(
-    tmp_path: Path, shown: int
-) -> None:
+def test_a_template_may_leave_out_observations_and_whole_turns_but_not_the_last(tmp_path: Path, shown: int) -> None:
     window = (
         f"{{% set shown = {shown} %}}"
         + "{% for m in messages[:1] + messages[1:][-shown:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

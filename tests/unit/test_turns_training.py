@@ -204,9 +204,7 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, 
 
 
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
-def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(
-    folder: Path, model: Any, given: Any, loop: Any
-) -> None:
+def test_with_a_critic_the_gradient_is_a_dense_float64_loops(folder: Path, model: Any, given: Any, loop: Any) -> None:
     of = settings(folder, "run", 1, **given)
     plain = exact_loop(loop, folder, folder / "critic")
     values = {g.group_id: [v.detach().numpy() for v in plain.values(g)] for g in GROUPS}

@@ -67,9 +67,7 @@ def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) 
         ("return [r.rewards['answr'] for r in group.rollouts]", r"raised KeyError: 'answr' \(mine.py:2\)"),
     ],
 )
-def test_an_estimator_that_gives_no_finite_number_each_is_refused_before_the_first_group(
-    tmp_path: Path, body: str, said: str
-) -> None:
+def test_an_estimator_without_a_finite_number_each_is_refused_at_start(tmp_path: Path, body: str, said: str) -> None:
     file = write(tmp_path, "def estimator(rewards, group):", f"    {body}")
     with (
         np.errstate(all="ignore"),
@@ -119,9 +117,7 @@ def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Pa
     assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
 
 
-def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_filler_without_any(
-    tmp_path: Path,
-) -> None:
+def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_without_any(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "def mine(logprobs, ref_logprobs, advantages, settings):",
@@ -146,9 +142,7 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_fi
         ("return advantages * logprobs[:2]", r"raised RuntimeError: .*mine.py:2"),
     ],
 )
-def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_start(
-    tmp_path: Path, body: str, said: str
-) -> None:
+def test_a_loss_without_a_gradient_per_token_is_refused_at_the_start(tmp_path: Path, body: str, said: str) -> None:
     file = write(tmp_path, "def objective(logprobs, advantages):", f"    {body}")
     with pytest.raises(UserError, match=rf"algorithm.loss '.*mine.py:objective' {said}"):
         try_own_objective(Algorithm(loss=f"{file}:objective"))

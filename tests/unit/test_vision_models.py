@@ -97,9 +97,7 @@ def test_a_reference_or_critic_of_another_family_is_refused(folder: Any, section
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_names_are_those_that_vllm_maps_and_a_tied_head_is_its_embedding(
-    folder: Any, family: str, tied: bool
-) -> None:
+def test_published_names_are_vllms_and_a_tied_head_is_its_embedding(folder: Any, family: str, tied: bool) -> None:
     names = [tensor.name for tensor in parameters(load(folder(family, tied)))]
     assert {".".join(name.split(".")[:2]) for name in names if name != "lm_head.weight"} == {
         "model.visual",
@@ -109,9 +107,7 @@ def test_published_names_are_those_that_vllm_maps_and_a_tied_head_is_its_embeddi
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sampler_expects(
-    folder: Any, family: str
-) -> None:
+def test_adapters_are_beside_the_language_model_alone_and_are_what_a_sampler_expects(folder: Any, family: str) -> None:
     path = folder(family)
     settings, model = config(path, lora={"r": 4}), load(path)
     lora.add_adapters(model, settings)
@@ -130,9 +126,7 @@ def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_once_learned(
-    folder: Any, family: str, tmp_path: Path
-) -> None:
+def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_learned(folder: Any, family: str, tmp_path: Path) -> None:
     path = folder(family)
     model = load_value_model(config(path))
     row = with_vision(row_with_image(path, packing_of(model)), layout_of(model.config, str(path), None))
