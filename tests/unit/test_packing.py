@@ -68,9 +68,8 @@ def test_every_target_is_predicted_from_the_token_before_it_in_its_sequence(grou
     ]
     assert row.lengths == tuple(len(completion) for _, completions in groups for completion in completions)
     assert len(row.target_ids) == len(row.source_index) == len(expected)
-    for target, source, (sequence, place) in zip(
-        row.target_ids.tolist(), row.source_index.tolist(), expected, strict=True
-    ):
+    targets = zip(row.target_ids.tolist(), row.source_index.tolist(), strict=True)
+    for (target, source), (sequence, place) in zip(targets, expected, strict=True):
         assert target == sequence[place]
         assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
 

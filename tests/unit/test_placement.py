@@ -138,9 +138,8 @@ def test_devices_that_are_not_there_are_user_errors(gpus: int, sections: dict[st
 def test_each_of_several_samplers_has_an_id_a_log_and_files_of_its_own(tmp_path: Path) -> None:
     several = config_of(sampler={"num_samplers": 2}, run={"output_dir": tmp_path})
     children = Commands(Path("c.yaml"), [], several, placement(several, gpus=[], cores=[0, 1])).samplers()
-    assert [(child.name, child.argv[-2:], child.log.name) for child in children] == [
-        (name, ("--id", name), f"{name}.log") for name in ("sampler.0", "sampler.1")
-    ]
+    expected = [(name, ("--id", name), f"{name}.log") for name in ("sampler.0", "sampler.1")]
+    assert [(child.name, child.argv[-2:], child.log.name) for child in children] == expected
     assert all("{pid}" in pattern for child in children for pattern in child.scratch)
     [one] = Commands(Path("c.yaml"), [], config_of(), placement(config_of(), gpus=[], cores=[0, 1])).samplers()
     assert (one.name, one.log.name, "--id" in one.argv) == ("sampler", "sampler.log", False)

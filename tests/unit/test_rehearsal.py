@@ -121,9 +121,8 @@ def prompt(index: int, *ids: int) -> Prompt:
 
 
 def test_the_longest_sequence_and_an_evaluation_are_sampled_once() -> None:
-    config = config_of(
-        data={"eval": "e", "max_prompt_length": 6}, sampler={"max_completion_length": 4}, eval={"top_p": 0.5}
-    )
+    data = {"eval": "e", "max_prompt_length": 6}
+    config = config_of(data=data, sampler={"max_completion_length": 4}, eval={"top_p": 0.5})
     engine: Any = Engine()
     task = Task([prompt(0, 2, 3), prompt(1, 1)], [prompt(0, 4, 5, 6), prompt(1, 7)], lambda ids: [])
     scored: list[Any] = []

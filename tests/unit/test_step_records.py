@@ -91,9 +91,8 @@ def test_a_batch_of_several_steps_counts_its_tokens_once_and_the_seconds_of_all_
     second = clock.step(groups, 8, {"timing/backward_s": 3.0}, now=8.0, devices=1)
     assert (second["timing/all_s"], second["timing/update_s"]) == (3.0, 3.0)
     assert (second["e2e_tps"], second["update_tps"], second["vllm_tps"]) == pytest.approx((5.0, 10.0, 40 / 3))
-    third = clock.step(
-        groups, 9, {}, now=10.0, devices=1
-    )  # a new batch begins from nothing, and 0 s of updates is not infinite
+    # a new batch begins from nothing, and 0 s of updates is not infinite
+    third = clock.step(groups, 9, {}, now=10.0, devices=1)
     assert third == {"timing/all_s": 2.0, "timing/update_s": 0.0, "e2e_tps": 20.0}
 
 

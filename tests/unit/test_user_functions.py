@@ -198,9 +198,7 @@ def test_vespo_weighs_a_completion_by_a_gamma_density_of_its_whole_ratio() -> No
 def test_dppo_stops_where_a_probability_has_moved_and_not_where_a_ratio_has() -> None:
     # moved by .3 > .28, .2, 1e-4 (ratio 11), −.3 < −.2 and +.3 with A < 0; then ratio 30, capped at 20
     probs, old = [0.8, 0.5, 11e-5, 0.2, 0.8, 0.3], [0.5, 0.3, 1e-5, 0.5, 0.5, 0.01]
-    _, slope = objective(
-        f"{FILE}:dppo", probs, old, [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [6], epsilon=0.2, epsilon_high=0.28
-    )
+    _, slope = objective(f"{FILE}:dppo", probs, old, [1.0] * 3 + [-1.0] * 3, [6], epsilon=0.2, epsilon_high=0.28)
     assert slope == near(0.0, 0.5 / 0.3, 11.0, 0.0, -1.6, -20.0)
 
 

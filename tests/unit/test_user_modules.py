@@ -76,12 +76,9 @@ def test_packages_late_imports_and_helpers_own_find_the_same(tmp_path: Path, lin
 
 def test_two_folders_have_each_their_own_helper(tmp_path: Path) -> None:
     for name, number in (("a", 1), ("b", 2)):
-        files(tmp_path / name, helpers=f"number = {number}")
         late = BODY.format("number + other()").replace("def f", f"def {name}")
-        files(
-            tmp_path / name,
-            mine=f"from helpers import number\ndef other():\n    import helpers\n    return helpers.number{late}",
-        )
+        mine = f"from helpers import number\ndef other():\n    import helpers\n    return helpers.number{late}"
+        files(tmp_path / name, helpers=f"number = {number}", mine=mine)
     assert scores(f"{tmp_path}/a/mine.py:a", f"{tmp_path}/b/mine.py:b") == {"a": 2.0, "b": 4.0}
 
 

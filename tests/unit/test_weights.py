@@ -43,10 +43,7 @@ def test_a_published_version_arrives_whole(tmp_path: Path) -> None:
     assert (load_file(tmp_path / "private" / SHARDS[0])["embed"] == 3).all()
 
 
-Spoil = Callable[[Path], object]
-
-
-def first_shard(spoil: Spoil) -> Change:
+def first_shard(spoil: Callable[[Path], object]) -> Change:
     return lambda folder, _: (spoil(folder / SHARDS[0]), None)[1]
 
 
