@@ -14,6 +14,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +30,7 @@ from environments.contracts import AgentSetup, BrokenEnvironment, call_user, che
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
 _NOWHERE = "http://127.0.0.1:9/v1"  # the placeholder until a rollout starts
+_MAX_LINE = 1 << 20  # bytes; a longer line counts as several
 
 
 class AgentService(EnvironmentService):
@@ -98,16 +101,23 @@ def _init_client(client: Any, init: Callable[..., None], clients: list[Any], *ar
 
 
 def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:
-    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment.
-
-    Its input and output are files: a pipe would stay open in processes that the command leaves behind.
-    """
-    with tempfile.TemporaryFile() as columns, tempfile.TemporaryFile("a+b") as output:
+    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment."""
+    with tempfile.TemporaryFile() as columns:
         columns.write(json.dumps(row, default=str).encode())
         columns.seek(0)
-        status = subprocess.run(command, stdin=columns, stdout=output).returncode
-        output.seek(0)
-        last = next((line for line in reversed(output.read().splitlines()) if line.strip()), b"null")
+        program = subprocess.Popen(command, stdin=columns, stdout=subprocess.PIPE)
+    output = deque([b"null"], maxlen=1)
+
+    def keep_last_line() -> None:
+        assert program.stdout is not None
+        lines = iter(functools.partial(program.stdout.readline, _MAX_LINE), b"")
+        output.extend(line for line in lines if line.strip())
+
+    reader = threading.Thread(target=keep_last_line, daemon=True)
+    reader.start()
+    status = program.wait()
+    reader.join(1.0)  # processes that the command leaves behind may hold its output open
+    [last] = output
     if status:
         raise BrokenEnvironment(f"{command[0]} ended with exit code {status}; its last line: {shorten(last)}")
     try:

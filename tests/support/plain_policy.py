@@ -42,7 +42,7 @@ class PlainPolicy:
     layout = None
 
     def __init__(self, folder: Path, dtype: str = "float32", changes: Changes | None = None):
-        self.changes = changes or Changes(full_every=1)
+        self.changes = changes
         self.model = load_causal_lm(str(folder), dtype, None, False)
         self.packing = packing_of(self.model)
         self.tensors = under_checkpoint_names(self.model, parameters(self.model))
@@ -63,7 +63,7 @@ class PlainPolicy:
         vocab, ranks = self.model.config.get_text_config().vocab_size, OneRank()
         name = VersionName(folder, "run", "life", number)
         taken = snapshot(self, ranks, name, vocab, copies=False, memory=HostCopies())  # type: ignore[arg-type]
-        return taken.write(ranks, self.changes)  # type: ignore[arg-type]
+        return taken.write(ranks, self.changes or Changes(full_every=1))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

@@ -590,7 +590,12 @@ def test_the_engine_looks_for_texts_where_one_of_several_sources_has_an_agent(tm
 
 @pytest.mark.parametrize(
     ("command", "named"),
-    [("echo 1; exit 3", "exit code 3; its last line: b'1"), ("echo words", "expected a reward"), (":", "without")],
+    [
+        ("echo 1; exit 3", "exit code 3; its last line: b'1"),
+        ("echo words", "expected a reward"),
+        (":", "without"),
+        ("head -c 3G /dev/zero; echo; echo 1", "without"),  # more output than the process may hold
+    ],
 )
 def test_a_command_that_fails_is_named(command: str, named: str, tmp_path: Path) -> None:
     sampled = played(config(tmp_path, rollout={"agent": ["sh", "-c", command]}), Model(lambda i, prompt: ""))

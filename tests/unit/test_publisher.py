@@ -41,7 +41,7 @@ class Bench:
         self.rank_zero.commit = lambda cursor, new, eval_id, _: credited.append((cursor, new.version, eval_id))
         self.seconds = defaultdict[str, float](float)
         ranks: Any = OneRank()
-        behind = ranks if writes_behind(config) else None
+        behind: Any = OneRank() if writes_behind(config) else None
         self.publisher = Publisher(config, self.policy, ranks, behind, self.rank_zero, self.seconds)
         self.publish(0)
 

@@ -50,7 +50,7 @@ def test_a_report_that_nobody_sees_that_fails_or_is_stopped_does_not_change_the_
     code = (
         "import sys, report.main as report; from pathlib import Path; from launcher import run\n"
         "report.main = lambda _: print('held-out answer')\n"
-        "run.say('continue with'); run._report(Path('.')); sys.exit(130)"
+        "run.exits.say('continue with'); run._report(Path('.')); sys.exit(130)"
     )
     ends = [os.pipe() for _ in range(2)]
     for reading, _ in ends:

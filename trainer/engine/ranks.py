@@ -114,7 +114,7 @@ class Exchange:
 
     def agree(self, value: bool) -> bool:
         """Returns rank 0's decision, on every rank."""
-        return bool(self._broadcast(torch.tensor([value]))[0])
+        return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
 
     def any(self, value: bool) -> bool:
         """Returns whether `value` is true on some rank."""
@@ -122,10 +122,14 @@ class Exchange:
 
     def text(self, value: str | None) -> str:
         """Returns rank 0's text, on every rank."""
+        if self.world_size == 1:
+            return value or ""
         return self._broadcast(_tensor([(value or "").encode(), b"\0"])).numpy().tobytes()[:-1].decode()
 
     def gather(self, text: str) -> list[str]:
         """Returns the texts of all ranks, in rank order, on rank 0; [] on other ranks."""
+        if self.world_size == 1:
+            return [text]
         data = text.encode()
         lengths = [int(length) for length in self.add([len(data) * (r == self.rank) for r in range(self.world_size)])]
         own = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8)
