@@ -198,7 +198,8 @@ def test_a_counter_that_grows_while_the_trainer_is_killed_ends_the_run_the_secon
     """The counter is the number of bytes in a file, to which the trainer adds one."""
     (tmp_path / "checkpoint").touch()
     (counter := tmp_path / "counter").touch()
-    counts = f"import os, launcher.processes.killed as killed\nkilled.oom_kills = lambda _: os.path.getsize({str(counter)!r})\n"
+    counts = "import os, launcher.processes.killed as killed\n"
+    counts += f"killed.oom_kills = lambda _: os.path.getsize({str(counter)!r})\n"
     monkeypatch.setattr(test_supervisor, "DRIVER", counts + test_supervisor.DRIVER)
     code, _, err = Run(
         tmp_path, WAITS, f"import os; open({str(counter)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
