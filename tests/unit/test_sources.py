@@ -188,7 +188,7 @@ def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, mo
     with pytest.raises(LookupError, match="enough"):
         start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
     assert seen == {"math": ["question", "answer"], "games": ["question", "answer", "level"]}
-    monkeypatch.setattr("model.tokenizer.load_tokenizer", lambda *_: opened(*[None, None, Problem(0, {}), []]))
+    monkeypatch.setattr(evaluation, "load_tokenizer", lambda *_: opened(*[None, None, Problem(0, {}), []]))
     with pytest.raises(LookupError, match="enough"):
         evaluation.run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), None)  # type: ignore[arg-type]
     train[0].pop("rewards")  # now `near` scores what is held out, too
