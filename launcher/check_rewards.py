@@ -1,8 +1,7 @@
 """`bash launch.sh check config.yaml [key=value …]`: tries the rewards before any GPU time is spent.
 
-Runs the reward functions over right and wrong answers of the config's data (rewards/gold_answers.py). An
-answer is treated like a completion of a run: it follows the real prompt, is tokenized, cut at the first stop token or
-text, and decoded. Without the model's tokenizer on this machine it reaches the rewards unchanged. Imports no torch.
+Runs the reward functions over right and wrong answers of the config's data (rewards/gold_answers.py), which are
+treated like completions of a run. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Prints all that follows from a config, before anything starts:  bash launch.sh plan [config.yaml] [key=value …]
 
-Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. Exit 1, with the nearest working
-settings, if the run does not fit; 2 for a user error.  --gpus 3x32 plans for another machine.
+Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. docs/plan.md has the exit codes.
 """
 
 from __future__ import annotations
@@ -89,9 +88,8 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
     tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
     limit = config.data.max_prompt_length
     with open_multi_turn(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
-        prompts, num_left_out = make_prompts(
-            tried, tokenizer, config, vision, multi_turn.pool.tools if multi_turn else None
-        )
+        tools = multi_turn.pool.tools if multi_turn else None
+        prompts, num_left_out = make_prompts(tried, tokenizer, config, vision, tools)
     logged_reader(config, tokenizer)
     prompt = prompts[0]
     yield "prompt", f"row {prompt.problem.index}, {len(prompt.token_ids)} tokens of at most {limit}"

@@ -195,10 +195,8 @@ def build(config: Config) -> int:
         return exits.DONE
     if not (ROOT / builder.replace(".", "/")).with_suffix(".py").is_file():
         raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
-    paths = [config.model.path]
-    for rows in (config.data.train, config.data.eval):
-        paths += [entry.path for entry in entries(rows)]
-    return _program(builder, *paths)
+    rows = [*entries(config.data.train), *entries(config.data.eval)]
+    return _program(builder, config.model.path, *(entry.path for entry in rows))
 
 
 def _program(module: str, *arguments: str) -> int:

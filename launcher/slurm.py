@@ -1,8 +1,7 @@
 """A batch script for Slurm:  bash launch.sh slurm CONFIG --nodes=3 --gpus-per-node=8 [sbatch's options] [key=value …]
 
-Errors that would end the job at its start are reported before it is queued. On one node the job is `launch.sh run`; of
-several nodes the last one samples and the others train, with a task of srun for each process (slurm.sbatch). Script and
-log lie beside the run folder, which a later run may move aside.
+Errors that would end the job at its start are reported before it is queued. On several nodes each process is a task of
+srun (slurm.sbatch). Script and log lie beside the run folder, which a later run may move aside.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Attention is causal in the prompt; every completion sees the prompt and its own 
 prompt's keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares
 them in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of
 G rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
-If completions fork, attention runs for each sequence on its own, after the keys and values that it shares.
-On a GPU there is no mask at all: see `_past_mask`.
 
 A layer's other options are computed as transformers does: a window, a soft cap of the scores, sinks.
 

@@ -67,9 +67,7 @@ def choose_layout(model: Any, wanted: Literal["auto"] | Packing, vision_layout: 
     base, was_training, reasons = backbone(model), model.training, dict[str, str]()
     with _short_windows(model):
         with own_attention(model):
-            own = torch.cat(
-                [_own_hidden(base, [*_PROMPT, *completion], len(completion)) for completion in _COMPLETIONS]
-            )
+            own = torch.cat([_own_hidden(base, completion) for completion in _COMPLETIONS])
         _switch_off_dropout(model.train())
         for name in _ATTENTION[wanted]:
             if name == attention.NAME and mixes_packed_sequences(model):
@@ -98,12 +96,11 @@ def choose_layout(model: Any, wanted: Literal["auto"] | Packing, vision_layout: 
 _PROMPT, _COMPLETIONS = list(range(5, 17)), [list(range(20, 27)), list(range(30, 35))]  # ids that every model has
 
 
-def _own_hidden(base: Any, ids: list[int], count: int) -> Tensor:
-    """Returns [count, D], the model's own hidden states that predict the last tokens of one sequence."""
-    text = getattr(base, "language_model", base)
-    return text(input_ids=torch.tensor([ids], device=base.device), use_cache=False).last_hidden_state[
-        0, -count - 1 : -1
-    ]
+def _own_hidden(base: Any, completion: list[int]) -> Tensor:
+    """Returns the model's own hidden states that predict the tokens of one completion, [C, D]."""
+    ids = torch.tensor([[*_PROMPT, *completion]], device=base.device)
+    found = getattr(base, "language_model", base)(input_ids=ids, use_cache=False)
+    return found.last_hidden_state[0, len(_PROMPT) - 1 : -1]
 
 
 @contextlib.contextmanager

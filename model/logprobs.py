@@ -39,13 +39,9 @@ def score_terms(
     entropy_gradient: bool = False,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs, entropies and log-masses of the row's targets under softmax(logits / temperature).
+    """Returns `token_terms` of the row's targets; for a row that is split over ranks, every rank gets all N values.
 
     model: a transformers causal language model as load_causal_lm returns it; the row's packing is packing_of(model).
-    logprobs [N] float32 has a gradient, entropy [N] float32 only with entropy_gradient, log_mass [N] none. If the row
-    has a sampling_mask, the log-probs are those of the softmax over its tokens alone, and log_mass is the log of their
-    total probability in the whole softmax; else it is 0. The entropy is always the whole softmax's; 0 if switched off.
-    For a row that is split over ranks, every rank gets all N values.
     """
     logprobs, entropy, log_mass = _with_head(
         model,
@@ -113,7 +109,8 @@ def token_terms(  # noqa: PLR0913 as score_terms
 
         log μ(target) = z_target − log Σ_{v ∈ S} exp z_v        log_mass = log Σ_{v ∈ S} π(v)
 
-    The result is float32: (logprobs [N], of μ with sets; entropy [N] of π, or zeros; log_mass [N], 0 without sets).
+    The result is float32: (logprobs [N], of μ with sets; entropy [N] of π, or zeros; log_mass [N], 0 without sets). The
+    entropy has a gradient only with entropy_gradient, log_mass none.
     """
 
     def chunk(h: Tensor, target: Tensor, sets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

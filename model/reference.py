@@ -3,8 +3,7 @@
 The process that reference.on names loads it: the sampler scores groups before it sends them, a trainer rank scores its
 own micro-batches before their backward. Scoring is a plain transformers forward over packed rows, the same code as the
 policy's, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but would skip its
-prefix cache and build a [T, vocabulary] tensor. A trainer rank that trains adapters has the model already: it scores
-with the policy's frozen weights and the adapters switched off. Left out: sharding; every rank holds the whole model.
+prefix cache and build a [T, vocabulary] tensor. Left out: sharding; every rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -41,19 +40,15 @@ class Reference:
 
         policy: a whole model with adapters. sequence_group: the trainer's ranks that score every row together.
         """
-        self._adapted, self._sequence_group, self._config = policy is not None, sequence_group, config
-        self._model = (
-            policy if policy is not None else self._load(config, device, *config.model_source(config.reference))
-        )
-        self._layout = layout_of(self._model.config, *config.model_source(config.reference))
-        self._device = device
-        self._temperature = config.sampler.temperature
-        self._chunk_size = config.trainer.logprob_chunk_size
+        self._adapted, self._sequence_group = policy is not None, sequence_group
+        self._config, self._device = config, device
+        source = config.model_source(config.reference)
+        self._model = policy if policy is not None else self._load(*source)
+        self._layout = layout_of(self._model.config, *source)
 
-    @staticmethod
-    def _load(config: Config, device: torch.device, path: str, revision: str | None) -> Any:
-        trusts, packing = config.model.trust_remote_code, config.trainer.packing
-        model = load_causal_lm(path, config.model.dtype, revision, trusts, packing).to(device).eval()
+    def _load(self, path: str, revision: str | None) -> Any:
+        given, packing = self._config.model, self._config.trainer.packing
+        model = load_causal_lm(path, given.dtype, revision, given.trust_remote_code, packing).to(self._device).eval()
         for layer in getattr(decoder_of(model), "layers", ()):  # a long group is many seconds on a CPU
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
@@ -61,7 +56,7 @@ class Reference:
     def replace(self, folder: str) -> Any:
         """Replaces the reference by the model in this folder, and returns it."""
         self._model = None  # first: there is no room for two
-        self._model = self._load(self._config, self._device, folder, None)
+        self._model = self._load(folder, None)
         return self._model
 
     @property
@@ -91,4 +86,5 @@ class Reference:
         with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
             row = replace(row, routing=None)  # the reference's own router chooses its experts
             local_row = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
-            return score_logprobs(self._model, local_row, self._temperature, self._chunk_size)
+            temperature, chunk_size = self._config.sampler.temperature, self._config.trainer.logprob_chunk_size
+            return score_logprobs(self._model, local_row, temperature, chunk_size)

@@ -4,9 +4,6 @@
     I = recorded                  the k experts that the sampler sent the token to; without replay the top k of s
     y = Σ_{i ∈ I} g(s, I)_i · expert_i(x)      g: what the model makes of chosen scores, such as a division by their sum
 
-Two programs in bfloat16 choose different experts where scores are close, and their log-probs then differ by whole
-experts. With replay the choice is the sampler's, and everything else the trainer's.
-
 No list of model families is needed: every router calls torch.topk for k of E scores. One forward at load finds these
 modules. While one of them runs, topk's result is replaced, also when gradient checkpointing runs it again. Routers with
 groups choose these first, by other sizes, and score the chosen experts themselves. Left out: choices without topk,

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import durable
 from common.errors import UserError
 from model.files.folder import require_model
 from model.files.hub import not_available_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from model.vision import VisionLayout
 
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -32,13 +29,6 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
             first_line = next(iter(str(error).splitlines()), "")
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
         raise not_available_error(path, error) from error
-
-
-def save_tokenizer(tokenizer: Any, layout: VisionLayout | None, folder: Path) -> None:
-    """Saves the tokenizer, and a vision model's processor files, so that the folder loads like its source."""
-    tokenizer.save_pretrained(folder)
-    for name, contents in layout.files if layout else ():
-        durable.write_file(folder / name, contents)
 
 
 def check_vocabulary(model: Any, tokenizer_size: int, section: str) -> None:

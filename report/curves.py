@@ -67,9 +67,8 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
     evaluations = [latest[step] for step in sorted(latest)]
-    names = functions_without_full_marks(saved_settings(folder).get("rewards", {})) - functions_with_full_marks(
-        [*rows, *evaluations]
-    )
+    names = functions_without_full_marks(saved_settings(folder).get("rewards", {}))
+    names -= functions_with_full_marks([*rows, *evaluations])
     return [without_accuracies(row, names) for row in rows], [without_accuracies(one, names) for one in evaluations]
 
 

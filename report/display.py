@@ -29,9 +29,7 @@ class StepDisplay:
         self._stream, self._now = stream, now
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
         self._history, self._shown = History(config), set[str]()
-        self._uncounted = full_marks.functions_without_full_marks(
-            config.rewards.model_dump()
-        )  # functions without known full marks
+        self._uncounted = full_marks.functions_without_full_marks(config.rewards.model_dump())
         self._open = True
 
     def step(self, step: int, values: Mapping[str, float]) -> None:

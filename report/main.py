@@ -1,7 +1,6 @@
 """Draws a run's curves.png, and prints a few lines that say what the run learned.
 
 It reads only the run folder, so it works during a run, after a crash and on another machine.
-`bash launch.sh report runs/quickstart` draws and prints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prints what the model wrote:  bash launch.sh samples runs/quickstart [--step 12] [--worst | --best] [-n 5] [--full]
 
-It shows the newest step, or with --worst or --best the extremes of the whole run. Text from a model is escaped:
-invisible characters become visible marks, so that no completion can control or fake a terminal's output. Left out:
-searching; samples.jsonl is one JSON record per line.
+Text from a model is escaped: invisible characters become visible marks, so that no completion can control or fake a
+terminal's output. Left out: searching; samples.jsonl is one JSON record per line.
 """
 
 from __future__ import annotations

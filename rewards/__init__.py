@@ -1,10 +1,4 @@
-"""The contract of reward functions, and their weighted sum.
-
-It is TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, plain or async, everything by keyword,
-one number per completion, None where the reward does not apply. `completions` holds strings when the data set's prompts
-are strings and `[{"role": "assistant", "content": …}]` when they are message lists; of a rollout with several turns
-the whole conversation after the prompt, with `environment_rewards` beside it.
-"""
+"""The contract of reward functions, which is TRL's (docs/rewards.md), and their weighted sum."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.outcomes import await_all, finite_number, outcome_of, shorten
-from common.user_code.functions import describe, parameters_of, takes_all
+from common.user_code.functions import describe, named_arguments
 
 # `completions_ids` is what TRL's documentation calls the same argument.
 ALWAYS_PASSED = (
@@ -116,10 +110,8 @@ def score_completions(
 
 def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> Any:
     """Returns the function's result, still to be awaited if it is async, or the exception that it raises."""
-    parameters = parameters_of(function)
-    names = {*offered, *shared} - set(getattr(function, "keywords", ()))  # rewards.reward_kwargs replace columns
-    if not takes_all(parameters):
-        names &= {p.name for p in parameters or ()}
+    names = set(named_arguments(function, {**offered, **shared}))
+    names -= set(getattr(function, "keywords", ()))  # rewards.reward_kwargs replace columns
     # Each gets copies: a function that sorts its input must not mislead the next.
     ids = {key: [list(one) for one in offered[key]] for key in _IDS & names}  # no deepcopy of thousands of integers
     arguments = ids | copy.deepcopy({key: value for key, value in offered.items() if key in names - _IDS})

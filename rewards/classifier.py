@@ -1,8 +1,6 @@
 """A reward model that scores completions: a sequence classifier of transformers, loaded once in the rewards' process.
 
-It reads the conversation in its own chat template, or without one the prompt and the completion as a pair of texts. A
-model with one label gives the label's logit as the reward; with several, `label` names the one whose probability, or
-for a regression whose logit, is the reward.
+What it reads, and which of its numbers is the reward: docs/rewards.md.
 """
 
 from __future__ import annotations

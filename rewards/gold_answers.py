@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import ROUNDING, Rewards
-from common.user_code.functions import short_name
 from rewards import Scores, shorten
 from rewards.mathematics.gold import gold_kind, gold_texts
 from rewards.mathematics.notations import DOUBTFUL
@@ -58,8 +57,8 @@ def check_gold(
     thinks = thinks or any(name in FORMS_OF_THOUGHT for name in config.reward_funcs)
     with RewardPool(config, rows[0].columns, max_steps, has_rollouts=False) as pool:
         untried = pool.wanted.needs_rollout
-        tried = {short_name(spec): weight for spec, weight in zip(config.reward_funcs, config.weights, strict=True)}
-        tried = {name: weight for name, weight in tried.items() if name not in untried}
+        named = zip(config.names, config.weights, strict=True)
+        tried = {name: weight for name, weight in named if name not in untried}
         scored = _score(pool, _with_probes(rows, thinks, findings), deliver, findings) if tried else []
     with_gold = [one for one in scored if len(one.probes) > 1]
     for name, weight in tried.items():

@@ -5,8 +5,7 @@
     assistant  {"scores": [0.5, …]}
 
 Completions are sent as JSON, so that none can pose as another or as the rubric; one may still flatter the judge. The
-`openai` package repeats failed requests until the group is due. Every answer is kept on disk and is never paid for
-twice. The API key is the environment's OPENAI_API_KEY.
+`openai` package repeats failed requests. The API key is the environment's OPENAI_API_KEY.
 """
 
 from __future__ import annotations

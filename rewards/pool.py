@@ -72,9 +72,8 @@ class RewardPool:
         self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self.patience_s = config.timeout_s + config.import_timeout_s  # the longest job: its process may be a new one
-        self._num_workers = config.num_workers or (
-            1 if config.arguments_of_built_in("classifier") else None
-        )  # a model in each
+        models = config.arguments_of_built_in("classifier")  # each process would load them
+        self._num_workers = config.num_workers or (1 if models else None)
         self._threads = ThreadPoolExecutor(MAX_REWARD_WORKERS)  # they also start the fork server
         self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure, dict[str, float]]]
         self._results = queue.SimpleQueue()

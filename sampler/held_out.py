@@ -90,6 +90,5 @@ class HeldOut:
             self._link.send_eval(chunk.sent)
 
     def forget(self) -> None:
-        """Drops all chunks and waiting problems."""
         self._chunks.clear()
         self.waiting.clear()

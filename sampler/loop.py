@@ -11,8 +11,6 @@
 | environments    | turns              | `EnvironmentPool`     | the same window                  |
 | reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
 | outbox          | scored groups      | CREDIT's cursor       | the same window                  |
-
-The engine keeps decoding while rewards and environments run in processes of their own.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ class Sampler:
 
     @property
     def _decoding(self) -> list[Key]:
-        """Returns the keys of prompts in work that have no completions yet."""
         return [key for key, sampled in self._working.items() if sampled is None]
 
     def reload_if_credited(self) -> None:
@@ -173,7 +170,6 @@ class Sampler:
             self._held_out.ask(request, credit.version, self._num_trainers)
 
     def start_evaluation(self) -> None:
-        """Starts the held-out problems that may run beside the groups, or queue behind them."""
         self._submit_all(self._held_out.to_start(self.engine.version, self._decoding))
 
     def _submit_all(self, keys: Sequence[Key]) -> None:
@@ -211,7 +207,7 @@ class Sampler:
             if sampled.unread:
                 self.stats["total/unread"] += sampled.unread
             failpoint("sampler.generated")
-            if (reason := too_few_reason(key, sampled, self.config)) is None:
+            if (reason := too_few_reason(key, sampled)) is None:
                 submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
             else:
                 self._finish(key, reason)

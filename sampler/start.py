@@ -99,9 +99,8 @@ def _run(config: Config, sampler_id: str) -> None:
         multi_turns, train, evaluation = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
         for label, (own, others) in rows.items():
             settings, [first, *_] = sources[label], [*own, *others]
-            multi_turns[label] = multi_turn = stack.enter_context(
-                open_multi_turn(settings, tokenizer, first, columns[label])
-            )
+            opening = open_multi_turn(settings, tokenizer, first, columns[label])
+            multi_turns[label] = multi_turn = stack.enter_context(opening)
             tools = multi_turn.pool.tools if multi_turn else None
             train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
             evaluation[label] = prompts_of("data.eval", others, tokenizer, settings, tools)

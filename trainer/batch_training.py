@@ -60,8 +60,6 @@ class Models:
 class BatchTraining:
     """The training on one batch: `prepare` it, then `train` each of its steps. Every rank calls every method."""
 
-    slots: Slots
-
     def __init__(
         self,
         config: Config,
@@ -200,7 +198,6 @@ class BatchTraining:
             self.slots.update(group_id, group=group)
 
     def _own_part(self, round_: Round) -> list[Experience]:
-        """Returns this rank's part of a round."""
         return self.slots.training(round_[self._exchange.dp_rank])
 
     def _train_round(self, round_: Round) -> None:

@@ -4,8 +4,7 @@
             ▲                                                                                                  │
             └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-With max_staleness 0 the trainer trains on groups while the rest of the batch still decodes (batch_training.py). The
-result does not depend on their order of arrival: groups are taken in the order of their ids.
+With max_staleness 0 the trainer trains on groups while the rest of the batch still decodes (batch_training.py).
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ def run(config: Config) -> None:
                 address.require_free(config)
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
         what = f"the trainer does not start with {config.model.path}"
-        with (
-            raising_permanent_errors(what) if rank == 0 else contextlib.nullcontext()
-        ):  # another rank may fail because rank 0 did
+        # another rank may fail because rank 0 did
+        with raising_permanent_errors(what) if rank == 0 else contextlib.nullcontext():
             trainer = _build_trainer(config, rank, stack)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
         exits.defer_interrupts(

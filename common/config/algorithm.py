@@ -171,7 +171,6 @@ class Algorithm(Section):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields a message for each setting that has no meaning, or would silently do nothing."""
         if self.loss_type == "cispo":
             if self.epsilon_high is None or self.epsilon_high <= 1:
                 yield "loss_type cispo caps the ratio at epsilon_high itself; set algorithm.epsilon_high=5.0"

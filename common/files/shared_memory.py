@@ -18,14 +18,14 @@ NO_BUFFERS = "TANDEM_NO_SHARED_BUFFERS"  # environment variable: ranks on CPUs e
 RANK_BUFFER = 67 << 20  # bytes of DeepSpeed's buffer for each rank on CPUs
 
 
-def has_room(size: float, folder: Path = FOLDER) -> bool:
-    """Returns whether so many bytes fit into the folder. Containers often have 64 MiB."""
+def has_room(size: float) -> bool:
+    """Returns whether so many bytes fit into FOLDER. Containers often have 64 MiB."""
     with suppress(OSError):
-        return shutil.disk_usage(folder).free >= size
+        return shutil.disk_usage(FOLDER).free >= size
     return False
 
 
-def remove_orphans(folder: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> list[str]:
+def remove_orphans(folder: Path = FOLDER, processes: Path = Path("/proc")) -> list[str]:
     """Deletes this user's buffers that no process has mapped. Returns their names."""
     orphans = {path.name: path for path in folder.glob(PATTERN) if path.lstat().st_uid == os.getuid()}
     if not orphans:

@@ -2,12 +2,9 @@
 
     weights/00000040-9f3c/  model-00001-of-00002.safetensors  …  manifest.json     (committed by one rename)
 
-A version is never overwritten, because engines map its files. The manifest lists every file with its size, every tensor
-with dtype, shape and a checksum of the trainer's own memory (model/checksum.py), which the file must have before an
-engine is touched and the engine's memory afterwards, and a canary: fixed token sequences with the trainer's log-probs
-under these weights, which the engine must reproduce. CREDIT has the manifest's SHA-256; a folder alone proves nothing.
-With weights.full_every the files may be deltas to another version, the base (delta.py): the checksums are those of the
-result.
+A version is never overwritten, because engines map its files. docs/dataflow.md says what is compared with its manifest
+before and after an engine is touched. CREDIT has the manifest's SHA-256; a folder alone proves nothing. With
+weights.full_every the files may be deltas to another version, the base (delta.py): the checksums are the result's.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signals a process that leads its own group, and all processes in the group. It is no error if it is gone."""
+def kill_group(pid: int) -> None:
+    """Kills a process that leads its own group, and all processes in the group. It is no error if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+        os.killpg(pid, signal.SIGKILL)

@@ -43,10 +43,10 @@ def tail(log: Path, count: int) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
-def last_lines(log: Path, count: int = 5) -> str:
+def last_lines(log: Path) -> str:
     """Returns the end of the other process's log, for a message; "" if it has none, as in a run by hand."""
     try:
-        lines = tail(log, count)
+        lines = tail(log, 5)
     except OSError:
         return ""
     return " Last lines of " + "\n  ".join([f"{log}:", *(re.sub(r"[\x00-\x1f\x7f-\x9f]", "", line) for line in lines)])

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +86,14 @@ def parameters_of(function: Function) -> list[inspect.Parameter] | None:
 def takes_all(parameters: Iterable[inspect.Parameter] | None) -> bool:
     """Returns whether a function takes every argument by keyword: it has **more, or an unknown signature."""
     return parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def named_arguments(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the offered arguments that the function names; all of them if it takes `**more`."""
+    parameters = parameters_of(function)
+    if takes_all(parameters):
+        return dict(offered)
+    return {p.name: offered[p.name] for p in parameters or () if p.name in offered}
 
 
 def check_parameters(

@@ -16,7 +16,6 @@ from common.errors import UserError
 
 
 def endpoint(config: Config) -> str:
-    """Returns the trainer's address, which both processes derive from the same config."""
     return config.channel.endpoint or f"ipc://{private_dir(config.run.output_dir)}/inbox"
 
 

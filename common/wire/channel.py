@@ -5,9 +5,7 @@ group is acknowledged by a CREDIT with a higher cursor, which the trainer sends 
 sampler can send again and duplicates are refused by id. ROUTER_HANDOVER lets a restarted sampler take over its
 identity (without it, libzmq ignores it for ever); ROUTER_MANDATORY makes sending to a lost peer an error.
 High-water marks sit above the credit window, so nothing blocks and nothing is dropped. One thread per socket.
-
-One host: ipc:// in a private folder. Several: tcp:// with CURVE keys, made at the start of the run, readable by
-their owner only, and an allow-list of clients (ZAP); tcp is never used without keys.
+Who may connect: docs/SECURITY.md.
 """
 
 from __future__ import annotations

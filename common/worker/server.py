@@ -41,9 +41,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, service: Service, setup: WorkerSetup) -> None:
         self._control, self._service, self._setup = control, service, setup
         self._lifelines: dict[int, socket.socket] = {}  # those of workers that are not reaped, by process id
-        self._wake_reader, self._wake_writer = os.pipe()
-        for descriptor in (self._wake_reader, self._wake_writer):
-            os.set_blocking(descriptor, False)
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._poller = select.poll()

@@ -1,9 +1,7 @@
 """Evaluates a model, without a trainer:  bash launch.sh eval CHECKPOINT [DATA] [eval.num_generations=8] [key=value …]
 
-CHECKPOINT is a run folder (its final/, else its newest checkpoint), a checkpoint of one, or any model with --config;
-a folder of LoRA adapters counts as one, on the base model of the config.
-Prompts, rewards and lengths are those of the run's own config.json; DATA is data.eval unless given. Prints a table and
-writes eval.json and completions.jsonl. Evaluating several models at once is not supported.
+docs/evaluation.md says what each may be; a folder of LoRA adapters counts as a model, on the base model of the config.
+Evaluating several models at once is not supported.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ def sample(
     while turns.num_running or pool.pending:
         for i, sampled in turns.step() if turns.num_running else []:
             finished[i] = sampled
-            if (reason := too_few_reason(i, sampled, config)) is None:
+            if (reason := too_few_reason(i, sampled)) is None:
                 submit_rewards(pool, i, sampled, decode)
             else:
                 failures.append(reason)

@@ -1,21 +1,18 @@
 """Computes pass@k and maj@n of scored completions with confidence intervals, and their table. Pure functions.
 
-pass@k (Chen et al., arXiv 2107.03374, eq. 1), unbiased, from n ≥ k completions of which c are right:
-
-    pass@k = E over problems of  1 − C(n − c, k) / C(n, k)
-
-maj@n (Wang et al., arXiv 2203.11171): the n completions vote with their final answers, and the most frequent answer is
-right or not; among answers with equal votes one is drawn, so a tie counts as the share of them that is right. A
-completion without an answer does not vote.
+pass@k (Chen et al., arXiv 2107.03374, eq. 1) is unbiased: the mean of `pass_at_k` over problems. maj@n (Wang et al.,
+arXiv 2203.11171): the n completions vote with their final answers, and the most frequent answer is right or not; among
+answers with equal votes one is drawn, so a tie counts as the share of them that is right. A completion without an
+answer does not vote.
 
 The intervals count problems, because completions of one problem are not independent.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,11 +59,9 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
     An answer is right if most completions that gave it were scored as right.
     """
-    votes = collections.Counter(answer for answer in answers if answer is not None)
-    if not votes:
+    leaders = statistics.multimode(answer for answer in answers if answer is not None)
+    if not leaders:
         return 0.0
-    most = max(votes.values())
-    leaders = [answer for answer, count in votes.items() if count == most]
     scored = [[r for a, r in zip(answers, right, strict=True) if a == leader] for leader in leaders]
     return sum(2 * sum(marks) > len(marks) for marks in scored) / len(leaders)
 

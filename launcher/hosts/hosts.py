@@ -1,12 +1,7 @@
-"""A run over several hosts: the processes of each host, and the orders that start them.
+"""A run over several hosts (docs/hosts.md): the processes of each host, and the orders that start them.
 
-    10.0.0.1 slots=2              two ranks of the trainer; rank 0 is on the first host
-    10.0.0.3 slots=2 samplers=1   two ranks, and a sampler on the GPUs after theirs
-    10.0.0.4 slots=0 samplers=4
-
-The lines are those of DeepSpeed's hostfile, with samplers= beside them. On a host with GPUs the ranks take the first
-`slots` of them, one each, and every sampler the next vllm.tensor_parallel_size. Without any samplers= the first host
-has one. Devices by number are not supported, because they differ from host to host.
+The lines of a hostfile are DeepSpeed's, with samplers= beside them. Devices by number are not supported, because they
+differ from host to host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds out who killed a process: the kernel for want of memory, or another process. Linux only.
 
-The kernel counts the processes that it has killed for want of memory: `oom_kill` in a file of our cgroup, or in
-/proc/vmstat for the whole machine. A counter that has grown when the process ended shows a kill. Only the host of a
-process has this evidence: on another host on_host.py looks. A sender other than the kernel is not identified.
+The kernel's counter has grown when a process ended by its kill. Only the host of a process has this evidence: on
+another host on_host.py looks. A sender other than the kernel is not identified.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Checks the run folder before a run: it must be free and agree with run.resume.
-
-One rule holds for all configs. A run that can go on, one with a checkpoint and without final/, is not started anew: it
-is refused, naming run.resume. Any other earlier run, finished or without a checkpoint, is moved aside, to NAME-1, -2, …
-"""
+"""Checks the run folder before a run: it must be free and agree with run.resume, by one rule (docs/running.md)."""
 
 from __future__ import annotations
 

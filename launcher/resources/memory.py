@@ -60,9 +60,8 @@ def states(
 ) -> tuple[float, float, float]:
     """Returns (weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
-    bfloat16: 2n + 2n + 12n, the last a float32 master copy and two moments; the gradients 4n where micro-batches add
-    them up in float32. float32: 4n + 4n + 8n, and 12n from stage 1 on, where DeepSpeed keeps a master copy too. Stage 1
-    divides the optimizer by R, 2 the gradients too, 3 the weights. moments: of another optimizer, in bytes.
+    docs/plan.md has the table. AdamW has two moments, and with bfloat16, or from stage 1 on, a float32 master copy.
+    moments: of another optimizer, in bytes.
     """
     b = BYTES[dtype]
     optimizer = moments + (4 if dtype == "bfloat16" or stage else 0)

@@ -1,13 +1,11 @@
 """Divides one GPU between sampler and trainer: the size of vLLM's key-value cache in bytes, from the estimates. Pure.
 
-    cache = min(all sequences that decode at once, GPU − reserve − trainer − reference − vLLM's weights and overhead)
-
-By default vLLM sizes its cache from the free memory that it measures, and a trainer that starts at the same time moves
-that number while it is measured. With `kv_cache_memory_bytes` vLLM measures nothing (vllm 0.32,
-v1/worker/gpu_worker.py, determine_available_memory); `gpu_memory_utilization` then only says how much must be free when
-the engine starts. A user's own value of either is kept. A cache that sleeps while only the trainer works
-(vllm.enable_sleep_mode, cache_sleep.py) is counted all the same: training starts on the first group while the
-last ones still decode, and held-out problems decode while it trains, so both are needed at once.
+docs/gpu.md has the formula. By default vLLM sizes its cache from the free memory that it measures, and a trainer that
+starts at the same time moves that number while it is measured. With `kv_cache_memory_bytes` vLLM measures nothing (vllm
+0.32, v1/worker/gpu_worker.py, determine_available_memory); `gpu_memory_utilization` then only says how much must be
+free when the engine starts. A user's own value of either is kept. A cache that sleeps while only the trainer works
+(vllm.enable_sleep_mode, cache_sleep.py) is counted all the same: training starts on the first group while the last ones
+still decode, and held-out problems decode while it trains, so both are needed at once.
 """
 
 from __future__ import annotations

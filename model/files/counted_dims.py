@@ -1,8 +1,7 @@
 """The size of any decoder: by the formulas of dims.py, else counted in its modules on torch's meta device.
 
 Parameters are exact either way, and no weights are read. Counting costs the import of torch and transformers, and a
-second. Left out: code that comes with a model, which is not run for an estimate; the memory that recurrent layers keep
-for their backward pass, which is estimated as attention's.
+second. Left out: code that comes with a model, which is not run for an estimate; recurrent layers' activations.
 """
 
 from __future__ import annotations

@@ -283,9 +283,8 @@ def causal_lm_class(config: Any) -> Any:
 
 def _has_chat_template(folder: Path) -> bool:
     """Returns whether transformers would find a chat template; True without a tokenizer, which fails by itself."""
-    if any(
-        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    ):
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in names):
         return True
     settings = read_json(folder / "tokenizer_config.json")
     return settings is None or settings.get("chat_template") is not None

@@ -123,7 +123,7 @@ def resized_size(height: int, width: int, min_pixels: int, max_pixels: int, fact
 def encode_image(image: Image, form: ImageFormat, min_pixels: int, max_pixels: int) -> EncodedImage:
     """Resizes an image (bicubic, as the processor does) and drops its metadata. Transparent pixels become white.
 
-    Raises ValueError as resized_size and as_seen do.
+    Raises ValueError as resized_size and to_upright_rgb do.
     """
     from PIL.Image import Resampling
 

@@ -98,7 +98,6 @@ class Engine:
         self.version: int | None = None
 
     def _watch_layers(self) -> None:
-        """Makes each layer report progress and compute equal rows of a step only once, for engines on a CPU."""
         self._llm.collective_rpc("report_layers")
         if cpu.is_on():
             self._llm.collective_rpc("compute_rows_once")

@@ -20,9 +20,8 @@ def ends(config: Config) -> Ends:
     """Returns the ends of a completion; none with sampler.ignore_eos."""
     if config.sampler.ignore_eos:
         return Ends((), ())
-    return stop_conditions(
-        config, load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
-    )
+    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    return stop_conditions(config, tokenizer)
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:

@@ -123,7 +123,6 @@ def prove(
 
 
 def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
-    """Returns the names of the engine's tensors that have fewer bits than any published tensor."""
     fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name for name, t in tensors if t.is_floating_point() and t.itemsize < fewest}

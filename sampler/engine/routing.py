@@ -6,8 +6,7 @@
 vLLM's own recording (enable_return_routed_experts) needs its second model runner, which no CPU has. This module stores
 the routing of a token under the number of the cache slot of its keys and values: prompts that share a prefix in the
 prefix cache share its routing too, a preempted sequence writes both again, and no step waits for a GPU. vLLM assigns
-the routing to its completion. The last token of a completion is never run. Left out: CUDA graphs, pipeline stages,
-several data-parallel ranks, which the configuration refuses.
+the routing to its completion. The last token of a completion is never run.
 """
 
 from __future__ import annotations

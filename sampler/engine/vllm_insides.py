@@ -3,16 +3,6 @@
 Everything else that the sampler calls is documented API: LLM, LLMEngine, SamplingParams, LoRARequest, extensions of the
 worker. tests/engine/test_vllm_insides.py names what an upgrade removed. The code that makes a CPU faster is in
 model/cpu.
-
-    read        model_runner.model; a model's packed_modules_mapping and hf_to_vllm_mapper, which it declares for its
-                loader; quant_method, tp_size and output_partition_sizes of its layers; stacked adapters of LoRA layers;
-                what routers of mixtures choose, and how cache slots are numbered (routing.py);
-                how experts and convolutions were packed, and the products of packed layers (cpu_linear)
-    replaced    at a reload: fused experts by single ones (`by_expert`), attention sinks (`copy_sinks`), on a CPU the
-                kernel of experts (`forget_packed_experts`) and the packed copy of a tied LM head (`tie_again`); the
-                image code of torchvision and the processors of Qwen's models that see (`show_images_alone`); on a CPU
-                the rotation of queries by heads (`rotate_every_head`); the kernel of experts under adapters of
-                attention (`run_experts_without_adapters`)
 """
 
 from __future__ import annotations

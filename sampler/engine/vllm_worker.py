@@ -38,7 +38,6 @@ class WeightExtension:
             layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
 
     def spare_other_models(self) -> None:
-        """Keeps vLLM's class changes from other models in this worker's process."""
         vllm_insides.spare_other_models(self.model_runner.model)
 
     def end_with_engine(self) -> None:
@@ -58,21 +57,16 @@ class WeightExtension:
             self.repeated_rows = RepeatedRows(decoder, attentions, lambda: step_context().attn_metadata, block_size)
 
     def record_routing(self) -> None:
-        """Starts to record routing (routing.py)."""
         whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
         self.routing = Routing(self.model_runner, step_context, whole)
 
     def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
-        """Returns the routing of requests that have just finished."""
         return [self.routing.of_request(request_id) for request_id in request_ids]
 
     def load_weights_from(
         self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> Proof:
-        """Replaces all parameters by the safetensors files in `folder`, as WeightLoader.load says.
-
-        tensors: the files' own; without them this function maps the files.
-        """
+        """Replaces all parameters by the safetensors files in `folder`, as WeightLoader.load says."""
         weights = tensors or mapped_tensors(sorted(Path(folder).glob("*.safetensors")))
         self.layout = self.layout or Layout()
         self._load(weights, self.layout)
@@ -96,7 +90,6 @@ class WeightExtension:
         vllm_insides.tie_again(model)
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
-        """Compares the engine's adapter with the published one; with None it returns an empty proof."""
         return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
 
 

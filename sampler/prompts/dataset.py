@@ -1,7 +1,6 @@
 """Turns rows into Problems, and defines the order in which the run's groups take them.
 
-Columns may be renamed, and `a.b.0.c` looks inside a column, as verl's `reward_model.ground_truth` needs. The order is a
-set of pure functions of the seed, so that the sampler has nothing to save.
+The order is a set of pure functions of the seed, so that the sampler has nothing to save.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Turns rows into chat messages, tools and arguments for the chat template.
-
-Messages may be in the OpenAI form, role and content, or in ShareGPT's, from and value. Other fields of a message (name,
-tool_calls, reasoning_content) go to the template unchanged, without the nulls that Arrow puts where other rows have a
-value. An image stands in the place of <image> in the row's text, or else all images precede the text.
-"""
+"""Turns rows into chat messages, tools and arguments for the chat template: docs/data.md#from-a-row-to-a-prompt."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """Finds the images of rows in a column, checks them, and resizes and encodes them once for vLLM and the trainer.
 
-A column holds one image or a list of them, each a file's bytes, a path, a data: URI, base64, or a mapping with one of
-these, such as {"bytes": …, "path": …}. Every file is decoded once before the run, so that all broken ones are named
-together, and encoded when its prompt is made. The number of pixels is read from the file's header first: a small file
-may unpack to gigabytes.
+What a column may hold is in docs/data.md#rows-with-images. Every file is decoded once before the run, so that all
+broken ones are named together, and encoded when its prompt is made. The number of pixels is read from the file's header
+first: a small file may unpack to gigabytes.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
 import re
@@ -96,7 +94,7 @@ def _decoded(encoded: str, given: str) -> bytes:
     encoded = "".join(unquote(encoded).split()).translate(_URL_SAFE).rstrip("=")
     try:
         return base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise ValueError(f"{given[:40]!r}… of {len(given):,} characters is no path and no base64") from None
 
 

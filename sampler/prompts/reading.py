@@ -86,11 +86,10 @@ def reader(config: Config, tokenizer: Any) -> Reader:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     if config.rewards.special_tokens == "keep":
         return Reader(tokenizer, frozenset(own))
-    by_id = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special - own}
     kept = dict[int, str]()
     if config.rewards.special_tokens == "auto":
-        named = {getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
-        kept = _looked_for({i: token for i, token in by_id.items() if i not in named}, config)
+        others = special - own - {getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
+        kept = _looked_for({i: str(tokenizer.convert_ids_to_tokens(i)) for i in others}, config)
     return Reader(tokenizer, frozenset((special - set(kept)) | own), tuple(kept.values()))
 
 

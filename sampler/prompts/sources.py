@@ -1,10 +1,8 @@
 """Reads the rows of a data source: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
 
 A .jsonl or .json file is read unchanged: the `datasets` library, which reads all other sources (a git clone of a hub
-repository is a folder too), would make times of strings that look like dates, and floats of large integers. A row that
-is a list becomes one with a column `conversation`. NaN, which pandas writes for a cell without a value, becomes None.
-The bytes of files, mainly images, stay in the table that `datasets` maps into memory, and are read when they are
-needed. Left out: streaming (group g must be addressable).
+repository is a folder too), would make times of strings that look like dates, and floats of large integers. NaN, which
+pandas writes for a cell without a value, becomes None. Left out: streaming (group g must be addressable).
 """
 
 from __future__ import annotations
@@ -94,9 +92,8 @@ def _splits(source: str) -> Mapping[str, Table]:
     import datasets  # costs half a second; user errors above come first
 
     try:
-        if not path.exists():
-            return datasets.load_dataset(str(path), subset or None)
-        datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
+        if path.exists():
+            datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
         if path.is_file():
             return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():

@@ -36,9 +36,8 @@ class AgentRollout:
 
     turns: dict[PendingRequest, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
     running: dict[PendingRequest, RenderedRequest] = field(default_factory=dict)  # requests in the engine
-    firsts: list[RenderedRequest] = field(
-        default_factory=list
-    )  # requests made before any answer: each may be the group's prompt
+    # requests made before any answer: each may be the group's prompt
+    firsts: list[RenderedRequest] = field(default_factory=list)
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
 

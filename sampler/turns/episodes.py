@@ -70,7 +70,6 @@ class SingleTurns:
         return [(key, Sampled(self._prompts.pop(key), completions)) for key, completions in finished]
 
     def abort(self, keys: Collection[Any]) -> None:
-        """Drops these prompts."""
         self._engine.abort(keys)
         for key in keys:
             del self._prompts[key]
@@ -231,7 +230,7 @@ class Episodes:
             self._submit(key, group, j)
 
 
-def too_few_reason(key: Hashable, sampled: Sampled, config: Config) -> str | None:
+def too_few_reason(key: Hashable, sampled: Sampled) -> str | None:
     """Returns why too few rollouts are left to score, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
     are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
     if not sampled.failures or are_enough:

@@ -44,7 +44,6 @@ class MixedTurns:
         self._started[key] = prompt.problem.source  # after start, because the engine may refuse a prompt
 
     def step(self) -> list[tuple[Any, Sampled]]:
-        """Runs one engine step and handles the replies of environments. Returns the prompts that ended."""
         found: dict[str, list[Any]] = {source: [] for source in self._turns}
         for key, completions in self._engine.step() if self._engine.num_running else []:
             found[self._started[key[0] if isinstance(key, tuple) else key]].append((key, completions))

@@ -77,7 +77,20 @@ def parts_of(config: Config, problems: Iterable[Problem], of: str = "train") -> 
 
 
 def sampling_params(key: Key, config: Config) -> SamplingParams:
-    return held_out_params(config, key.problem) if isinstance(key, EvalKey) else _group_params(config, key.group_id)
+    if isinstance(key, EvalKey):
+        return held_out_params(config, key.problem)
+    sampler = config.sampler
+    return SamplingParams(
+        sampler.temperature,
+        sampler.max_completion_length,
+        sampler.num_generations,
+        sampling_seed(config.run.seed, key.group_id),
+        sampler.top_p,
+        max(0, sampler.top_k or 0),
+        sampler.min_p,
+        sampler.truncates,
+        more=sampler.generation_kwargs,
+    )
 
 
 def held_out_params(config: Config, problem: int) -> SamplingParams:
@@ -87,18 +100,3 @@ def held_out_params(config: Config, problem: int) -> SamplingParams:
     top_k = max(0, config.eval.top_k or 0)
     params = config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k
     return SamplingParams(*params, more=config.sampler.generation_kwargs)
-
-
-def _group_params(config: Config, group_id: int) -> SamplingParams:
-    sampler = config.sampler
-    return SamplingParams(
-        sampler.temperature,
-        sampler.max_completion_length,
-        sampler.num_generations,
-        sampling_seed(config.run.seed, group_id),
-        sampler.top_p,
-        max(0, sampler.top_k or 0),
-        sampler.min_p,
-        sampler.truncates,
-        more=sampler.generation_kwargs,
-    )

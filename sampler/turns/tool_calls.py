@@ -99,7 +99,7 @@ class CallReader:
         )
 
     def __call__(self, text: str, turn_prefix: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
-        """Returns (content, calls) of a turn. text: as rewards read it. begun: its beginning in the prompt.
+        """Returns (content, calls) of a turn. text: as rewards read it, turn_prefix included.
 
         tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
         """

@@ -5,9 +5,7 @@
 The difference is what the chat template writes after the model's turn, up to where the model writes again: the end of
 its turn, the messages of the environment, the generation prompt. It is rendered after a dummy turn and taken by prefix,
 so that no text of the model passes through the template or the tokenizer. That holds for templates that leave earlier
-turns unchanged, which `TurnTemplate.of` tries. If a template rewrites them, the whole conversation is rendered before
-each turn and tokenised, except the turns whose text it left unchanged; if the resulting tokens differ from the earlier
-ones, the rollout forks (episode.py).
+turns unchanged, which `TurnTemplate.of` tries; for the others see docs/environments.md#rewritten-histories.
 """
 
 from __future__ import annotations
@@ -127,11 +125,8 @@ class TurnTemplate:
     ) -> NDArray[np.int32]:
         """Returns the [K] ids of a conversation as the template writes it now; `turns` as of Episode.said."""
         assert not isinstance(prompt.for_rewards, str), "of several turns, rewards get messages"
-        messages, sampled, turn_prefix = (
-            list(prompt.for_rewards),
-            dict[int, tuple[str, NDArray[np.int32]]](),
-            prompt.turn_prefix,
-        )
+        messages, turn_prefix = list(prompt.for_rewards), prompt.turn_prefix
+        sampled = dict[int, tuple[str, NDArray[np.int32]]]()
         if messages[-1].get("role") == "assistant":  # the first turn's text begins with this message
             messages.pop()
         for text, seen, ids in turns:

@@ -102,9 +102,7 @@ UNIT, TEN = 0.5 / (math.sqrt(0.5) + 1e-4), 5 / (math.sqrt(50) + 1e-4)
         ([[1.0, math.nan]], [0.0, 0.0]),  # one score is no group
     ],
 )
-def test_normalised_per_function_a_large_scale_does_not_drown_a_small_one(
-    scores: list[list[float]], expected: list[float]
-) -> None:
+def test_normalised_per_function_no_scale_drowns_another(scores: list[list[float]], expected: list[float]) -> None:
     found = normalized_sum([np.array(s) for s in scores], [1.0, 0.5][: len(scores)])
     assert found.tolist() == pytest.approx(expected)
 
@@ -152,9 +150,7 @@ def of_kl(reward: float, group_id: int = 0) -> Group:
         ([of_kl(1.0), of_kl(1.0, 1)], {"adv_estimator": "reinforce_plus_plus"}, [PULL, PULL]),
     ],
 )
-def test_equal_rewards_leave_the_pull_of_kl_as_it_is(
-    groups: list[Group], choice: dict[str, Any], expected: list[list[float]]
-) -> None:
+def test_equal_rewards_leave_kl_alone(groups: list[Group], choice: dict[str, Any], expected: list[list[float]]) -> None:
     found = step_advantages(groups, settings(**KL, **choice))
     assert [found[i].tolist() for i in range(len(groups))] == [pytest.approx(row, abs=1e-7) for row in expected]
 
@@ -201,9 +197,7 @@ steps = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=3, max_size=3)
 
 
 @given(steps, st.sampled_from(CHOICES), st.randoms(use_true_random=False))
-def test_every_estimator_equals_the_oracle_and_does_not_depend_on_the_order_of_groups(
-    rewards: list[list[float]], choice: dict[str, Any], random
-) -> None:
+def test_estimators_equal_the_oracle_in_any_order(rewards: list[list[float]], choice: dict[str, Any], random) -> None:
     groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
     config = settings(**choice)
     found = step_advantages(groups, config)

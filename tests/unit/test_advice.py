@@ -128,9 +128,8 @@ def test_what_is_not_known_or_does_not_apply_is_not_wrong(steps: int, series: Se
 
 
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(
-        "{model: {path: m}, data: {train: t.jsonl}, algorithm: {beta: 0.01}, rollout: {tools: [t.py:f]}}"
-    )
+    given = "{model: {path: m}, data: {train: t.jsonl}, algorithm: {beta: 0.01}, rollout: {tools: [t.py:f]}}"
+    (tmp_path / "c.yaml").write_text(given)
     texts = [text for case in CASES for text in said(case.steps, case.series, **case.sections).values()]
     pasted = [word for text in texts for word in re.findall(r"\b[a-z]+\.[a-z_]+=[\w.+-]*\w", text)]
     assert len(pasted) >= 10

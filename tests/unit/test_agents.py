@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,8 @@ async def said(*messages, **more):
     asked = [{"role": "user" if i % 2 == 0 else "assistant", "content": m} for i, m in enumerate(messages)]
     response = await client.chat.completions.create(model="any", messages=asked, **more)
     return response.choices[0].message.content
+
+async def solve(question, answer, base_url, **row):
 """
 
 
@@ -97,8 +100,9 @@ class Model:
         return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
 
 
-def config(folder: Path, code: str = "", template: str = "hermes_tools", **settings: Any) -> Config:
-    (folder / "mine.py").write_text(CLIENT + code)
+def config(folder: Path, body: str = "", template: str = "hermes_tools", **settings: Any) -> Config:
+    """body: what the agent does, which returns 1.0 behind it."""
+    (folder / "mine.py").write_text(CLIENT + textwrap.indent(f"{body}\nreturn 1.0\n", "    "))
     rollout = {"agent": f"{folder}/mine.py:solve", "timeout_s": limit(20)} | settings.pop("rollout", {})
     return config_in(
         folder,
@@ -139,9 +143,8 @@ def trained(sampled: Sampled) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]
 
 def require_all_is_trained_once(sampled: Sampled, model: Model) -> None:
     """And the wire takes it."""
-    assert collections.Counter(trained(sampled)) == collections.Counter(
-        (asked, wrote) for _, asked, wrote in model.turns
-    )
+    sampled_once = collections.Counter((asked, wrote) for _, asked, wrote in model.turns)
+    assert collections.Counter(trained(sampled)) == sampled_once
     logprobs = [float(c.logprobs.sum()) for c in sampled.completions]
     assert sum(logprobs) == -0.5 * sum(len(wrote) for _, _, wrote in model.turns)
     rollouts = tuple(as_rollout(c, None, {"environment": 1.0}, 1.0) for c in sampled.completions)
@@ -156,30 +159,29 @@ def play(given: Config, writes: Any) -> tuple[Any, Model]:
     return sampled, model
 
 
-LOOP = """
+BEGINNING = """
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}]
-
-async def solve(question, answer, **row):
-    messages = [{"role": "user", "content": question}]
-    while True:
-        response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-        message = response.choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            assert response.choices[0].finish_reason == "stop"
-            return 1.0 if message.content == answer else 0.0
-        assert response.choices[0].finish_reason == "tool_calls"
-        for call in message.tool_calls:
-            a, b = json.loads(call.function.arguments)["expression"].split("*")
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(int(a) * int(b))})
+messages = [{"role": "user", "content": question}]
+"""
+LOOP = """
+while True:
+    response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    message = response.choices[0].message
+    messages.append(message)
+    if not message.tool_calls:
+        assert response.choices[0].finish_reason == "stop"
+        return 1.0 if message.content == answer else 0.0
+    assert response.choices[0].finish_reason == "tool_calls"
+    for call in message.tool_calls:
+        a, b = json.loads(call.function.arguments)["expression"].split("*")
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(int(a) * int(b))})
 """
 
 
 def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: Path) -> None:
     sloppy = CALL.replace('{"name"', '{ "name"')  # as no template would write it
-    sampled, _ = play(
-        config(tmp_path, LOOP), lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7")
-    )
+    given = config(tmp_path, BEGINNING + LOOP)
+    sampled, _ = play(given, lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"))
     called, direct = sampled.completions
     assert isinstance(called, PlayedCompletion) and isinstance(direct, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
@@ -206,14 +208,13 @@ def test_the_agent_of_the_page_looks_a_word_up_and_is_rewarded(tmp_path: Path) -
 
 def test_whatever_agents_ask_every_sampled_token_is_trained_once_behind_what_it_followed(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    known = [(), (question,)]
-    for _ in range(random.randint(1, 4)):
-        start = [random.choice(known) for _ in range(random.randint(1, 3))]
-        asked = [(*s, random.choice("abc")) if len(s) % 2 == 0 else s for s in start]
-        for s, text in zip(asked, await asyncio.gather(*(said(*s) for s in asked))):
-            known += [(*s, text), (*s, text, "More."), (*s, text.strip("0"), "More.")]
-    return random.random()
+known = [(), (question,)]
+for _ in range(random.randint(1, 4)):
+    start = [random.choice(known) for _ in range(random.randint(1, 3))]
+    asked = [(*s, random.choice("abc")) if len(s) % 2 == 0 else s for s in start]
+    for s, text in zip(asked, await asyncio.gather(*(said(*s) for s in asked))):
+        known += [(*s, text), (*s, text, "More."), (*s, text.strip("0"), "More.")]
+return random.random()
 """
     for seed in range(4):
         rollout = {"max_turns": 20}
@@ -224,11 +225,9 @@ async def solve(question, **row):
 
 def test_a_template_that_drops_thoughts_forks_and_one_that_opens_them_and_keeps_them_does_not(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    first = await said(question)
-    assert first.endswith("Words.")
-    await said(question, first, "And ⟦turn⟧ now?")
-    return 1.0
+first = await said(question)
+assert first.endswith("Words.")
+await said(question, first, "And ⟦turn⟧ now?")
 """
     chatml = (ROOT / "configs/templates/chatml.jinja").read_text()
     opens = chatml.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>'")
@@ -238,26 +237,23 @@ async def solve(question, **row):
         (drops, "<think>\nHm.\n</think>\n\n", 1),
         (tmp_path / "opens.jinja", "Hm.</think>", 0),
     ):
-        sampled, model = play(
-            config(tmp_path, code, prompt={"chat_template": template}), lambda i, prompt, text=text: text + "Words."
-        )
+        given = config(tmp_path, code, prompt={"chat_template": template})
+        sampled, model = play(given, lambda i, prompt, text=text: text + "Words.")
         assert [len(c.forks) for c in sampled.completions] == [forks] * 2
         assert ("Hm." in tokenizer().decode(model.turns[-1][1])) == (not forks), "as the template has it"
 
 
 def test_a_stream_comes_as_it_is_sampled_without_a_stop_that_begins_or_ends_in_a_token(tmp_path: Path) -> None:
     code = """
-async def solve(question, base_url, **row):
-    asked = dict(model="m", messages=[{"role": "user", "content": [{"type": "text", "text": question}]}])
-    for stop, stays in ("tool_c", "one 😀 "), ("e 😀", "on"):
-        told = [c async for c in await client.chat.completions.create(
-            **asked, stream=True, stop=[stop], stream_options={"include_usage": True})]
-        texts = [c.choices[0].delta.content for c in told if c.choices and c.choices[0].delta.content]
-        assert "".join(texts) == stays and len(texts) > 1, texts
-        assert told[-1].usage.completion_tokens > 0 and told[-2].choices[0].finish_reason == "stop"
-    sync = OpenAI(base_url=base_url).chat.completions.create(**asked, max_completion_tokens=2, temperature=1, n=1)
-    assert sync.choices[0].finish_reason == "length" and sync.usage.completion_tokens == 2
-    return 1.0
+asked = dict(model="m", messages=[{"role": "user", "content": [{"type": "text", "text": question}]}])
+for stop, stays in ("tool_c", "one 😀 "), ("e 😀", "on"):
+    told = [c async for c in await client.chat.completions.create(
+        **asked, stream=True, stop=[stop], stream_options={"include_usage": True})]
+    texts = [c.choices[0].delta.content for c in told if c.choices and c.choices[0].delta.content]
+    assert "".join(texts) == stays and len(texts) > 1, texts
+    assert told[-1].usage.completion_tokens > 0 and told[-2].choices[0].finish_reason == "stop"
+sync = OpenAI(base_url=base_url).chat.completions.create(**asked, max_completion_tokens=2, temperature=1, n=1)
+assert sync.choices[0].finish_reason == "length" and sync.usage.completion_tokens == 2
 """
 
     class Slow(Model):  # it has no end of an answer to what is slow
@@ -299,18 +295,17 @@ REFUSED = {
 
 def test_what_would_be_trained_wrong_is_refused_by_name_and_what_says_what_holds_is_served(tmp_path: Path) -> None:
     code = f"""
-async def solve(question, **row):
-    await said(question, temperature=1, top_p=1.0, frequency_penalty=0, user="me", response_format={{"type": "text"}})
-    errors = []
-    for given in {list(REFUSED)}:
-        try:
-            if given == "the responses API":
-                await client.responses.create(model="any", input=question)
-            await said(question, **eval(f"dict({{given}})"))
-            errors.append("served")
-        except Exception as error:
-            errors.append(f"{{type(error).__mro__}} {{error}}")
-    return json.dumps(errors)
+await said(question, temperature=1, top_p=1.0, frequency_penalty=0, user="me", response_format={{"type": "text"}})
+errors = []
+for given in {list(REFUSED)}:
+    try:
+        if given == "the responses API":
+            await client.responses.create(model="any", input=question)
+        await said(question, **eval(f"dict({{given}})"))
+        errors.append("served")
+    except Exception as error:
+        errors.append(f"{{type(error).__mro__}} {{error}}")
+return json.dumps(errors)
 """
     sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
     for completion in sampled.completions:
@@ -335,16 +330,15 @@ GARBAGE = [
     b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": 3}}]}',
 ]
 
-async def solve(question, base_url, **row):
-    await said(question)
-    for garbage in GARBAGE:
-        try:
-            urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", garbage))
-            return f"served {garbage[:90]}"
-        except urllib.error.HTTPError as error:
-            if error.code != 400 or not json.load(error)["error"]["message"]:
-                return f"{error.code} {garbage[:90]}"
-    return "all refused"
+await said(question)
+for garbage in GARBAGE:
+    try:
+        urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", garbage))
+        return f"served {garbage[:90]}"
+    except urllib.error.HTTPError as error:
+        if error.code != 400 or not json.load(error)["error"]["message"]:
+            return f"{error.code} {garbage[:90]}"
+return "all refused"
 """
     sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
     assert [c.messages[-1]["content"] for c in sampled.completions] == ["all refused"] * 2
@@ -352,10 +346,8 @@ async def solve(question, base_url, **row):
 
 def test_agents_whose_first_prompts_differ_train_behind_what_they_have_in_common(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    for _ in range(2):
-        text = await said(f"{random.random()} {question}")
-    return 1.0
+for _ in range(2):
+    text = await said(f"{random.random()} {question}")
 """
     sampled, _ = play(config(tmp_path, code), lambda i, prompt: "fine")
     assert tokenizer().decode(sampled.prompt.token_ids).startswith("<|im_start|>user\n")
@@ -364,11 +356,7 @@ async def solve(question, **row):
 
 def test_an_agent_whose_first_prompt_has_nothing_in_common_with_its_group_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    code = """
-async def solve(question, answer, **row):
-    await said(chr(97 + int(random.random() * 26)) * 5)
-    return 1.0
-"""
+    code = "await said(chr(97 + int(random.random() * 26)) * 5)"
     given = config(tmp_path, code, prompt={"chat_template": tmp_path / "bare.jinja"}, eval={"num_generations": 3})
     model = Model(lambda i, prompt: "fine")
     sampled = played(given, model)
@@ -399,11 +387,9 @@ class Slow(Model):
 
 
 def test_an_answer_that_its_agent_did_not_wait_for_does_not_train(tmp_path: Path) -> None:
-    code = "\nSLOW = [{'role': 'user', 'content': 'slow'}]\nasync def solve(question, **row):\n"
-    code += "    i, text = 0, await said(question)\n    try:\n"
-    code += "".join(f"        if text == '{i}': {how}\n" for i, how in enumerate(GONE))
-    code += "    except Exception: pass\n    return 1.0"
-
+    code = "SLOW = [{'role': 'user', 'content': 'slow'}]\ntext = await said(question)\ntry:\n"
+    code += "".join(f"    if text == '{i}': {how}\n" for i, how in enumerate(GONE))
+    code += "except Exception: pass"
     sampled, _ = play(config(tmp_path, code, eval={"num_generations": len(GONE)}), Slow(lambda i, prompt: str(i)))
     assert [c.turns for c in sampled.completions] == list(GONE.values()) and sampled.failures == ()
     assert sampled.unread == 6  # one each but of the last, and two of the one that tries again
@@ -411,11 +397,9 @@ def test_an_answer_that_its_agent_did_not_wait_for_does_not_train(tmp_path: Path
 
 def test_a_prompt_is_no_longer_than_prompts_may_be_though_the_first_request_was_left_unread(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    first = asyncio.ensure_future(said("slow"))
-    await asyncio.sleep(0.2)
-    await said("7" * 800)
-    return 1.0
+first = asyncio.ensure_future(said("slow"))
+await asyncio.sleep(0.2)
+await said("7" * 800)
 """
     sampled, model = play(given := config(tmp_path, code), Slow(lambda i, prompt: "fine"))
     assert sampled.failures == () and len(model.turns[0][1]) > given.data.max_prompt_length
@@ -424,13 +408,11 @@ async def solve(question, **row):
 
 def test_a_history_that_the_agent_rewrites_keeps_the_turns_that_stay(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    first = await said(question)
-    second = await said(question, first, "More.")
-    await client.chat.completions.create(model="", messages=[
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "A summary."},
-        {"role": "assistant", "content": second}, {"role": "user", "content": "And now?"}])
-    return 1.0
+first = await said(question)
+second = await said(question, first, "More.")
+await client.chat.completions.create(model="", messages=[
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "A summary."},
+    {"role": "assistant", "content": second}, {"role": "user", "content": "And now?"}])
 """
     odd = [tokenizer()(c, add_special_tokens=False)["input_ids"][0] for c in "What is"]  # as no tokenizer would cut it
 
@@ -447,18 +429,12 @@ async def solve(question, **row):
 
 
 def test_a_history_that_ends_in_a_turn_of_the_model_is_gone_on_with_behind_its_words(tmp_path: Path) -> None:
-    code = (
-        LOOP.partition("async def")[0]
-        + """
-async def solve(question, **row):
-    messages = [{"role": "user", "content": question}]
-    for _ in range(2):
-        response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-        messages.append(response.choices[0].message)
-    return 1.0
+    code = """
+for _ in range(2):
+    response = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    messages.append(response.choices[0].message)
 """
-    )
-    sampled, model = play(config(tmp_path, code), lambda i, prompt: f"a {CALL} b")
+    sampled, model = play(config(tmp_path, BEGINNING + code), lambda i, prompt: f"a {CALL} b")
     assert sampled.failures == () and [c.turns for c in sampled.completions] == [2, 2]
     assert tokenizer().decode(model.turns[-1][1]).endswith("</tool_call> b"), "and not behind the token that ended it"
 
@@ -475,7 +451,7 @@ def test_what_an_agent_asks_when_it_has_just_ended_is_refused() -> None:
 
 
 def test_agents_that_are_not_wanted_before_their_process_is_there_end_with_it(tmp_path: Path) -> None:
-    given = config(tmp_path, "\nasync def solve(question, **row):\n    await said(question)\n").rollout
+    given = config(tmp_path, "await said(question)").rollout
     with EnvironmentPool(given, columns=PROBLEM.columns) as pool:
         for key in range(20):
             pool.start(key, PROBLEM.columns)
@@ -486,13 +462,12 @@ def test_agents_that_are_not_wanted_before_their_process_is_there_end_with_it(tm
 
 def test_a_flood_of_connections_is_held_to_its_own_address(tmp_path: Path) -> None:
     code = """
-async def solve(question, base_url, **row):
-    port = base_url.split(":")[2].split("/")[0]
-    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
-    await asyncio.sleep(0.5)
-    kept = [writer.close() for reader, writer in held if not reader.at_eof() and not reader.exception()]
-    await said(question)
-    return float(256 <= len(kept) < 360)
+port = base_url.split(":")[2].split("/")[0]
+held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
+await asyncio.sleep(0.5)
+kept = [writer.close() for reader, writer in held if not reader.at_eof() and not reader.exception()]
+await said(question)
+return float(256 <= len(kept) < 360)
 """
     sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
     assert [c.environment_reward for c in sampled.completions] == [1.0, 1.0]
@@ -503,26 +478,22 @@ async def solve(question, base_url, **row):
 
 def test_beyond_its_turns_or_tokens_a_rollout_is_truncated_and_what_it_returns_counts(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    try:
-        while True:
-            await said(question)
-    except BadRequestError as error:
-        return 0.25 if "max_turns" in str(error) else -1
+try:
+    while True:
+        await said(question)
+except BadRequestError as error:
+    return 0.25 if "max_turns" in str(error) else -1
 """
     sampled, _ = play(config(tmp_path, code, rollout={"max_turns": 3}), lambda i, prompt: "fine")
     assert [(c.turns, c.finish_reason, c.environment_reward) for c in sampled.completions] == [(3, "length", 0.25)] * 2
 
 
 @pytest.mark.parametrize("rewritten", ["a", "z a"])
-def test_a_history_that_is_rewritten_up_to_the_limit_is_truncated_wherever_it_is_sorted(
-    tmp_path: Path, rewritten: str
-) -> None:
+def test_a_history_rewritten_up_to_the_limit_is_truncated_wherever_it_is_sorted(tmp_path: Path, rewritten: str) -> None:
     code = f"""
-async def solve(question, **row):
-    await said(question)
-    while True:
-        await said(question, {rewritten!r}, "More.")
+await said(question)
+while True:
+    await said(question, {rewritten!r}, "More.")
 """
     given = config(tmp_path, code, rollout={"max_turns": 50}, sampler={"max_completion_length": 100})
     sampled, _ = play(given, lambda i, prompt: "z z z z")
@@ -532,9 +503,8 @@ async def solve(question, **row):
 
 def test_side_by_side_requests_share_the_tokens_that_are_left(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    await asyncio.gather(*(said(question) for _ in range(3)))
-    await said(question)
+await asyncio.gather(*(said(question) for _ in range(3)))
+await said(question)
 """
     rewards = {"reward_funcs": ["environment"]}
     given = config(tmp_path, code, sampler={"max_completion_length": 20}, rewards=rewards)
@@ -545,14 +515,15 @@ async def solve(question, **row):
     assert [c.environment_reward for c in sampled.completions] == [0.0, 0.0], "who stumbles over a limit ended by it"
 
 
+SILENT = "the agent neither asked the model nor ended within 2 s, so its process was killed"
 ENDS = {
     "raise KeyError('x')": "agent solve raised KeyError: 'x' (mine.py:",
     "raise SystemExit(3)": "agent solve raised SystemExit: 3",
     "return [1]": "the agent gave [1], expected its reward",
     "return float('nan')": "the agent gave nan",
     "return None": "the agent gave no reward",
-    "time.sleep(99)": "the agent neither asked the model nor ended within 2 s, so its process was killed",
-    "await asyncio.sleep(99)": "the agent neither asked the model nor ended within 2 s, so its process was killed",
+    "time.sleep(99)": SILENT,
+    "await asyncio.sleep(99)": SILENT,
     "os.kill(os.getpid(), 9)": "the agent died of signal 9",
     "os._exit(0)": "the agent ended with exit code 0",
     "x = bytearray(3 << 30)": "agent solve raised MemoryError",
@@ -561,16 +532,11 @@ ENDS = {
 
 
 def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path) -> None:
-    code = "\nasync def solve(question, **row):\n    i = int(await said(question))\n"
-    code += "".join(f"    if i == {i}:\n        {how}\n" for i, how in enumerate(ENDS))
-    code += "    return i"
-    given = config(
-        tmp_path,
-        code,
-        rollout={"timeout_s": 2},
-        rewards={"reward_funcs": ["environment"]},
-        eval={"num_generations": len(ENDS) + 1},
-    )
+    code = "i = int(await said(question))\n"
+    code += "".join(f"if i == {i}:\n    {how}\n" for i, how in enumerate(ENDS))
+    code += "return i"
+    rewards = {"reward_funcs": ["environment"]}
+    given = config(tmp_path, code, rollout={"timeout_s": 2}, rewards=rewards, eval={"num_generations": len(ENDS) + 1})
     sampled = played(given, Model(lambda i, prompt: f"{i}"))
     assert [c.environment_reward for c in sampled.completions] == [len(ENDS)]
     for reason, named in zip(sampled.failures, ENDS.values(), strict=True):
@@ -579,10 +545,9 @@ def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path
 
 def test_an_agent_that_does_not_read_its_stream_has_no_more_time_than_its_own(tmp_path: Path) -> None:
     code = """
-async def solve(question, **row):
-    asked = dict(model="m", messages=[{"role": "user", "content": question}])
-    await client.chat.completions.create(**asked, stream=True)
-    time.sleep(99)
+asked = dict(model="m", messages=[{"role": "user", "content": question}])
+await client.chat.completions.create(**asked, stream=True)
+time.sleep(99)
 """
 
     class Long(Model):
@@ -597,13 +562,13 @@ async def solve(question, **row):
 
     given = config(tmp_path, code, rollout={"timeout_s": 2})
     sampled = played(given, Long(lambda i, prompt: "fine"), decode=decode)
-    assert set(sampled.failures) == {
-        "the agent neither asked the model nor ended within 2 s, so its process was killed."
-    }
+    assert set(sampled.failures) == {f"{SILENT}."}
 
 
 def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:
-    sampled = played(config(tmp_path, "\ndef solve(**row):\n    return 1.0\n"), Model(lambda i, prompt: ""))
+    given = config(tmp_path)
+    (tmp_path / "mine.py").write_text("def solve(**row): return 1.0")
+    sampled = played(given, Model(lambda i, prompt: ""))
     assert not sampled.completions and set(sampled.failures) == {"the agent has ended without a completion."}
 
 
@@ -613,10 +578,8 @@ LEAVES_SOMETHING = ["sh", "-c", f"sleep 99 & exec python3 {PROGRAM}"]  # that ho
 
 @pytest.mark.parametrize("agent", [["python3", PROGRAM], LEAVES_SOMETHING], ids=["alone", "leaves something"])
 def test_a_command_gets_the_row_and_its_last_line_is_the_reward(agent: list[str], tmp_path: Path) -> None:
-    sampled, _ = play(
-        config(tmp_path, rollout={"agent": agent}),
-        lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL,
-    )
+    given = config(tmp_path, rollout={"agent": agent})
+    sampled, _ = play(given, lambda i, prompt: "#### 159294" if "<tool_response>" in prompt else CALL)
     assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(2, 1 - 0.11)] * 2
 
 
@@ -650,6 +613,7 @@ def test_a_command_that_fails_is_named(command: str, named: str, tmp_path: Path)
 )
 def test_an_agent_that_cannot_be_called_ends_the_run_at_once(agent: Any, named: str, tmp_path: Path) -> None:
     agent = agent.format(tmp_path) if isinstance(agent, str) else agent
-    given = config(tmp_path, "\ndef solve(**row): pass\ndef wants(colour): pass\n", rollout={"agent": agent})
+    given = config(tmp_path, rollout={"agent": agent})
+    (tmp_path / "mine.py").write_text("def solve(**row): pass\ndef wants(colour): pass\n")
     with pytest.raises(UserError, match=named):
         played(given, Model(lambda i, prompt: ""))

@@ -19,6 +19,7 @@ from tests.support.threads import threads
 from tests.support.tiny import branches, randomise_vectors
 
 VOCAB = 61
+Groups = list[tuple[list[int], list[list[int]]]]
 # (prompt length, completion lengths): unequal, several in a row, a prompt of one token, a single completion
 SHAPES = [(5, (3, 1, 4)), (1, (2, 2)), (7, (6,)), (4, (1, 1, 1, 9))]
 
@@ -64,7 +65,7 @@ def shared(model: Any) -> Any:
     return twin
 
 
-def random_groups() -> list[tuple[list[int], list[list[int]]]]:
+def random_groups() -> Groups:
     rng = np.random.default_rng(0)
     return [
         (rng.integers(0, VOCAB, prompt).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in lengths])
@@ -72,9 +73,7 @@ def random_groups() -> list[tuple[list[int], list[list[int]]]]:
     ]
 
 
-def packed_logits(
-    model: Any, groups: list[tuple[list[int], list[list[int]]]], packing: Packing = "shared", forks: Any = ()
-) -> Tensor:
+def packed_logits(model: Any, groups: Groups, packing: Packing = "shared", forks: Any = ()) -> Tensor:
     """Logits that predict each target, in the model's own precision: [N, V]."""
     row = pack(groups, packing, forks=forks)
     hidden = model.get_decoder()(
@@ -83,7 +82,7 @@ def packed_logits(
     return model.lm_head(hidden[row.source_index])
 
 
-def dense_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], forks: Any = ()) -> Tensor:
+def dense_logits(model: Any, groups: Groups, forks: Any = ()) -> Tensor:
     parts = []
     for (prompt, completions), of in zip(groups, forks or itertools.repeat(itertools.repeat(())), strict=False):
         for completion, forked in zip(completions, of, strict=False):
@@ -93,7 +92,7 @@ def dense_logits(model: Any, groups: list[tuple[list[int], list[list[int]]]], fo
     return torch.cat(parts)
 
 
-def forks_of(groups: list[tuple[list[int], list[list[int]]]]) -> list[list[Forks]]:
+def forks_of(groups: Groups) -> list[list[Forks]]:
     """Of three tokens and more: one behind the prompt, one two behind its first token."""
     return [
         [((1, len(prompt)), (2, 1), (3, 1))[: max(0, len(completion) - 1)] for completion in completions]

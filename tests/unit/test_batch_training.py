@@ -94,10 +94,8 @@ def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -
 
 @pytest.mark.parametrize("algorithm", [{"loss_type": "dapo"}, {"scale_rewards": "batch"}])
 def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(algorithm: dict[str, Any]) -> None:
-    works = [
-        work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL)
-        for g in map(group, range(8))
-    ]
+    groups = map(group, range(8))
+    works = [work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL) for g in groups]
     expected = plan(dict(enumerate(works)), 1, Budget(1, 60))
     events = Run(config(8, algorithm, max_tokens_per_micro_batch=60)).step()
     assert events[:8] == [("receive", [g]) for g in range(8)]

@@ -151,7 +151,7 @@ def samples(right: int) -> tuple[EvalSample, ...]:
     return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(10))
 
 
-def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, log: MetricsLog, right: Any) -> Any:
+def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> Any:
     """A run without an engine from that progress on. right: answers that the evaluation of each version finds.
 
     Returns the versions that it publishes, and of them those that it evaluates.
@@ -180,12 +180,13 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
     exchange: Any = OneRank()
     exchange.wait = lambda work: work()
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
-    monkeypatch.setattr(Trainer, "train_batch", advance)
-    monkeypatch.setattr(publisher, "snapshot", publish_nothing)
-    monkeypatch.setattr(loop, "write_folder", lambda *_: None)
-    monkeypatch.setattr(best_module, "keep_version", lambda *_: None)
     rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
-    Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_batch", advance)
+        patch.setattr(publisher, "snapshot", publish_nothing)
+        patch.setattr(loop, "write_folder", lambda *_: None)
+        patch.setattr(best_module, "keep_version", lambda *_: None)
+        Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published, leased
 
@@ -198,12 +199,10 @@ def run_alone(monkeypatch: pytest.MonkeyPatch, config: Config, begun: Progress, 
         (list(range(10)), 1, list(range(10))),
     ],
 )
-def test_training_ends_when_patience_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[int], patience: int, published: list[int]
-) -> None:
+def test_training_ends_with_its_patience(tmp_path: Path, right: list[int], patience: int, published: list[int]) -> None:
     config = config_for(tmp_path, early_stopping_patience=patience, trainer={"save_steps": 0})
     begun = Progress("run", 0, 0, 0, 0, 0, 0, {})
-    found, _ = run_alone(monkeypatch, config, begun, MetricsLog(tmp_path), dict(enumerate(right)))
+    found, _ = run_alone(config, begun, MetricsLog(tmp_path), dict(enumerate(right)))
     assert found == published
     assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")][: len(published)] == published
 
@@ -220,13 +219,7 @@ def test_training_ends_when_patience_is_over(
     ids=["cut off by the kill", "recorded", "behind the checkpoint"],
 )
 def test_a_resumed_run_has_each_evaluation_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before: list[int],
-    step: int,
-    version: int,
-    evaluated: list[str],
-    on_record: list[int],
+    tmp_path: Path, before: list[int], step: int, version: int, evaluated: list[str], on_record: list[int]
 ) -> None:
     log = MetricsLog(tmp_path)
     for earlier in before:
@@ -234,5 +227,5 @@ def test_a_resumed_run_has_each_evaluation_once(
     log.close()
     config = config_of(run={"output_dir": tmp_path, "resume": True}, data={"eval": "e"}, trainer={"max_steps": step})
     begun, resumed = Progress("run", step, 8 * step, version, step, 0, 0, {}), MetricsLog(tmp_path, (), step, version)
-    assert run_alone(monkeypatch, config, begun, resumed, {}) == ([version], evaluated)
+    assert run_alone(config, begun, resumed, {}) == ([version], evaluated)
     assert [found["step"] for found in read_jsonl(tmp_path / "eval.jsonl")] == on_record

@@ -20,9 +20,7 @@ BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensio
 LOAD = (ROOT / "launch.sh").read_text().partition("build_cpu_op()")[2].split("'")[1]  # as the setup does
 
 
-def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_knows_it_and_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_waits_for_a_killed_builder_knows_it_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (reads, writes), path = os.pipe(), str(tmp_path / "lock")
     builder = os.fork()
     if not builder:
@@ -44,9 +42,7 @@ def test_whoever_waits_for_a_process_that_is_killed_while_it_builds_knows_it_and
     assert capfd.readouterr().err.count(who) >= 2
 
 
-def test_a_lock_is_open_for_writing_as_nfs_wants_it_and_another_users_is_locked_as_it_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_open_for_writing_unless_it_is_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, opened = KernelLock(str(tmp_path / "lock")), os.open
     assert lock.try_acquire()
     assert int(Path(f"/proc/self/fdinfo/{lock._file}").read_text().split("flags:")[1].split()[0], 8) & os.O_RDWR
@@ -83,9 +79,7 @@ def test_an_environment_that_is_reached_by_another_path_compiles_nothing_anew(tm
     assert builds[0] == builds[1]
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_folder_is_named_with_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ops").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     with pytest.raises(UserError, match=r"ops.* File exists.*; export TORCH_EXTENSIONS_DIR=/a/folder/of/yours"):
@@ -93,9 +87,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
 
 
 @pytest.mark.parametrize("name", ["a b", "it's (ü) & #1 %2;x[3]*"])
-def test_the_linker_gets_a_folder_with_a_space_in_one_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_linker_takes_a_folder_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (folder := tmp_path / name).mkdir()
     libraries = ("c10", "torch_cpu", "torch", "torch_python")  # empty ones in torch's place
     for library in libraries:

@@ -156,9 +156,7 @@ def path_of(config: Config) -> Path:
     return Path(endpoint(config).removeprefix("ipc://"))
 
 
-def test_the_default_is_a_socket_of_this_run_in_a_folder_that_only_we_can_enter(
-    default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_run_has_a_private_default_socket(default: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_connected(default)
     with bound(default):
         assert stat.S_ISSOCK(path_of(default).stat().st_mode)
@@ -193,17 +191,12 @@ def test_an_address_that_cannot_be_had_is_told_with_the_reason_and_left_alone(fo
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
+        elsewhere = make_config(folder, channel={"endpoint": "tcp://192.0.2.1:5555"})
         for config, said in (
-            (
-                make_config(folder / "file"),
-                r"ipc://.*inbox: the file there is not a socket.*channel\.endpoint",
-            ),
+            (make_config(folder / "file"), r"ipc://.*inbox: the file there is not a socket.*channel\.endpoint"),
             (served, r"cannot bind ipc://.*inbox: it is in use by another trainer"),
             (tcp(folder, port), rf"port {port} is used by pid {os.getpid()} \("),
-            (
-                make_config(folder, channel={"endpoint": "tcp://192.0.2.1:5555"}),
-                r"tcp://192\.0\.2\.1:5555.*of this host",
-            ),
+            (elsewhere, r"tcp://192\.0\.2\.1:5555.*of this host"),
         ):
             with pytest.raises(UserError, match=said):
                 channel.bind(config)
@@ -227,9 +220,7 @@ def test_addresses_and_names_of_ipv6_are_bound_found_and_told_when_they_are_take
 
 
 @pytest.mark.parametrize("stands_for", ["127.0.1.1", "127.0.0.1", "::1"])
-def test_a_name_that_stands_for_loopback_here_alone_is_bound_where_other_hosts_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stands_for: str
-) -> None:
+def test_a_name_of_loopback_is_bound_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch, stands_for: str) -> None:
     family = socket.AF_INET6 if ":" in stands_for else socket.AF_INET
     found = [(family, socket.SOCK_STREAM, 6, "", (stands_for, 0))]
     port = free_port()

@@ -44,13 +44,11 @@ GIVES = {
 }
 
 
-FUNCTIONS = [
+FUNCTIONS = "".join(
     f"def {name}(completions, answer):\n    return [{gives} for c, a in zip(completions, answer)]\n"
     for name, gives in GIVES.items()
-]
-file = python_file(
-    "import re\nimport time\nfrom tandem.rewards.answers import is_right as right\n" + "".join(FUNCTIONS)
 )
+file = python_file("import re\nimport time\nfrom tandem.rewards.answers import is_right as right\n" + FUNCTIONS)
 
 
 def gold(file, *names, answers=("4", "5", "60"), **settings):

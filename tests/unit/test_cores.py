@@ -36,9 +36,7 @@ def one_thread_on_one_core() -> Iterator[None]:
         ({LENT_CORES: "0,1,2", "LOCAL_SIZE": "2"}, (0, 1, 2), 1),
     ],
 )
-def test_a_rank_gets_its_part_of_the_threads_that_the_launcher_lends(
-    environ: dict[str, str], lent: tuple[int, ...], more_threads: int
-) -> None:
+def test_ranks_share_out_the_lent_threads(environ: dict[str, str], lent: tuple[int, ...], more_threads: int) -> None:
     assert Cores.of(environ) == Cores(frozenset({min(NOW)}), 1, frozenset(lent), more_threads)
 
 

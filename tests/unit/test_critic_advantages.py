@@ -138,9 +138,7 @@ def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_advantages
     st.floats(0.5, 1),
     st.floats(0, 1),
 )
-def test_advantages_and_returns_of_a_step_equal_the_oracle(
-    rewards: list[list[float]], gamma: float, lam: float
-) -> None:
+def test_advantages_and_returns_of_steps_equal_the_oracle(rewards: list[list[float]], gamma: float, lam: float) -> None:
     config = settings(gamma=gamma, lam=lam, beta=0.1, kl_in_reward=True)
     step = [random_group(i, 50, of_group, beta=0.1) for i, of_group in enumerate(rewards)]
     values: ByGroup = {g.group_id: values_of(g) for g in step}
@@ -193,9 +191,7 @@ def test_gae_is_the_explicit_sum(tokens: list[tuple[float, float]], gamma: float
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, [0.0, 0.0, 1.0]), (0.5, [-0.25, 0.5, 1.0])])
-def test_the_reward_is_on_the_last_token_and_a_kl_on_every_one(
-    finish_reason: Any, beta: float, expected: list[float]
-) -> None:
+def test_the_reward_is_on_the_last_token_and_kl_on_each(finish_reason: Any, beta: float, expected: list[float]) -> None:
     # log π_old − log π_ref = (.5, −1, 0)
     old, ref = np.array([-1.0, -2.0, -0.5], np.float32), np.array([-1.5, -1.0, -0.5], np.float32)
     rollout = Rollout(np.array([5, 6, 2], np.int32), old, ref, {"answer": 1.0}, 1.0, finish_reason)

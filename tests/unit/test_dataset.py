@@ -203,9 +203,8 @@ def test_rows_of_verl_and_of_orz_which_are_lists_are_read_through_dotted_keys(tm
     path = write_parquet(tmp_path / "train.parquet", [row])
     [problem] = load_problems(path, prompt_key="prompt", answer_key="reward_model.ground_truth")
     assert problem.columns == {**row, "answer": "4"}
-    [problem] = load_problems(
-        path, prompt_key="prompt", answer_key="ground_truth", rename={"reward_model.ground_truth": "ground_truth"}
-    )
+    rename = {"reward_model.ground_truth": "ground_truth"}
+    [problem] = load_problems(path, prompt_key="prompt", answer_key="ground_truth", rename=rename)
     assert problem.columns["ground_truth"] == problem.columns["answer"] == "4"
     assert "Set data.answer_key: reward_model.ground_truth, or null" in message(path, prompt_key="prompt")
     talk = [{"from": "human", "value": "2+2?"}, {"from": "assistant", "ground_truth": {"value": "4"}}]
@@ -232,9 +231,8 @@ def test_a_json_file_is_read_as_it_is(tmp_path):
 
 def test_what_is_no_number_is_null_and_its_answer_is_empty(tmp_path, capsys):
     nan = float("nan")
-    (tmp_path / "x.jsonl").write_text(
-        '{"question": "1", "answer": NaN, "more": {"gold": [NaN, Infinity]}}\n{"question": "2"}'
-    )
+    text = '{"question": "1", "answer": NaN, "more": {"gold": [NaN, Infinity]}}\n{"question": "2"}'
+    (tmp_path / "x.jsonl").write_text(text)
     [row, _] = read_rows(str(tmp_path / "x.jsonl"))
     assert row == {"question": "1", "answer": None, "more": {"gold": [None, float("inf")]}}
     rows = [
@@ -294,9 +292,7 @@ def test_files_in_a_table_are_not_read_with_it(tmp_path, saved):
         (["log_metric", "x"], {"x": "y"}, "{log_metric: given_log_metric, x: y}"),
     ],
 )
-def test_a_column_whose_name_the_run_gives_something_else_is_refused_and_the_remedy_works(
-    tmp_path, names, rename, remedy
-):
+def test_a_column_whose_name_the_run_uses_itself_is_refused_and_the_remedy_works(tmp_path, names, rename, remedy):
     path = write_jsonl(tmp_path / "x.jsonl", [{"question": "?", "answer": "4", **dict.fromkeys(names, 1)}])
     said = message(path, rename=rename)
     assert said.endswith(remedy)

@@ -70,9 +70,7 @@ FILLED: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("given", "ranks", "dtype", "expected"), FILLED)
-def test_what_is_absent_is_filled_in_and_what_is_given_stays(
-    given: dict[str, Any], ranks: int, dtype: str, expected: dict[str, Any]
-) -> None:
+def test_only_what_is_absent_is_added(given: dict[str, Any], ranks: int, dtype: str, expected: dict[str, Any]) -> None:
     before = json.dumps(given)
     found = filled(given, ranks, dtype=dtype)
     assert {name: found.get(name) for name in expected} == expected

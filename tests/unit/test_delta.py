@@ -79,18 +79,14 @@ def test_whoever_starts_or_skips_versions_gets_every_bit(tmp_path: Path, config:
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_a_sampler_that_starts_hundreds_of_changes_behind_a_whole_version_takes_it(
-    tmp_path: Path, config: Config
-) -> None:
+def test_whoever_starts_hundreds_of_changes_behind_a_whole_version_takes_it(tmp_path: Path, config: Config) -> None:
     changes = Changes(full_every=10_000)
     newest = [publish(tmp_path / "weights", changes, version) for version in range(200)][-1]
     require(Fetcher(config), newest)
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_a_delta_that_is_torn_damaged_missing_or_of_another_version_is_never_loaded(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_whole_and_own_delta_is_loaded(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     versions, fetcher = published(tmp_path / "weights", 3), Fetcher(config)
     require(fetcher, versions[0])
     with monkeypatch.context() as full, pytest.raises(BadWeights, match="No space left"):

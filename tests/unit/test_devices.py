@@ -52,9 +52,7 @@ def test_gradients_of_picked_rows_have_the_same_bits_each_time() -> None:
 # ---- the memory of copies is one buffer, and used again
 
 
-def test_copies_lie_in_one_buffer_of_their_size_and_the_next_ones_in_the_same_places(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_lie_in_one_buffer_of_their_size_and_the_next_in_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
     make = devices.buffer_on_host
     monkeypatch.setattr(devices, "buffer_on_host", lambda *given: made.append(make(*given)) or made[-1])
@@ -74,9 +72,7 @@ def test_copies_lie_in_one_buffer_of_their_size_and_the_next_ones_in_the_same_pl
         assert copies["a"].tolist() != tensors["a"].tolist()
 
 
-def test_memory_for_cuda_is_ordinary_memory_registered_as_it_is_and_as_long_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_for_cuda_is_ordinary_memory_registered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
 
     class Runtime:

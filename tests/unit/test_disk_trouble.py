@@ -92,9 +92,8 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
     with ExitStack() as trouble:
         trouble.enter_context(TROUBLES[reason]())
         monkeypatch.setattr(disk, "report_progress", lambda _: trouble.close())  # room after the first attempt
-        monkeypatch.setattr(
-            disk, "on_all_ranks", lambda *of: clock.append(clock.pop() + 1800) or on_all_ranks(*of)
-        )  # slow
+        # each attempt is slow
+        monkeypatch.setattr(disk, "on_all_ranks", lambda *of: clock.append(clock.pop() + 1800) or on_all_ranks(*of))
         save(tmp_path / "checkpoints", 2)
     assert resumed_step(tmp_path) == 2
     waits = [line for line in capsys.readouterr().err.splitlines() if "step_000002 waits for the disk" in line]
@@ -182,15 +181,12 @@ def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_
     code += "os._exit(exits.run('x', lambda: os.write(file, b'1')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == exits.RETRYABLE
-    assert done.stderr == (
-        "tandem: x: [Errno 28] No space left on device: make room or repair the disk, then start again\n"
-    )
+    reason = "[Errno 28] No space left on device: make room or repair the disk, then start again"
+    assert done.stderr == f"tandem: x: {reason}\n"
 
 
 @pytest.mark.usefixtures("clock")
-def test_when_one_rank_meets_a_full_disk_all_of_them_try_again_together_and_rank_0_says_whose_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_when_one_disk_is_full_all_ranks_try_again_and_rank_0_says_whose(capsys: pytest.CaptureFixture[str]) -> None:
     tried = [0] * 3
 
     def live(ranks: Any) -> None:

@@ -124,9 +124,7 @@ OWN = {f"rewards/{name}": value for name, value in {"mine/mean": 0.31, "mine/acc
         ({"mine": 2.0}, 0, "mine 0.00", "mine 0.0%  (v2, n = 8)"),  # its full marks are known
     ],
 )
-def test_a_reward_of_ones_own_that_nothing_has_earned_in_full_is_shown_by_its_mean(
-    full_marks, earned, step, evaluation
-):
+def test_a_reward_of_ones_own_that_nothing_earned_in_full_is_shown_by_its_mean(full_marks, earned, step, evaluation):
     display = Shown(rewards={"reward_funcs": ["a.py:mine"], "full_marks": full_marks})
     display.step(1, OWN | {"rewards/mine/accuracy": earned / 8})
     display.evaluation({"step": 2, "n": 8, "full_marks": {"mine": earned}, "mean": {"mine": 0.31}})

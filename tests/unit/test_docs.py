@@ -93,9 +93,7 @@ def test_the_chinese_readme_has_the_same_links_commands_and_headings() -> None:
 
 
 @pytest.mark.parametrize(("code", "again"), [(75, ["sbatch job.sh"]), (0, []), (2, [])])
-def test_the_batch_job_of_the_page_hands_itself_in_again_until_it_is_done(
-    code: int, again: list[str], tmp_path: Path
-) -> None:
+def test_the_batch_job_of_the_page_submits_itself_until_it_is_done(code: int, again: list[str], tmp_path: Path) -> None:
     [job] = [block for block in BASH.findall((DOCS / "running.md").read_text()) if "sbatch" in block]
     (tmp_path / "launch.sh").write_text(f'echo "$@" >>said\nexit {code}\n')
     job = 'sbatch() { echo sbatch "$@" >>said; }\n' + job

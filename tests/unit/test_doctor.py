@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -14,58 +16,52 @@ from launcher import doctor
 from launcher.doctor import Check
 
 
-def nvidia_smi(driver: str = "580.95.05", capability: str = "8.9", name: str = "NVIDIA L4") -> str:
+def nvidia_smi(driver: str, capability: str) -> str:
     """A driver's program with two GPUs."""
-    lines = f"echo '{driver}, {capability}, {name}'; echo '{driver}, 9.0, second'"
+    lines = f"echo '{driver}, {capability}, NVIDIA L4'; echo '{driver}, 9.0, second'"
     return f"#!/bin/sh\ncase $* in --query-gpu=driver_version,compute_cap,name*) {lines} ;; *) exit 1 ;; esac\n"
 
 
 @pytest.fixture
-def gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs that is all of PATH: a driver, and a compiler; and one with Python.h."""
-    for name, text in (("nvidia-smi", nvidia_smi()), ("gcc", "")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("ANY_DRIVER", raising=False)
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
-    return tmp_path
+def gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a folder all of PATH: a driver, and a compiler; and one with Python.h. Disk and memory suffice."""
+
+    def make(driver: str = "580.95.05", capability: str = "8.9", without: str = "", **environment: str) -> None:
+        for name, text in (("nvidia-smi", nvidia_smi(driver, capability)), ("gcc", ""), ("Python.h", "")):
+            if name != without:
+                (tmp_path / name).write_text(text)
+                (tmp_path / name).chmod(0o755)
+        for name in ("CC", "ANY_DRIVER"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in (environment | {"PATH": str(tmp_path)}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
+        for name in ("disk", "memory"):
+            monkeypatch.setattr(doctor, name, lambda _: Check(True, "", ""))
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("smi", "environment", "removed", "lacks"),
+    ("given", "lacks"),
     [
-        ({"driver": "580.0", "capability": "7.5"}, {}, "", None),
-        ({"driver": "[N/A]", "capability": "[N/A]"}, {}, "", None),
-        ({"driver": "535.104.05"}, {"ANY_DRIVER": "1"}, "", None),
-        ({"capability": "12.0"}, {"CC": "gcc"}, "", None),
-        ({"driver": "579.99"}, {}, "", ("driver: 579.99; CUDA 13 needs 580", "apt-get install nvidia-driver-580")),
-        ({"capability": "7.4"}, {}, "", ("NVIDIA L4, compute capability 7.4; CUDA 13 needs 7.5", "use a T4")),
-        ({}, {}, "gcc", ("C compiler for Triton: not found", "apt-get install gcc")),
-        ({}, {}, "Python.h", ("Python.h: not found", "apt-get install python3.")),
+        ({"driver": "580.0", "capability": "7.5"}, None),
+        ({"driver": "[N/A]", "capability": "[N/A]"}, None),
+        ({"driver": "535.104.05", "ANY_DRIVER": "1"}, None),
+        ({"capability": "12.0", "CC": "gcc"}, None),
+        ({"driver": "579.99"}, ("driver: 579.99; CUDA 13 needs 580", "apt-get install nvidia-driver-580")),
+        ({"capability": "7.4"}, ("NVIDIA L4, compute capability 7.4; CUDA 13 needs 7.5", "use a T4")),
+        ({"without": "gcc"}, ("C compiler for Triton: not found", "apt-get install gcc")),
+        ({"without": "Python.h"}, ("Python.h: not found", "apt-get install python3.")),
     ],
     ids=["oldest", "unknown", "vouched for", "newest", "old driver", "old GPU", "no compiler", "no headers"],
 )
 def test_what_a_gpu_machine_lacks_is_said_before_anything_is_downloaded(
-    gpu_machine: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    smi: dict[str, str],
-    environment: dict[str, str],
-    removed: str,
-    lacks: tuple[str, str] | None,
+    gpu_machine: Any, capsys: pytest.CaptureFixture[str], given: dict[str, str], lacks: tuple[str, str] | None
 ) -> None:
-    (gpu_machine / "nvidia-smi").write_text(nvidia_smi(**smi))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if removed:
-        (gpu_machine / removed).unlink()
+    gpu_machine(**given)
     listed = [check.text for check in doctor.gpu_machine() if check.text.startswith("GPU: ")]
-    assert listed[1:] == ([] if "ANY_DRIVER" in environment else ["GPU: second, compute capability 9.0"])
-    for name in ("disk", "memory"):
-        monkeypatch.setattr(doctor, name, lambda _: Check(True, "", ""))
+    assert listed[1:] == ([] if "ANY_DRIVER" in given else ["GPU: second, compute capability 9.0"])
     assert doctor.main(["--before-install", "gpu"]) == (lacks is not None)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == (2 if lacks else 0)
@@ -103,10 +99,8 @@ def test_every_package_is_here_as_in_the_lock() -> None:
 def test_packages_of_another_version_are_named_and_a_build_tag_is_not_another_version() -> None:
     found = {"torch": "2.13.0+cu130", "vllm": "0.31.0"}
     lock = "torch==2.13.0\nvllm==0.32.0 ; python_full_version >= '3.11'\npeft==0.21.2\nb==2.0 ; sys_platform == 'win32'"
-    assert doctor.mismatches(doctor.read_lock(lock), found.get) == [
-        "vllm 0.31.0 (wants ==0.32.0)",
-        "peft missing (wants ==0.21.2)",
-    ]
+    wrong = doctor.mismatches(doctor.read_lock(lock), found.get)
+    assert wrong == ["vllm 0.31.0 (wants ==0.32.0)", "peft missing (wants ==0.21.2)"]
     assert doctor.mismatches({"torch": "==2.13.0+cpu"}, found.get) == ["torch 2.13.0+cu130 (wants ==2.13.0+cpu)"]
 
 
@@ -142,9 +136,7 @@ def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
 
 
 @pytest.mark.parametrize(("gpus", "backend", "ok"), [(0, "", True), (2, "", False), (2, "cpu", True)])
-def test_gpus_beside_the_cpu_build_must_be_meant(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool
-) -> None:
+def test_cpu_builds_on_gpus_must_be_meant(monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, ok: bool) -> None:
     monkeypatch.setattr(doctor.machine, "listed_gpus", lambda: range(gpus))
     monkeypatch.setattr(doctor.machine, "is_cpu_build", lambda: True)
     monkeypatch.setenv("BACKEND", backend)

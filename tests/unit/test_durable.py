@@ -72,9 +72,7 @@ def test_a_committed_folder_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_folder_is_deleted_even_if_an_earlier_life_with_our_pid_left_its_trash(
-    tmp_path: Path, is_there: bool
-) -> None:
+def test_a_folder_is_deleted_even_if_a_former_life_with_our_pid_left_its_trash(tmp_path: Path, is_there: bool) -> None:
     """In a container every life of a process may have the same pid. To delete what is gone is no error."""
     (tmp_path / f"{durable.TRASH}v1.{os.getpid()}" / "deep").mkdir(parents=True)
     if is_there:
@@ -114,9 +112,7 @@ def test_a_lock_in_a_place_that_cannot_be_written_is_the_users_to_fix(old: Path)
         durable.lock(old / "run" / "lock", RuntimeError).__enter__()
 
 
-def test_a_file_system_without_locks_is_not_taken_for_a_lock_that_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_not_taken_for_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable.fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     for lock in (durable.lock(tmp_path / "lock", RuntimeError), durable.waiting_lock(tmp_path / "lock", "waiting")):
         with pytest.raises(UserError, match=r"cannot lock .*/lock: No locks available; mount .* -o flock"):
@@ -139,9 +135,7 @@ def test_a_folder_that_others_can_write_is_not_private(tmp_path: Path, mode: int
         durable.make_private(tmp_path)
 
 
-def test_a_link_a_file_or_a_folder_of_somebody_else_is_not_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_a_file_or_a_folder_of_others_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").touch()
@@ -164,9 +158,7 @@ def test_a_link_a_file_or_a_folder_of_somebody_else_is_not_private(
         ("file.written:1:explode", "file.synced", "name:hits"),
     ],
 )
-def test_a_failpoint_that_does_not_exist_is_refused_not_ignored(
-    monkeypatch: pytest.MonkeyPatch, armed: str, name: str, said: str
-) -> None:
+def test_an_unknown_failpoint_is_refused(monkeypatch: pytest.MonkeyPatch, armed: str, name: str, said: str) -> None:
     monkeypatch.setenv("TANDEM_FAILPOINT", armed)
     with pytest.raises(AssertionError, match=said):
         failpoint(name)

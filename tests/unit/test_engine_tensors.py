@@ -158,9 +158,7 @@ NOT_COMPARED: dict[str, tuple[Spoil, list[str], str]] = {
 
 
 @pytest.mark.parametrize("kind", NOT_COMPARED)
-def test_what_cannot_be_compared_is_named_and_left_to_the_canary_and_all_the_rest_is_compared(
-    kind: str, model: Model
-) -> None:
+def test_what_cannot_be_compared_is_named_and_left_to_the_canary_and_the_rest_compared(kind: str, model: Model) -> None:
     change, names, why = NOT_COMPARED[kind]
     change(model)
     proof = prove(model, expected(published()))
@@ -221,13 +219,8 @@ class Mixture(nn.Module):
             elif "norm" in name:
                 layer.norm.weight.copy_(tensor)
             else:
-                w13 = layer.mlp.experts.w13[numbers[1]]
-                places = {
-                    "gate_proj": w13[:WIDTH],
-                    "up_proj": w13[WIDTH:],
-                    "down_proj": layer.mlp.experts.w2[numbers[1]],
-                }
-                places["both_bias"] = layer.mlp.experts.w13_bias[numbers[1]]
+                w13, w13_bias, w2 = (getattr(layer.mlp.experts, name)[numbers[1]] for name in ("w13", "w13_bias", "w2"))
+                places = {"gate_proj": w13[:WIDTH], "up_proj": w13[WIDTH:], "down_proj": w2, "both_bias": w13_bias}
                 next(place for part, place in places.items() if part in name).copy_(tensor)
 
 
@@ -375,9 +368,7 @@ def kernel(model: Any, reorder: Callable[[torch.Tensor], torch.Tensor], layers: 
 @pytest.mark.parametrize(
     "kind", ["", *[k for k in SWAPPED if k[:4] != "gate"], "old", "one layer alone", "no values at hand"]
 )
-def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_numbers_are(
-    kind: str, reorder: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_what_a_kernel_moved_is_unproven_or_wrong(kind: str, reorder: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model, tensors = Mixture(1 if kind == "old" else 2), mixture(2)
     if kind in SWAPPED:
         SWAPPED[kind](model)
@@ -394,9 +385,7 @@ def test_what_a_kernel_rearranged_is_unproven_and_counted_and_wrong_where_its_nu
 
 
 @pytest.mark.parametrize("moved", ["rows", "numbers"])
-def test_a_single_tensor_whose_rows_were_exchanged_is_wrong_and_one_in_blocks_is_unproven(
-    moved: str, model: Model
-) -> None:
+def test_a_single_tensor_with_exchanged_rows_is_wrong_and_one_in_blocks_is_unproven(moved: str, model: Model) -> None:
     w = model.model.o_proj.weight.data
     w.copy_(w[[1, 0, *range(2, HIDDEN)]] if moved == "rows" else in_blocks(w))
     proof = prove(model, expected(published()), None, published())

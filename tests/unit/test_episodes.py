@@ -94,14 +94,13 @@ class Played2:
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
-        template = SimpleNamespace(
-            continuation=lambda last, messages: np.array([50, 51, 52], np.int32), turn_prefix="later ", rewrites=""
-        )
-        template.tools, template.of_row, template.calls = (), lambda row: template, lambda *_: ("", ())
+        template = SimpleNamespace(turn_prefix="later ", rewrites="", tools=(), calls=lambda *_: ("", ()))
+        template.continuation = lambda last, messages: np.array([50, 51, 52], np.int32)
+        template.of_row = lambda row: template
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
         parts: list[Any] = [self.engine, self.pool, template, decode]
         self.episodes = Episodes(config, *parts, self._asked_with)
-        self.config, self.out = config, dict[Any, Sampled]()
+        self.out = dict[Any, Sampled]()
         asked = [{"role": "user", "content": "?"}]
         prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), turn_prefix="first ")
         self.episodes.start(KEY, prompt, PARAMS)
@@ -142,9 +141,7 @@ def test_the_first_turns_have_the_seeds_of_a_run_of_single_turns_and_start_toget
 def test_the_next_turn_follows_exactly_the_ids_that_were_sampled_and_observed(play: Played2) -> None:
     play.begin()
     play.sampled(1, turn(30, 31, END))
-    assert play.pool.owed == {(KEY, 1): ("step", "first 30 31")}, (
-        "without the end of the turn, with what the prompt began"
-    )
+    assert play.pool.owed == {(KEY, 1): ("step", "first 30 31")}, "without the turn's end, with what the prompt began"
     play.reply(1, seen())
     ids, room, seed = play.asked(1)
     assert ids == [10, 11, 30, 31, END, 50, 51, 52]
@@ -210,10 +207,10 @@ def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2)
     sampled = play.out[KEY]
     assert sampled.failures == ("no answer within 30 s, killed",)
     assert [c.token_ids.tolist() for c in sampled.completions] == [[31, END]]
-    assert "no answer within 30 s" in str(too_few_reason(KEY, sampled, play.config)), "one rollout has no baseline"
+    assert "no answer within 30 s" in str(too_few_reason(KEY, sampled)), "one rollout has no baseline"
     two = Sampled(sampled.prompt, [*sampled.completions] * 2, sampled.failures)
-    assert too_few_reason(KEY, two, play.config) is None
-    assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two, play.config) is not None, "a mean over all, or none"
+    assert too_few_reason(KEY, two) is None
+    assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two) is not None, "a mean over all, or none"
 
 
 def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:

@@ -55,9 +55,7 @@ def test_the_final_answer_of_a_completion(text: str, answer: str | None) -> None
         (["4", "4", "3", "5", "3"], [True, True, False, False, False], 0.5),
     ],
 )
-def test_the_most_frequent_answer_decides_and_ties_are_shared(
-    answers: list[str | None], right: list[bool], expected: float
-) -> None:
+def test_a_majority_decides_and_ties_are_shared(answers: list[str | None], right: list[bool], expected: float) -> None:
     assert majority(answers, right) == expected
 
 

@@ -30,6 +30,7 @@ from examples.search_tool import search
 from examples.thinking import Story
 from examples.thinking import completion as thought
 from examples.thinking_environment import StoryTurns
+from sampler.prompts.chat_template import render
 from sampler.turns.turns import TurnTemplate
 from tests.support.examples import TINY
 
@@ -145,8 +146,6 @@ def test_a_story_asks_three_totals_and_gives_a_point_for_each_that_stands_behind
 
 def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: Any) -> None:
     """The template drops the thought, and the model is taught behind what it leaves."""
-    from sampler.prompts.chat_template import render
-
     tokenizer = tokenizer_of(folder_of("quickstart_thinking"))
     written = functools.partial(render, tokenizer, prompt=PromptTemplate())
     ask = [{"role": "user", "content": STORY.questions[0]}]
@@ -162,10 +161,7 @@ def test_every_turn_of_a_story_follows_a_history_that_was_rewritten(folder_of: A
 
 
 def test_the_warm_start_teaches_the_tokens_that_a_run_samples_and_no_other(folder_of: Any) -> None:
-    from sampler.prompts.chat_template import render
-
     tokenizer = tokenizer_of(folder_of("quickstart_tools"))
-
     tools = schemas({"calculator": compute})
     rendered = functools.partial(render, tokenizer, prompt=PromptTemplate(), tools=tools)
     ask = [{"role": "user", "content": PRODUCT.question}]
@@ -309,9 +305,7 @@ def test_lesson_one_is_clean_and_lesson_two_spoiled_at_a_lower_rate(folder_of: A
     assert float(re.search(r"step 42/42  loss ([\d.]+)", said[-1])[1]) < 0.1  # log(vocabulary) is 6
 
 
-def test_another_setting_or_an_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_another_setting_or_unfinished_folder_is_built_again_and_a_failed_build_changes_nothing(tmp_path: Path) -> None:
     folder, lines = tmp_path / "quickstart", []
     one = replace(TINY["quickstart"], num_train=20, num_test=5, num_clean_steps=1, num_careless_steps=0, num_layers=1)
     two = replace(one, num_train=21)

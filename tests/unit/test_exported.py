@@ -42,9 +42,7 @@ def of(model: Any) -> dict[str, Exported]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_published_model_and_a_saved_folder_are_what_save_pretrained_writes_to_the_bit(
-    kind: str, tmp_path: Path
-) -> None:
+def test_what_is_published_and_saved_is_what_save_pretrained_writes_to_the_bit(kind: str, tmp_path: Path) -> None:
     """In name, order, dtype, shape and bits; the folder to the byte. Both are where another run may start."""
     model = AutoModelForCausalLM.from_pretrained(save_kind(kind, tmp_path / "start"), dtype="bfloat16")
     model.save_pretrained(tmp_path / "expected")
@@ -71,9 +69,8 @@ def test_an_expert_is_made_of_its_own_part_of_the_parameter_and_costs_no_memory(
             tensor = made[f"model.layers.1.mlp.experts.{e}.{name}.weight"]
             assert [id(p) for p in tensor.parameters] == [id(fused)]
             there = tensor.make()
-            assert there.data_ptr() == fused[e, 64 * i].data_ptr() and torch.equal(
-                there, fused[e, 64 * i : 64 * i + 64]
-            )
+            part = fused[e, 64 * i : 64 * i + 64]
+            assert there.data_ptr() == part.data_ptr() and torch.equal(there, part)
     with torch.no_grad():
         fused.add_(1)
     assert torch.equal(made["model.layers.1.mlp.experts.7.up_proj.weight"].make(), fused[7, 64:]), "as it is now"
@@ -164,11 +161,8 @@ def test_what_has_no_file_to_copy_is_missing_and_the_weights_are_there(tmp_path:
     (given / "chat_template.jinja").unlink(missing_ok=True)
     _, [lacking] = save_model(engine, OneRank(), tokenizer, tmp_path / "final")  # type: ignore[arg-type]
     assert lacking == "the tokenizer cannot be saved: PermissionError: [Errno 13] Permission denied"
-    assert sorted(p.name for p in (tmp_path / "final").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    saved = sorted(p.name for p in (tmp_path / "final").iterdir())
+    assert saved == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 def test_trouble_with_the_disk_is_waited_for_and_not_copied_over(tmp_path: Path) -> None:
@@ -190,9 +184,7 @@ def test_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 9))
-def test_every_parameter_is_written_in_order_by_one_rank_and_none_has_more_than_its_share_and_one_parameter(
-    sizes: list[int], count: int
-) -> None:
+def test_one_rank_writes_each_parameter_in_order_and_none_much_beyond_its_share(sizes: list[int], count: int) -> None:
     parts = slices(sizes, count)
     assert len(parts) == count
     assert [i for part in parts for i in part] == list(range(len(sizes)))

@@ -19,9 +19,7 @@ ROUNDED_MORE = {"gemma4_text": 3e-6, "qwen3_5_text": 3e-6, "qwen3_5_moe_text": 4
 
 
 @pytest.mark.parametrize("family", [n if n in NORMAL else pytest.param(n, marks=full) for n in FAMILIES])
-def test_log_probs_and_gradient_of_the_chosen_layout_are_the_models_own(
-    family: str, tmp_path: Path, library: str
-) -> None:
+def test_log_probs_and_gradient_of_its_layout_are_the_models_own(family: str, tmp_path: Path, library: str) -> None:
     random_model(family, VOCAB).save_pretrained(tmp_path)
     found = compare(tmp_path)
     assert found["logprobs"] <= 1e-5

@@ -130,9 +130,7 @@ def refused(file: Path) -> str:
     return str(error.value)
 
 
-def test_a_file_that_is_not_there_or_not_gguf_or_cut_short_is_refused_with_a_remedy(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_no_whole_gguf_is_refused_with_a_remedy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "page.gguf").write_text("<html>")
     (tmp_path / "big-00001-of-00003.gguf").write_bytes(b"GGUF")
     assert "no such file. Did you mean" in refused(tmp_path / "pag.gguf")

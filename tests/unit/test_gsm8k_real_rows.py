@@ -31,9 +31,8 @@ def test_every_gold_answer_earns_both_rewards_in_every_notation_and_any_other_nu
     right.append([f"${gold:,}.".replace("$-", "-$") for gold in golds])
     wrong = [gold + 1 for gold in golds], [-gold - 1 for gold in golds], [f"{gold}.01" for gold in golds]
     for results, reward in [*((results, 1.0) for results in right), *((results, -1.0) for results in wrong)]:
-        completions = [
-            f"<think>{c}</think>\n<answer>{r}</answer><|im_end|>" for c, r in zip(columns, results, strict=True)
-        ]
+        both = zip(columns, results, strict=True)
+        completions = [f"<think>{c}</think>\n<answer>{r}</answer><|im_end|>" for c, r in both]
         assert set(answer(completions=completions, answer=columns)) == {reward}
         assert set(format(completions=completions)) == {1.25}
 

@@ -126,9 +126,8 @@ def test_a_first_host_that_another_does_not_reach_is_named_before_anything_start
 def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) -> None:
     hosts = (HostLine("10.0.0.1", 2, 0), HostLine("10.0.0.3", 1, 2))
     config = config_in(tmp_path, vllm={"tensor_parallel_size": 2})
-    meet = Meeting(
-        "10.0.0.9", 12345, {f"10.0.0.{i}": {"GLOO_SOCKET_IFNAME": card} for i, card in ((1, "ib0"), (3, "eth7"))}
-    )
+    cards = {"10.0.0.1": {"GLOO_SOCKET_IFNAME": "ib0"}, "10.0.0.3": {"GLOO_SOCKET_IFNAME": "eth7"}}
+    meet = Meeting("10.0.0.9", 12345, cards)
     commands = HostCommands(tmp_path / "c.yaml", ["a.b=1"], config, hosts, meet)
     trainer = json.loads(Path(commands.trainer("x=y").argv[-1]).read_text())
     children = commands.samplers()
@@ -141,10 +140,8 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
     assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first
-    assert [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler] == [
-        ("10.0.0.3", [1, 2], "sampler.0"),
-        ("10.0.0.3", [3, 2], "sampler.1"),
-    ]
+    samplers = [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler]
+    assert samplers == [("10.0.0.3", [1, 2], "sampler.0"), ("10.0.0.3", [3, 2], "sampler.1")]
     assert len({o["log"] for o in (*trainer, *sampler)}) == 4
 
 

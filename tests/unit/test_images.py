@@ -40,9 +40,7 @@ def processor(form: ImageFormat, min_pixels: int, max_pixels: int) -> object:
 
 @pytest.mark.parametrize("form", [PLAIN, QWEN3])
 @pytest.mark.parametrize(("width", "height"), [(84, 84), (300, 200), (31, 500), (640, 481)])
-def test_patches_of_the_png_are_those_of_transformers_processor_bit_for_bit(
-    form: ImageFormat, width: int, height: int
-) -> None:
+def test_patches_of_the_png_are_transformers_own_bit_for_bit(form: ImageFormat, width: int, height: int) -> None:
     limits = (3136, 100_352)
     image = picture(width, height)
     expected = processor(form, *limits)(images=[image], return_tensors="np")  # type: ignore[operator]

@@ -61,9 +61,7 @@ def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_the
         (["13d"], [[20, 21, 22, 23, 24]]),  # saved before it was published
     ],
 )
-def test_the_first_version_that_is_another_ends_it_for_good(
-    tmp_path: Path, versions: list[str], back: list[list[int]]
-) -> None:
+def test_the_first_other_version_ends_it_for_good(tmp_path: Path, versions: list[str], back: list[list[int]]) -> None:
     config, said = make_config(tmp_path), list[str]()
     live(config, *FIRST)
     kept = live(config, say=said.append)

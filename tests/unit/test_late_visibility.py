@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
 from common.errors import Retryable
 from common.files.weights import MANIFEST, Published
 from sampler import loop
@@ -42,36 +41,33 @@ class SlowShare:
     """A clock, and a published version that others see in parts as its time passes."""
 
     def __init__(self, published: Published, monkeypatch: pytest.MonkeyPatch):
-        self.now_s, self.folder = 0.0, Path(published.weights_dir)
+        self.now_s, self.published, self.folder = 0.0, published, Path(published.weights_dir)
         self.whole = self.folder.with_name("on-the-server")
         self.folder.rename(self.whole)
-        self.parts: list[tuple[float, Callable[[], object]]] = []
+        self.parts: list[tuple[float, str, float]] = []  # when, which file, how much of it
         monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
         while self.parts and self.now_s >= self.parts[0][0]:
-            self.parts.pop(0)[1]()
+            self.show(*self.parts.pop(0)[1:])
 
-    def show(self, name: str, part: float = 1.0) -> None:
+    def show(self, name: str, part: float) -> None:
         self.folder.mkdir(exist_ok=True)
         shutil.copy(self.whole / name, self.folder)
         os.truncate(self.folder / name, int(part * (self.whole / name).stat().st_size))
 
 
 @pytest.fixture
-def config(folder: Path) -> Config:
-    return make_config(folder, model={"path": "m", "dtype": "float32"})
+def share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SlowShare:
+    return SlowShare(publish(folder / "weights", VERSION), monkeypatch)
 
 
 @pytest.fixture
-def published(folder: Path) -> Published:
-    return publish(folder / "weights", VERSION)
-
-
-def sampler_with(config: Config, published: Published) -> Sampler:
+def sampler(folder: Path, share: SlowShare) -> Sampler:
     """The real loop, credited with the version."""
-    credit = SimpleNamespace(**dataclasses.asdict(published))
+    config = make_config(folder, model={"path": "m", "dtype": "float32"})
+    credit = SimpleNamespace(**dataclasses.asdict(share.published))
     link: Any = SimpleNamespace(credit=credit, beat=lambda *_, now=False: None)
     engine: Any = IdleEngine()
     pool: Any = SimpleNamespace(pending=0)
@@ -79,19 +75,12 @@ def sampler_with(config: Config, published: Published) -> Sampler:
 
 
 def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_used_only_whole(
-    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, str], None]
+    share: SlowShare, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, str], None]
 ) -> None:
-    share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
     read, listdir = [], os.listdir
     monkeypatch.setattr("common.files.weights.os.listdir", lambda path: read.append(path) or listdir(path))
-    share.parts = [
-        (15.0, lambda: share.show(MANIFEST, 0.0)),
-        (30.0, lambda: share.show(MANIFEST, 0.6)),
-        (45.0, lambda: share.show(MANIFEST)),
-        (60.0, lambda: share.show(SHARDS[0])),
-        (75.0, lambda: share.show(SHARDS[1], 0.5)),
-        (90.0, lambda: share.show(SHARDS[1])),
-    ]
+    shown = ((MANIFEST, 0.0), (MANIFEST, 0.6), (MANIFEST, 1.0), (SHARDS[0], 1.0), (SHARDS[1], 0.5), (SHARDS[1], 1.0))
+    share.parts = [(15.0 * i, *part) for i, part in enumerate(shown, 1)]
     said: dict[str, None] = {}
     while sampler.engine.version != VERSION:
         assert sampler.engine.num_loads == 0, "the engine was touched"
@@ -110,9 +99,9 @@ def test_a_version_that_appears_in_parts_within_90_s_is_waited_for_by_name_and_u
 
 @pytest.mark.parametrize("lie", [errno.ENOENT, errno.ESTALE, errno.EIO])
 def test_a_stat_that_lies_for_90_s_is_waited_out(
-    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch, lie: int
+    share: SlowShare, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, lie: int
 ) -> None:
-    share, sampler, truth = SlowShare(published, monkeypatch), sampler_with(config, published), Path.read_bytes
+    truth = Path.read_bytes
     share.whole.rename(share.folder)  # it is all there; only the answers are wrong
 
     def lying(path: Path) -> bytes:
@@ -128,15 +117,13 @@ def test_a_stat_that_lies_for_90_s_is_waited_out(
 
 
 def test_a_version_that_never_appears_ends_the_sampler_retryable_with_the_path(
-    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
+    share: SlowShare, sampler: Sampler
 ) -> None:
-    share, sampler = SlowShare(published, monkeypatch), sampler_with(config, published)
     with pytest.raises(Retryable) as ended:
         while True:
             sampler.reload_if_credited()
     assert 90.0 < loop._VISIBLE_WITHIN_S < share.now_s < loop._VISIBLE_WITHIN_S + 1
-    assert f"version {VERSION}: {share.folder / MANIFEST}: No such file or directory. Is weights.dir" in str(
-        ended.value
-    )
-    assert "on a file system that both hosts share?" in str(ended.value)
+    said = str(ended.value)
+    assert f"version {VERSION}: {share.folder / MANIFEST}: No such file or directory. Is weights.dir" in said
+    assert "on a file system that both hosts share?" in said
     assert sampler.engine.num_loads == 0

@@ -190,9 +190,7 @@ def test_a_failed_install_shows_its_log_and_the_next_start_repairs_it(copy: Copy
         ({"FAILS_ON": "--known"}, "no luck with: "),
     ],
 )
-def test_a_wrong_environment_is_one_line_with_a_fix_and_nothing_is_installed(
-    copy: Copy, environment: dict[str, str], message: str
-) -> None:
+def test_a_wrong_environment_gets_a_fix_and_no_package(copy: Copy, environment: dict[str, str], message: str) -> None:
     result = copy.launch("setup", **environment)
     assert result.returncode == (1 if "--known" in environment.values() else 2)
     assert message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -148,9 +148,7 @@ def test_a_loaded_model_uses_it_but_where_mkl_is_faster_a_product_differs_or_the
         ("HygonGenuine", "avx2", False),
     ],
 )
-def test_mkl_suits_intel_and_amd_processors_without_avx512(
-    tmp_path: Path, vendor: str, flags: str, suits_mkl: bool
-) -> None:
+def test_mkl_suits_intel_and_amd_without_avx512(tmp_path: Path, vendor: str, flags: str, suits_mkl: bool) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert not linear._suits_mkl(cpuinfo)  # not Linux
     cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags} sha_ni\n")

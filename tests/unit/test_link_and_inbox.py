@@ -119,9 +119,7 @@ def test_what_is_lost_on_the_way_is_sent_again(link: MemoryLink) -> None:
         assert sampler.produced == list(range(len(sampler.produced))), "resent, not sampled again"
 
 
-def test_a_lease_that_is_copied_ends_with_the_first_result_and_the_other_hears_of_it_at_once(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copied_lease_ends_at_once_with_the_first_result(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once means by a credit of its own, and not with the next beat."""
     go_on = threading.Event()
     with link.inbox() as inbox, link.sampler("stuck", make=stuck(go_on)) as slow:
@@ -175,9 +173,7 @@ WITHOUT_SCORE = (dataclasses.replace(OTHER_PROBLEM[0], problem_index=0, rewards=
         (make_eval_result(EvalRequest("v0", 9, (0, 1, 2)), 0), "eval_unknown"),
     ],
 )
-def test_what_nobody_waits_for_is_counted_by_its_reason_and_the_rest_goes_on(
-    link: MemoryLink, message: Any, reason: str
-) -> None:
+def test_what_nobody_awaits_is_counted_by_reason_and_all_goes_on(link: MemoryLink, message: Any, reason: str) -> None:
     may_end = threading.Event()
     with link.inbox() as inbox, link.sampler(make=stuck(may_end)):
         inbox.commit(0, published(0), "v0", num_problems=3)
@@ -230,9 +226,7 @@ def test_a_group_that_cannot_be_trained_is_a_tombstone_with_its_row_at_once_and_
         (EvalResult("v0", 0, 0, (dataclasses.replace(OTHER_PROBLEM[0], num_tokens=0.5),)), "malformed"),  # type: ignore
     ],
 )
-def test_an_evaluation_that_cannot_be_used_fails_its_problems_at_once(
-    link: MemoryLink, answer: EvalResult, reason: str
-) -> None:
+def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, answer: EvalResult, reason: str) -> None:
     said = list[str]()
     with link.inbox(say=said.append) as inbox, link.sampler() as sampler:
         sampler.make_eval = lambda *_: answer
@@ -250,9 +244,7 @@ def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink)
         assert receive(inbox, [0]) == [Tombstone(0, 0, "KeyError: 'a?'")]
 
 
-def test_a_sampler_that_does_nothing_while_its_work_is_waited_for_is_started_again_with_the_reason(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_idle_beside_its_work_is_told_why_it_goes(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.link.socket_thread._IDLE_S", 0.1)
     said = list[str]()
     with link.inbox(say=said.append) as inbox, link.sampler(make=useless) as sampler:
@@ -262,9 +254,7 @@ def test_a_sampler_that_does_nothing_while_its_work_is_waited_for_is_started_aga
         until(lambda: sampler.ended)
         assert sampler.ended is not None
         assert sampler.ended.exit_code == 75
-    assert [
-        line for line in said if re.search(r"s0 is sent away: it is idle .*, and its work is group 0, group 1", line)
-    ]
+    assert any(re.search(r"s0 is sent away: it is idle .*, and its work is group 0, group 1", line) for line in said)
 
 
 def test_a_group_before_the_first_credit_is_refused_and_stops_nothing(link: MemoryLink) -> None:
@@ -294,9 +284,7 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
         assert inbox.state.peers == {}, "the only one may not come back with other problems either"
 
 
-def test_a_trainer_waits_for_a_sampler_as_long_as_its_work_on_the_rows_moves(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_waits_while_a_sampler_works_on_its_rows(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """300,000 rows, or as many pictures, take longer than channel.connect_timeout_s."""
     monkeypatch.setattr("sampler.link._SILENT_S", 0.0)
     link.config = changed(link.config, channel={"connect_timeout_s": 0.5})
@@ -355,9 +343,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(link: MemoryLink) 
             receive(inbox, [0, 1])
 
 
-def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_only_when_nothing_came_for_all_of_it(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at what is missing comes 1,000 s after the one before it; the limit is 1,800 s."""
     with link.inbox(say=lambda _: None) as inbox:
         inbox.config = changed(link.config, channel={"stall_timeout_s": 1800.0})  # of the wait alone
@@ -375,9 +361,7 @@ def test_a_wait_ends_only_when_nothing_has_come_for_the_whole_of_it(
             inbox._wait(lambda: missing(3))
 
 
-def test_a_missing_sampler_is_waited_for_with_words_and_a_deadline(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.05)
     said: list[str] = []
     link.config = changed(link.config, channel={"connect_timeout_s": 0.3})
@@ -398,9 +382,7 @@ def test_a_missing_trainer_is_waited_for_until_its_deadline_which_begins_with_th
         bare.receive(0.1)
 
 
-def test_a_message_above_the_limit_is_refused_with_the_settings_that_make_it_smaller(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_above_the_limit_is_refused_with_a_remedy(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "max_message_bytes", 1 << 20)
     long = dataclasses.replace(OTHER_PROBLEM[0], completion="x" * (3 << 19))
     with pytest.raises(UserError, match=r"1\.5 MiB, the limit is 1; lower eval\.num_generations"):
@@ -433,9 +415,7 @@ def test_the_work_of_a_lost_sampler_goes_to_the_other(link: MemoryLink, monkeypa
     assert any(re.match(lost, line) for line in said)
 
 
-def test_a_sampler_that_goes_leaves_its_leases_to_others_at_once(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_goes_frees_its_leases_at_once(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "LOST_AFTER_S", 30.0)
     with link.inbox() as inbox:
         with link.sampler("s1", make=useless) as leaving:
@@ -481,9 +461,7 @@ def test_what_an_earlier_start_of_the_trainer_still_says_is_ignored(link: Memory
         (ValueError("a bug"), 75, "the trainer ended: ValueError: a bug"),
     ],
 )
-def test_the_trainers_goodbye_carries_the_code_to_end_with(
-    link: MemoryLink, error: BaseException | None, code: int, reason: str
-) -> None:
+def test_the_trainers_goodbye_has_a_code(link: MemoryLink, error: BaseException | None, code: int, reason: str) -> None:
     with link.sampler() as sampler:
         with contextlib.suppress(type(error or Retryable())), link.inbox() as inbox:
             inbox.commit(0, published(0))
@@ -549,9 +527,7 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(link: MemoryL
         assert inbox.finish_eval() == []
 
 
-def test_chunks_are_so_small_that_their_texts_fit_into_a_message(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_so_small_that_their_texts_fit_a_message(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bytes a token x 32 answers of 1,024 tokens are half a MiB a problem: 2 in half of 2 MiB."""
     assert problems_per_chunk(link.config) == 64
     monkeypatch.setattr(Config, "max_message_bytes", 2 << 20)
@@ -559,9 +535,7 @@ def test_chunks_are_so_small_that_their_texts_fit_into_a_message(
     assert problems_per_chunk(long) == 2
 
 
-def test_an_interrupt_ends_an_evaluation_so_that_no_other_version_answers_the_rest(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_an_evaluation_for_good(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     with link.inbox() as inbox:
         inbox.commit(0, published(0), "v0", num_problems=3)
         monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)

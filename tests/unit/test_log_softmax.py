@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from model import log_softmax
 from model.log_softmax import LogSoftmaxAt
 from tests.support.raising import raising
+from tests.support.threads import threads
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +22,6 @@ def nothing_compiled() -> Iterator[None]:
     yield
     log_softmax._compiled.cache_clear()
     log_softmax._uncompiled.clear()
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,14 +75,16 @@ def test_values_and_gradients_are_those_of_float64(
     assert torch.equal(ours, logits), "the logits are somebody else's"
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 50_000), (2, 50_000), (37, 49_152), (11, 151_936), (300, 97)])
-def test_log_probs_and_gradients_have_the_bits_of_autograd_on_a_cpu(threads: int, rows: int, vocab: int) -> None:
+def test_log_probs_and_gradients_have_the_bits_of_autograd_on_a_cpu(num_threads: int, rows: int, vocab: int) -> None:
     logits, targets, weights = problem(rows, vocab)
     plain, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    expected = plain.gather(-1, targets[:, None])[:, 0] - plain.logsumexp(-1)
-    found, _, _ = LogSoftmaxAt.apply(ours, targets, None, 1.0, True, False)
-    expected.backward(weights)
-    found.backward(weights)
+    with threads(num_threads):
+        expected = plain.gather(-1, targets[:, None])[:, 0] - plain.logsumexp(-1)
+        found, _, _ = LogSoftmaxAt.apply(ours, targets, None, 1.0, True, False)
+        expected.backward(weights)
+        found.backward(weights)
     assert torch.equal(found, expected)
     assert plain.grad is not None and ours.grad is not None and torch.equal(ours.grad, plain.grad)
 

@@ -17,7 +17,7 @@ from model.layout import hidden_at_sources
 from model.logprobs import load_causal_lm, score_logprobs, score_norms, token_terms
 from model.packing import pack, select
 from tests.support.threads import threads
-from tests.support.tiny import tiny_model
+from tests.support.tiny import bytes_kept, tiny_model
 
 QWEN_VOCAB = 151_936
 
@@ -59,9 +59,7 @@ def token_logprobs(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("of_entropy", [True, False])
 @pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_and_their_gradients_equal_one_log_softmax(
-    temperature: float, chunk_size: int, of_entropy: bool
-) -> None:
+def test_chunks_and_gradients_equal_one_log_softmax(temperature: float, chunk_size: int, of_entropy: bool) -> None:
     def terms_and_gradients(function: Any) -> tuple[list[Tensor], list[Tensor]]:
         hidden, targets, head = problem(n=10, dim=6, vocab=97)
         logprobs, entropy = function(hidden, targets, head)
@@ -82,21 +80,16 @@ def test_chunks_and_their_gradients_equal_one_log_softmax(
 
 @pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "logprobs"])
 @pytest.mark.parametrize("with_gradient", [True, False], ids=["gradient", "no_grad"])
-def test_one_chunk_of_logits_with_the_real_vocabulary_exists_at_a_time_and_none_is_kept_for_backward(
-    with_gradient: bool, with_entropy: bool
-) -> None:
+def test_one_chunk_of_logits_exists_at_a_time_and_none_is_kept(with_gradient: bool, with_entropy: bool) -> None:
     hidden, targets, head = problem(n=40, dim=4, vocab=QWEN_VOCAB)
-    kept: dict[int, int] = {}  # elements by storage
+    terms: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
-        return tensor
+    def forward() -> None:
+        terms.extend(token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy))
 
     with LargestTensor() as meter, torch.set_grad_enabled(with_gradient):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, entropy = token_logprobs(hidden, targets, head, 1.0, chunk_size=8, entropy_gradient=with_entropy)
-        assert sum(kept.values()) < QWEN_VOCAB  # less than one token's logits
+        assert bytes_kept(head, forward) < 4 * QWEN_VOCAB  # less than one token's logits
+        logprobs, entropy = terms
         assert entropy.requires_grad is (with_gradient and with_entropy)
         if with_gradient:
             (logprobs + entropy).sum().backward()

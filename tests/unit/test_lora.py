@@ -23,7 +23,7 @@ from sampler.engine.reload import expected_tensors, reload
 from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
 from tests.support.mixtures import mixture
-from tests.support.plain_policy import AdaptedPolicy
+from tests.support.plain_policy import AdaptedPolicy, OneRank
 from tests.support.tiny import tiny_model
 from tests.support.tiny_vision import tiny_vision_model
 from trainer.engine.exported import adapters
@@ -159,9 +159,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
         ({"r": 4, "alpha": 12, "target_modules": ["q_proj"]}, "adapters missing .* or not expected"),
     ],
 )
-def test_a_sampler_with_other_settings_refuses_the_adapters(
-    model: Path, tmp_path: Path, here: dict[str, Any], words: str
-) -> None:
+def test_adapters_of_other_settings_are_refused(model: Path, tmp_path: Path, here: dict[str, Any], words: str) -> None:
     published = AdaptedPolicy(config_for(model, tmp_path)).publish(tmp_path / "weights", 1)
     engine: Any = SimpleNamespace(version=None)  # nothing may be loaded into it
     with pytest.raises(BadWeights, match=words):
@@ -178,13 +176,11 @@ def test_an_engine_is_to_hold_b_times_alpha_over_r(model: Path, tmp_path: Path, 
 
 
 def test_the_best_policy_is_kept_as_a_peft_folder(model: Path, tmp_path: Path) -> None:
-    config = config_for(
-        model, tmp_path, eval={"metric_for_best_model": "answer/accuracy"}, data={"train": "t", "eval": "e"}
-    )
-    exchange: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=lambda value: value)
+    best = {"metric_for_best_model": "answer/accuracy"}
+    config = config_for(model, tmp_path, eval=best, data={"train": "t", "eval": "e"})
     policy, published = AdaptedPolicy(config), AdaptedPolicy(config).publish(tmp_path / "weights", 5)
     record = {"step": 5, "n": 4, "full_marks": {"answer": 3}, "mean": {}}
-    Best(config, exchange, print, list).update(record, published, policy, load_tokenizer(str(model)))
+    Best(config, OneRank(), print, list).update(record, published, policy, load_tokenizer(str(model)))  # type: ignore
     for name in (lora.WEIGHTS, lora.SETTINGS):
         assert (tmp_path / "best" / name).read_bytes() == (Path(published.weights_dir) / name).read_bytes()
 
@@ -201,9 +197,7 @@ def test_a_run_is_not_resumed_with_other_adapters_or_another_base(model: Path, t
 
 
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "o_proj"]], ids=str)
-def test_adapters_of_a_mixture_stand_beside_its_attention_and_learn_through_the_experts(
-    tmp_path: Path, modules: Any
-) -> None:
+def test_adapters_of_a_mixture_stand_at_its_attention_and_learn_through_experts(tmp_path: Path, modules: Any) -> None:
     model = mixture("qwen3_moe")
     lora.add_adapters(model, config_for(tmp_path, tmp_path, lora={"r": 4, "target_modules": modules}))
     model(input_ids=torch.arange(12)[None], use_cache=False).logits.log_softmax(-1)[..., 3].sum().backward()

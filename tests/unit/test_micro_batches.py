@@ -110,9 +110,7 @@ def check(rounds: list[Round], works: Sequence[Work], ranks: int, budget: Budget
 
 
 @given(SIZES, st.integers(1, 8), BUDGETS)
-def test_every_group_trains_once_within_the_budget_in_equally_many_micro_batches(
-    tokens: list[int], ranks: int, budget: Budget
-) -> None:
+def test_every_group_trains_once_within_the_budget_evenly_spread(tokens: list[int], ranks: int, budget: Budget) -> None:
     works = works_of(tokens)
     rounds = plan(dict(enumerate(works)), ranks, budget)
     check(rounds, works, ranks, budget)
@@ -131,9 +129,7 @@ def test_no_rank_is_behind_another_by_more_than_the_costliest_group(tokens: list
 
 
 @given(SIZES, st.integers(1, 4), BUDGETS, st.data())
-def test_a_round_does_not_depend_on_what_comes_after_it(
-    tokens: list[int], ranks: int, budget: Budget, data: st.DataObject
-) -> None:
+def test_a_round_depends_on_no_later_group(tokens: list[int], ranks: int, budget: Budget, data: st.DataObject) -> None:
     works = works_of(tokens)
     seen = streamed(works, ranks, budget)
     at, _ = data.draw(st.sampled_from(seen))
@@ -178,9 +174,7 @@ def test_in_order_a_pass_trains_the_groups_as_the_stream_has_them() -> None:
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 3), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
-def test_shuffled_every_group_is_once_in_every_pass(
-    prompts: int, mini_batches: int, passes: int, seed: int, batch: int
-) -> None:
+def test_each_pass_deals_every_group_once(prompts: int, mini_batches: int, passes: int, seed: int, batch: int) -> None:
     planned = steps(config(prompts, mini_batches, passes, shuffle=True, seed=seed), batch)
     assert len(planned) == mini_batches * passes
     for _, of_pass in itertools.groupby(planned, key=lambda s: s.iteration):

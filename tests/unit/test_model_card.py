@@ -153,9 +153,7 @@ def commit_final(run: Path, number: int) -> None:
     write_folder(ONE_RANK, run / "final", lambda folder: card(folder / "README.md"), save)
 
 
-def test_whichever_file_operation_is_the_last_one_final_is_whole_with_its_card_or_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_final_is_whole_with_its_card_or_absent_after_any_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     final, found = tmp_path / "final", set()
     for n in itertools.count(1):

@@ -62,9 +62,7 @@ def test_what_is_unreadable_or_no_object_is_none(tmp_path: Path, content: bytes)
     assert read_json(tmp_path / "config.json") is None
 
 
-def test_a_file_comes_from_the_folder_or_the_hub_at_its_revision_and_is_none_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_the_folders_the_hubs_of_a_revision_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def from_hub(repository: str, name: str, revision: str | None) -> Path:
         if (repository, name, revision) != ("owner/name", "config.json", "v1"):
             raise UserError("not to be had")

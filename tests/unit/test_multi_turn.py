@@ -98,9 +98,7 @@ def with_template(folder: Path, template: Path, **data: Any) -> Config:
     return Config.model_validate(given.model_dump() | changes)
 
 
-def test_a_template_that_drops_thoughts_makes_several_sequences_of_a_rollout_with_one_reward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_thoughts_make_more_sequences_of_one_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = "<think>\nFive?\n</think>\n\n5", "<think>\nSix?\n</think>\n\n6"
     engine = Scripted([first, second, "7"], ["7"])
     sampled = played(with_template(tmp_path, TEMPLATES / "qwen3.jinja"), engine)
@@ -122,9 +120,7 @@ def test_a_template_that_drops_thoughts_makes_several_sequences_of_a_rollout_wit
     assert (long.logprobs[np.r_[tuple(slice(*span) for span in long.observed)]] == 0).all()
 
 
-def test_a_template_that_opens_a_turn_with_special_tokens_is_refused_and_so_is_one_that_rewrites_beside_images(
-    tmp_path: Path,
-) -> None:
+def test_a_template_that_opens_turns_with_special_tokens_or_rewrites_beside_images_is_refused(tmp_path: Path) -> None:
     opens = tmp_path / "opens.jinja"
     turn = "<|im_start|>{{ m.role }}{{ '<|endoftext|>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"
     opens.write_text("{% for m in messages %}" + turn + "{% endfor %}<|im_start|>assistant")
@@ -135,9 +131,7 @@ def test_a_template_that_opens_a_turn_with_special_tokens_is_refused_and_so_is_o
         played(given, Scripted())
 
 
-def test_an_answer_with_a_token_that_the_model_does_not_have_costs_its_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_with_an_unknown_token_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sampler.turns.multi_turn.vocabulary", lambda _: 1)
     engine = Scripted([CALL], ["<answer>7</answer>"])
     sampled = played(config(tmp_path), engine)

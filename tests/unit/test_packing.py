@@ -42,9 +42,7 @@ def test_separate_every_completion_is_a_padded_row() -> None:
     ("packing", "expected"),
     [("shared", [5, 6, 7, 8, -1, -1, 1, 2, -1]), ("separate", [5, 6, 7, 8, -1, 5, 6, 7, -1, -1, 1, 2, -1, -1, -1])],
 )
-def test_experts_stand_where_their_tokens_do_and_none_behind_the_last_that_ran(
-    packing: Packing, expected: list[int]
-) -> None:
+def test_experts_stand_where_their_tokens_do_and_none_behind_the_last(packing: Packing, expected: list[int]) -> None:
     """The expert of token 5 is 5, in both layers."""
 
     def experts(tokens: list[int]) -> np.ndarray:
@@ -59,9 +57,7 @@ def test_experts_stand_where_their_tokens_do_and_none_behind_the_last_that_ran(
 
 
 @given(groups_of_tokens, st.sampled_from(["shared", "separate"]))
-def test_every_target_is_predicted_from_the_token_before_it_in_its_own_sequence(
-    groups: Groups, packing: Packing
-) -> None:
+def test_every_target_is_predicted_from_the_token_before_it_in_its_sequence(groups: Groups, packing: Packing) -> None:
     row = pack(groups, packing)
     ids, positions = row.input_ids.flatten().tolist(), row.position_ids.flatten().tolist()
     expected = [  # for every target, in packed order: its own sequence, and its place in it
@@ -72,9 +68,8 @@ def test_every_target_is_predicted_from_the_token_before_it_in_its_own_sequence(
     ]
     assert row.lengths == tuple(len(completion) for _, completions in groups for completion in completions)
     assert len(row.target_ids) == len(row.source_index) == len(expected)
-    for target, source, (sequence, place) in zip(
-        row.target_ids.tolist(), row.source_index.tolist(), expected, strict=True
-    ):
+    targets = zip(row.target_ids.tolist(), row.source_index.tolist(), strict=True)
+    for (target, source), (sequence, place) in zip(targets, expected, strict=True):
         assert target == sequence[place]
         assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
 
@@ -96,9 +91,7 @@ def forked_groups(draw: st.DrawFn) -> tuple[Groups, list[list[Forks]]]:
 
 
 @given(forked_groups(), st.sampled_from(["shared", "separate"]))
-def test_of_forked_completions_every_token_is_a_target_once_behind_the_token_before_it_in_its_own_sequence(
-    given: tuple[Groups, list[list[Forks]]], packing: Packing
-) -> None:
+def test_forked_tokens_are_predicted_once_in_place(given: tuple[Groups, list[list[Forks]]], packing: Packing) -> None:
     groups, forks = given
     each = [(p, np.array(c), f) for (p, cs), of in zip(groups, forks, strict=True) for c, f in zip(cs, of, strict=True)]
     walked = [(p, branches(p, make_rollout(tuple(c), forks=f))) for p, c, f in each]

@@ -83,8 +83,6 @@ def test_values_that_are_no_totals_are_the_mean_over_samplers() -> None:
         ({}, True, "reference", "without reference log-probs and the trainer wants them with"),
     ],
 )
-def test_a_sampler_must_agree_with_the_first_one(
-    changes: dict[str, Any], needs_ref: bool, name: str, said: str
-) -> None:
+def test_a_sampler_must_agree_with_the_first(changes: dict[str, Any], needs_ref: bool, name: str, said: str) -> None:
     found_name, found = refusal(msgspec.structs.replace(HELLO, **changes), HELLO, needs_ref) or ("", "")
     assert found_name == name and said in found

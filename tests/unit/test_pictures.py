@@ -133,9 +133,7 @@ def load(tmp_path: Path, *images: Any, **changes: Any) -> list[Problem]:
     return load_data("data.train", f"{tmp_path}/x.jsonl", DATA.model_copy(update=changes))
 
 
-def test_paths_in_a_file_count_from_its_folder_and_rows_without_an_image_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paths_start_at_the_file_and_blind_rows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown, blind = load(tmp_path, "red.png", [])
     row = {"question": "?", "answer": "4"}
     assert (shown.images, shown.columns, blind.images) == ((tmp_path / "red.png",), row, ())
@@ -175,9 +173,7 @@ def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several
         ([["red.png"]], {"image_key": "image"}, "Set data.image_key: images"),
     ],
 )
-def test_rows_without_the_images_that_a_run_needs_are_refused(
-    tmp_path: Path, rows: list[list[str]], changes: Any, said: str
-) -> None:
+def test_rows_without_needed_images_are_refused(tmp_path: Path, rows: list[list[str]], changes: Any, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         load(tmp_path, *rows, **changes)
 
@@ -219,9 +215,7 @@ SAID = (
 )
 
 
-def test_broken_images_are_named_all_at_once_and_a_few_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_images_are_all_named_and_a_few_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert with_broken(tmp_path, BROKEN) == [i for i in range(40) if i not in BROKEN]
     assert all(part in capsys.readouterr().err or part in SAID for part in SAID)
     with pytest.raises(UserError) as caught:
@@ -277,16 +271,12 @@ PARTS = [{"type": "text", "text": "A "}, {"type": "image"}, {"type": "text", "te
         ([{"role": "user", "content": PARTS}], chat(f"A {SHOWN}?"), [{"role": "user", "content": "A <image>?"}]),
     ],
 )
-def test_images_stand_first_unless_the_text_or_a_part_places_them(
-    tokenizer: Any, vision: Vision, row: Any, text: str, for_rewards: Any
-) -> None:
+def test_images_are_first_unless_placed(tokenizer: Any, vision: Vision, row: Any, text: str, for_rewards: Any) -> None:
     prompt = made(problem(row, RED), tokenizer, vision)
     assert (prompt.text, prompt.for_rewards) == (text, for_rewards)
 
 
-def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_tokenizer_s(
-    tokenizer: Any, vision: Vision
-) -> None:
+def test_a_prompt_has_a_token_per_merged_patch_and_shortened_is_the_tokenizers(tokenizer: Any, vision: Vision) -> None:
     prompt = made(problem("<image> or <image>?", RED, BLUE), tokenizer, vision)
     assert [image.grid_thw for image in prompt.images] == [(1, 4, 6), (1, 4, 4)]
     ids = prompt.token_ids.tolist()
@@ -298,9 +288,7 @@ def test_a_prompt_has_one_token_for_each_merged_patch_and_the_short_one_is_the_t
     assert vision.shortened(ids, prompt.images) == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
 
 
-def test_worked_examples_and_a_system_message_show_no_image_of_the_row_and_a_format_prompt_may(
-    tmp_path: Path, tokenizer: Any, vision: Vision
-) -> None:
+def test_examples_and_a_system_show_no_image_and_a_format_may(tmp_path: Path, tokenizer: Any, vision: Vision) -> None:
     template = CHAT.model_copy(update={"system": "An <image>.", "examples": [{"user": "<image>", "assistant": "4"}]})
     text = made(problem("How many?", RED), tokenizer, vision, template).text
     assert text.count("<image>") == 2 and f"user\n{SHOWN}How many?" in text
@@ -318,9 +306,7 @@ def test_worked_examples_and_a_system_message_show_no_image_of_the_row_and_a_for
         (problem(f"{PAD}?"), "row 0: the rendered prompt has 1 image tokens for 0 images"),
     ],
 )
-def test_other_numbers_of_places_and_images_are_refused(
-    tokenizer: Any, vision: Vision, given: Problem, message: str
-) -> None:
+def test_unequal_places_and_images_are_refused(tokenizer: Any, vision: Vision, given: Problem, message: str) -> None:
     with pytest.raises(UserError, match=message):
         made(given, tokenizer, vision)
 
@@ -357,9 +343,7 @@ def test_a_header_says_how_many_tokens_an_image_becomes(kind: str, orientation: 
     assert (height > width) == (image.grid_thw[1] > image.grid_thw[2]) == (orientation in (6, 8))
 
 
-def test_images_are_encoded_when_their_prompt_is_asked_for_and_side_by_side_when_that_is_known(
-    tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_wait_until_asked_for_or_begun(tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
     from sampler.prompts import prompts as module
 
     encoded: list[int] = []

@@ -54,9 +54,7 @@ def test_cores_are_divided_where_both_work_at_once_and_shared_where_they_take_tu
 
 
 @pytest.mark.parametrize("trainer", [AHEAD, ON_POLICY])
-def test_without_tricks_processes_get_cores_and_threads_alone(
-    trainer: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_tricks_cores_and_threads_are_all(trainer: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
     place = placement(config_of(trainer=trainer), [], cores=[0, 1, 2, 3])
     for env in (place.samplers[0].env, place.trainer_env):
@@ -140,9 +138,8 @@ def test_devices_that_are_not_there_are_user_errors(gpus: int, sections: dict[st
 def test_each_of_several_samplers_has_an_id_a_log_and_files_of_its_own(tmp_path: Path) -> None:
     several = config_of(sampler={"num_samplers": 2}, run={"output_dir": tmp_path})
     children = Commands(Path("c.yaml"), [], several, placement(several, gpus=[], cores=[0, 1])).samplers()
-    assert [(child.name, child.argv[-2:], child.log.name) for child in children] == [
-        (name, ("--id", name), f"{name}.log") for name in ("sampler.0", "sampler.1")
-    ]
+    expected = [(name, ("--id", name), f"{name}.log") for name in ("sampler.0", "sampler.1")]
+    assert [(child.name, child.argv[-2:], child.log.name) for child in children] == expected
     assert all("{pid}" in pattern for child in children for pattern in child.scratch)
     [one] = Commands(Path("c.yaml"), [], config_of(), placement(config_of(), gpus=[], cores=[0, 1])).samplers()
     assert (one.name, one.log.name, "--id" in one.argv) == ("sampler", "sampler.log", False)
@@ -173,9 +170,7 @@ GPU 3: NVIDIA A100-SXM4-40GB
         ("GPU-8f2a", "GPU 2 is cut into MIG devices; Tandem takes numbers of whole GPUs"),
     ],
 )
-def test_visible_gpus_are_those_that_cuda_visible_devices_leaves(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, found: Any
-) -> None:
+def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, named: str | None, found: Any) -> None:
     environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
     monkeypatch.setattr("launcher.resources.placement.is_cpu_build", lambda: False)
     monkeypatch.setattr(machine, "nvidia_smi", lambda _: LISTED)

@@ -17,23 +17,16 @@ from tests.support.tiny import tiny_model
 TWO_GROUPS = {"prompts_per_step": 16, "groups_per_micro_batch": 2, "max_steps": 100}
 BUDGET = {"prompts_per_step": 16, "max_tokens_per_micro_batch": 6000}  # a group: 512 + 8 · 256 = 2,560 tokens
 PASSES = {"num_iterations": 3, "steps_per_generation": 2}
+UNEVEN = TWO_GROUPS | {"prompts_per_step": 10}  # the busiest rank has three groups of ten
+IN_PASSES = {"trainer": {"prompts_per_step": 4, "max_steps": 12}, "algorithm": PASSES}
 
 
 @pytest.mark.parametrize(
     ("ranks", "sections", "batch"),
     [
         (2, {"trainer": TWO_GROUPS}, "16 problems × 8 completions = 128 sequences a batch, 64 per rank; 1 step of 4"),
-        (
-            1,
-            {"trainer": {"prompts_per_step": 4, "max_steps": 12}, "algorithm": PASSES},
-            "8 problems × 8 completions = 64 sequences a batch; 6 steps of 4",
-        ),
-        # the busiest rank has three groups of ten
-        (
-            4,
-            {"trainer": TWO_GROUPS | {"prompts_per_step": 10}},
-            "10 problems × 8 completions = 80 sequences a batch, 24 per rank; 1 step of 2",
-        ),
+        (1, IN_PASSES, "8 problems × 8 completions = 64 sequences a batch; 6 steps of 4"),
+        (4, {"trainer": UNEVEN}, "10 problems × 8 completions = 80 sequences a batch, 24 per rank; 1 step of 2"),
         # two groups in a forward, eight on a rank; then one of 8 · (512 + 256), which is alone
         (2, {"trainer": BUDGET}, "a batch, 64 per rank; 1 step of 4 micro-batches of 6,000 tokens, or fewer"),
         (2, {"trainer": BUDGET | {"packing": "separate"}}, "1 step of 8 micro-batches of 6,000 tokens"),
@@ -54,8 +47,8 @@ def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
 
 
 def test_epochs_count_batches_and_not_optimizer_steps() -> None:
-    config = config_of(trainer={"prompts_per_step": 4, "max_steps": 12}, algorithm=PASSES)
-    assert run_line(config, 800) == "800 rows = 100 batches; the run is 2 batches, 12 optimizer steps, 0.02 epochs"
+    found = run_line(config_of(**IN_PASSES), 800)
+    assert found == "800 rows = 100 batches; the run is 2 batches, 12 optimizer steps, 0.02 epochs"
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 12), (2, 18), (0.5, 6), (0.01, 6)])
@@ -82,12 +75,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def without_preview(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first prompt takes most of a plan's time."""
-    monkeypatch.setattr(plan, "_prompt_lines", lambda config, problem: [])
-
-
 def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = plan.main([str(task / "run.yaml"), "algorithm.beta=0.1"])
     said, troubles = capsys.readouterr()
@@ -105,7 +92,6 @@ def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: p
     assert not (task / "run").exists()
 
 
-@pytest.mark.usefixtures("without_preview")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -122,21 +108,17 @@ def test_a_plan_shows_numbers_devices_and_the_first_prompt(task: Path, capsys: p
     ids=str,
 )
 def test_what_cannot_be_and_what_will_be_slow_is_said_with_its_exit_code(
-    task: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+    task: Path, arguments: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setattr(plan, "_prompt_lines", lambda config, problem: [])  # they take most of a plan's time
     found = plan.main([str(task / "run.yaml"), *arguments])
     said = "".join(capsys.readouterr())
     assert (found, words in said) == (code, True), said
 
 
-def test_the_plan_shows_tools_counts_what_is_too_long_and_says_where_answers_end(
-    task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [
-        str(task / "run.yaml"),
-        "prompt.chat_template=configs/templates/hermes_tools.jinja",
-        "rewards.reward_funcs=[answer]",
-    ]
+def test_a_plan_shows_tools_long_prompts_and_ends_of_answers(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = "prompt.chat_template=configs/templates/hermes_tools.jinja"
+    given = [str(task / "run.yaml"), template, "rewards.reward_funcs=[answer]"]
     tools = [*given, "rollout.tools=[examples/calculator_tool.py:calculator]"]
     assert plan.main(tools) == 2, "as the run: no prompt is left"
     assert "all 40 are longer than data.max_prompt_length 64 tokens" in "".join(capsys.readouterr())

@@ -27,7 +27,6 @@ from tests.support.configs import config_of
 from tests.support.tiny import bytes_kept
 
 QWEN = ModelDims(1536, 8960, 28, 12, 2, 128, 151936, tied=True, bias=True)  # Qwen2.5-1.5B
-QWEN_3B = ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True)
 N = 1_543_714_304
 ADAPTERS = 18_464_768  # of rank 16
 TOKENS = 384 + 8 * 512
@@ -106,9 +105,7 @@ def test_other_layers_have_no_formula(settings: dict[str, Any]) -> None:
     ("dtype", "stage", "per_parameter"),
     [("bfloat16", 1, (2, 2, 3)), ("bfloat16", 3, (0.5, 0.5, 3)), ("float32", 0, (4, 4, 8)), ("float32", 1, (4, 4, 3))],
 )
-def test_zero_divides_optimizer_then_gradients_then_weights(
-    dtype: str, stage: int, per_parameter: tuple[float, ...]
-) -> None:
+def test_zero_shares_optimizer_gradients_then_weights(dtype: str, stage: int, per_parameter: tuple[float, ...]) -> None:
     assert states(1000, dtype, 4, stage) == tuple(1000 * b for b in per_parameter)
 
 
@@ -286,9 +283,9 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
     assert settings_that_fit(load_of(), GIB) is None
 
 
-def fitted(gpus: int, gib: float, load: Workload, **sections: Any) -> Fit:
+def fitted(gpus: int, gib: float, load: Workload, host: float = 64 * GIB, **sections: Any) -> Fit:
     config = config_of(**sections)
-    machine = Machine(gpus, gib * GIB, 64 * GIB)
+    machine = Machine(gpus, gib * GIB, host)
     return fit(config, load, placement(config, range(gpus), range(8)), machine)
 
 
@@ -310,50 +307,36 @@ def test_a_fitting_run_has_no_problems() -> None:
         (4, {}, 0.92, ["need 1.1", "set vllm.tensor_parallel_size=2, with as many sampler.devices"]),
     ],
 )
-def test_a_problem_says_what_is_needed_and_what_to_set(
-    gib: int, changes: dict[str, Any], share: float, words: Sequence[str]
-) -> None:
+def test_a_problem_says_what_to_set(gib: int, changes: dict[str, Any], share: float, words: Sequence[str]) -> None:
     work = load_of(checkpointing=gib != 24 or share < 0.5, **changes)
     problems = fitted(3, gib, work, vllm={"gpu_memory_utilization": share}).problems
     assert any(all(word in problem for word in words) for problem in problems), problems
 
 
 def test_without_a_gpu_all_processes_share_the_hosts_memory() -> None:
-    config = config_of(sampler={"num_samplers": 2})
-    place = placement(config, (), (0, 1))
     taken = 2 * sampler_memory(ON_CPU).resident(64) + published_bytes(ON_CPU)[1]
     needed = taken + trainer_memory(ON_CPU).total
-    assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
-    (problem,) = fit(config, ON_CPU, place, Machine(0, 0, needed - 1e6)).problems
+    assert fitted(0, 0, ON_CPU, needed, sampler={"num_samplers": 2}).problems == ()
+    (problem,) = fitted(0, 0, ON_CPU, needed - 1e6, sampler={"num_samplers": 2}).problems
     assert "per rank beside the samplers; set model.gradient_checkpointing=true" in problem
 
 
 def test_versions_on_a_disk_take_no_memory_without_a_gpu_and_beside_one_there_are_pinned_copies() -> None:
-    config = config_of(weights={"dir": "/disk"})
-    place = placement(config, (), (0, 1))
     needed = sampler_memory(ON_CPU).resident(64) + trainer_memory(ON_CPU).total
-    assert fit(config, ON_CPU, place, Machine(0, 0, needed)).problems == ()
+    assert fitted(0, 0, ON_CPU, needed, weights={"dir": "/disk"}).problems == ()
     copies = 2 * N  # of all ranks, in bfloat16; and four versions of as much
     assert dict(fitted(3, 80, load_of()).lines)["host"] == (
         f"{gib(copies)} pinned for published weights; their versions take {gib(4 * copies)} in /dev/shm"
     )
-    place = placement(config_of(), range(3), range(8))
-    assert fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies)).problems == ()
-    (problem,) = fit(config_of(), load_of(), place, Machine(3, 80 * GIB, 5 * copies - 1)).problems
+    assert fitted(3, 80, load_of(), 5 * copies).problems == ()
+    (problem,) = fitted(3, 80, load_of(), 5 * copies - 1).problems
     assert "need 14.4 GiB of the host's 14.4 GiB; set weights.dir=" in problem and problem.endswith("/weights")
-    assert fit(config, load_of(), place, Machine(3, 80 * GIB, copies)).problems == ()
+    assert fitted(3, 80, load_of(), copies, weights={"dir": "/disk"}).problems == ()
 
 
 # ---- the published config, and the tables of the pages
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
-ONE_RANK = "reference.path=null"  # of the policy's own start
-
-
-def cells(page: str, first: Sequence[str]) -> list[list[str]]:
-    """Of the rows of a page's tables that begin with one of these."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in (ROOT / page).read_text().splitlines()]
-    return [row for row in rows if row[0] in first and len(row) > 1]
 
 
 @pytest.mark.parametrize(
@@ -369,14 +352,14 @@ def cells(page: str, first: Sequence[str]) -> list[list[str]]:
 def test_the_base_of_adapters_is_the_reference_and_versions_are_written_behind_where_both_can_be(
     overrides: list[str], is_base: bool, writes_behind: bool
 ) -> None:
-    work = workload_of(load(CONFIG, [ONE_RANK, *overrides]), 2, QWEN)
+    work = workload_of(load(CONFIG, ["reference.path=null", *overrides]), 2, QWEN)  # of the policy's own start
     assert (work.reference_is_base, work.writes_behind) == (is_base, writes_behind)
 
 
 SIZES = {
     "0.5B": ModelDims(896, 4864, 24, 14, 2, 64, 151936, tied=True, bias=True),
     "1.5B": QWEN,
-    "3B": QWEN_3B,
+    "3B": ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True),
     "7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064, tied=False, bias=True),
 }
 LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
@@ -387,7 +370,9 @@ RANKS, CARDS = (1, 2, 4, 8), (24, 40, 80)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_tables_of_memory_are_what_the_estimates_say(size: str) -> None:
     """GiB of a rank for each way and number of ranks; and the fewest of so many GPUs, of which 92 % can be used."""
-    gib_row, gpus_row = (row[1:] for row in cells("docs/memory.md", [size]))
+    lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    gib_row, gpus_row = (row[1:] for row in rows if row[0] == size and len(row) > 1)
     for way, each, gpus in zip(WAYS, gib_row, gpus_row, strict=True):
         works = [workload_of(load(CONFIG, [*way, *LENGTHS, "algorithm.beta=0"]), ranks, SIZES[size]) for ranks in RANKS]
         found = [trainer_memory(work).total / GIB for work in works]

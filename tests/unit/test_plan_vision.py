@@ -28,7 +28,6 @@ TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidde
 TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 QWEN = {"model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
 QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
-PIXELS = 2_097_152  # EasyR1's max_pixels
 
 
 def dims_of(settings: dict[str, Any]) -> ModelDims:
@@ -97,7 +96,7 @@ def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype:
 
 
 def config(model: dict[str, Any] | None = None, **data: Any) -> Config:
-    seen = {"max_prompt_length": 4096, "image_key": "images", "max_pixels": PIXELS}
+    seen = {"max_prompt_length": 4096, "image_key": "images", "max_pixels": 2_097_152}  # as EasyR1
     return config_of(model, seen | data, algorithm={"beta": 0.0})
 
 

@@ -66,9 +66,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         (TALK, {"format": "<{{ content }}>"}, [*TALK[:2], "<c>"], [*TALK[:2], {"role": "user", "content": "<c>"}]),
     ],
 )
-def test_a_row_becomes_turns_and_rewards_get_its_string_or_all_messages(
-    tokenizer, tmp_path, row, template, turns, for_rewards
-):
+def test_a_row_becomes_turns_and_rewards_get_text_or_messages(tokenizer, tmp_path, row, template, turns, for_rewards):
     template = dict(template)
     if "format" in template:
         (tmp_path / "format.jinja").write_text(template.pop("format"))
@@ -136,15 +134,14 @@ def test_a_template_that_is_absent_or_fails_is_named(tokenizer, tmp_path, settin
         made(tokenizer, "2+2?", **{setting: tmp_path / "x.jinja"})
 
 
-@pytest.mark.parametrize("raw", ["", " \n", [{"role": "user", "content": ""}]])
-def test_a_row_without_a_word_is_named(tokenizer, raw):
-    with pytest.raises(UserError, match=r"row 0: data\.prompt_key 'question' holds no word"):
-        made(tokenizer, raw)
+WORDLESS = ["", " \n", [{"role": "user", "content": ""}]]
+NO_TEXT = [None, 3, [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]]
 
 
-@pytest.mark.parametrize("raw", [None, 3, [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]])
-def test_a_row_that_is_neither_text_nor_messages_is_named(tokenizer, raw):
-    with pytest.raises(UserError, match=r"row 0: data\.prompt_key 'question' holds .*, expected text"):
+@pytest.mark.parametrize("raw", WORDLESS + NO_TEXT)
+def test_a_row_without_a_word_or_that_is_neither_text_nor_messages_is_named(tokenizer, raw):
+    said = "no word" if raw in WORDLESS else ".*, expected text"
+    with pytest.raises(UserError, match=rf"row 0: data\.prompt_key 'question' holds {said}"):
         made(tokenizer, raw)
 
 
@@ -186,9 +183,8 @@ def test_rows_that_make_no_prompt_are_named_together_and_a_few_are_left_out(toke
     given = {"chat_template": CHATML, "format_prompt": tmp_path / "f.jinja"}
     prompts, num_filtered = make_prompts(rows, tokenizer, config_of(prompt=given))
     assert [prompt.problem.index for prompt in prompts] == [i for i in range(2000) if i not in broken]
-    assert (
-        prompts[-1].token_ids.tolist() == make_prompt(rows[1998], tokenizer, config_of(prompt=given)).token_ids.tolist()
-    )
+    alone = make_prompt(rows[1998], tokenizer, config_of(prompt=given))
+    assert prompts[-1].token_ids.tolist() == alone.token_ids.tolist()
     said = capsys.readouterr().err
     parts = (
         "4 of 2000 rows",
@@ -235,9 +231,7 @@ def test_many_end_the_run_with_what_to_do(tmp_path: Path, template: bool) -> Non
         prompts_of("data.train", found, tokenizer, config)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_no_trouble_while_no_row_has_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_too_many_is_no_trouble_while_no_row_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, config = added(tmp_path)
     assert len(prompts_of("data.train", rows(3), tokenizer, config)) == 3
     assert capsys.readouterr().err == ""

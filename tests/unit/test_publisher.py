@@ -55,9 +55,7 @@ class Bench:
         return load_file(Path(self.publisher.published.weights_dir) / "model-00001-of-00001.safetensors")
 
 
-def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_version_does_not_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_being_written_does_not_notice_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, begun = Bench(tmp_path, max_staleness=1), time.monotonic()
     assert bench.rank_zero.credited == [(0, 0, None)], "the first version of a life is waited for"
     may_commit, commit = threading.Event(), weights.commit
@@ -88,9 +86,7 @@ def test_the_next_step_changes_the_weights_while_a_version_is_written_and_the_ve
 
 
 @pytest.mark.parametrize("interrupts", [0, 1])
-def test_at_the_end_a_version_on_its_way_is_waited_for_also_after_an_interrupt_of_the_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int
-) -> None:
+def test_any_end_waits_for_the_last_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int) -> None:
     bench, commit = Bench(tmp_path, max_staleness=1), weights.commit
     monkeypatch.setattr(weights, "commit", lambda *given: (time.sleep(0.3), commit(*given))[1])
     bench.publish(1)
@@ -105,9 +101,7 @@ def test_at_the_end_a_version_on_its_way_is_waited_for_also_after_an_interrupt_o
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hears_of_a_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
-) -> None:
+def test_memory_is_freed_before_a_sleeper_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
     bench = Bench(tmp_path, {"enable_sleep_mode": sleeps}, max_staleness=0)
     credited: list[int] = []
     monkeypatch.setattr(devices, "release_cache", lambda: credited.append(len(bench.rank_zero.credited)))
@@ -117,9 +111,7 @@ def test_memory_that_nobody_uses_is_given_back_before_the_sampler_that_slept_hea
     assert len(bench.rank_zero.credited) == 3
 
 
-def test_what_ends_the_writing_is_raised_where_the_trainer_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_the_writing_is_raised_where_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, max_staleness=1)
     monkeypatch.setattr(weights, "commit", raising(PermissionError("weights.dir is gone")))
     bench.publish(1)
@@ -139,9 +131,7 @@ def test_a_version_after_a_skipped_step_is_credited_again_and_not_written_again(
     ("max_staleness", "dead_groups", "is_behind"),
     [(1, "skip", True), (0, "skip", False), (1, "resample", False)],  # refills belong to the cursor
 )
-def test_only_a_sampler_that_runs_ahead_leaves_time_to_write_behind_a_step(
-    tmp_path: Path, max_staleness: int, dead_groups: str, is_behind: bool
-) -> None:
+def test_who_runs_ahead_may_write_behind(tmp_path: Path, max_staleness: int, dead_groups: str, is_behind: bool) -> None:
     trainer, algorithm = {"max_staleness": max_staleness}, {"dead_groups": dead_groups}
     assert writes_behind(make_config(tmp_path, trainer=trainer, algorithm=algorithm)) == is_behind
 
@@ -194,9 +184,7 @@ def test_every_second_policy_is_the_reference_of_the_steps_behind_it_also_of_a_r
         follower.follow(5)
 
 
-def test_a_reference_that_is_not_what_was_published_ends_the_run_with_the_tensors_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_other_than_the_published_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follower, keep = Follower(tmp_path), moving_reference.keep_version
 
     def damaged(folder: Path, *rest: Any) -> None:

@@ -131,9 +131,8 @@ def test_a_column_called_tools_that_holds_no_schemas_is_a_column(qwen, tools):
 
 @pytest.mark.parametrize("given", [{"enable_thinking": False, "mood": None}, '{"enable_thinking": false}'])
 def test_template_arguments_of_a_row_stand_above_those_of_the_config(qwen, given):
-    made = prompt_of(
-        qwen, columns={"chat_template_kwargs": given}, template=THINKING, chat_template_kwargs={"enable_thinking": True}
-    )
+    columns, of_config = {"chat_template_kwargs": given}, {"enable_thinking": True}
+    made = prompt_of(qwen, columns=columns, template=THINKING, chat_template_kwargs=of_config)
     assert made.text.endswith("<think>\n\n</think>\n\n") and made.turn_prefix == ""
 
 
@@ -161,9 +160,8 @@ def with_first_token():
 
     made = byte_tokenizer("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     made.bos_token = "<s>"
-    made._tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", made.convert_tokens_to_ids("<s>"))]
-    )
+    special = [("<s>", made.convert_tokens_to_ids("<s>"))]
+    made._tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
     return made
 
 
@@ -208,22 +206,16 @@ def test_a_template_whose_end_of_a_turn_is_no_token_is_said(tmp_path):
 # ---- special tokens in the texts of rewards
 
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-
 def test_tags_that_are_special_tokens_stay_and_ends_and_others_go(qwen, tmp_path):
-    special = byte_tokenizer("<|im_end|>", "<|pic|>", *TAGS)
+    special = byte_tokenizer("<|im_end|>", "<|pic|>", "<think>", "</think>", "<answer>", "</answer>")
     text = "<think>2+2</think><|pic|><answer>4</answer>"
     assert read(special, text + "<|im_end|>") == text.replace("<|pic|>", "")
     assert read(special, text + "<|im_end|>", special_tokens="drop") == "2+24"
     assert read(special, text + "<|im_end|>", special_tokens="keep") == text
-    (tmp_path / "mine.py").write_text(
-        'def right(completions):\n    return [float("<|pic|>" in c) for c in completions]\n'
-    )
+    (tmp_path / "mine.py").write_text('def right(completions): return [float("<|pic|>" in c) for c in completions]\n')
     assert read(special, text, reward_funcs=[f"{tmp_path}/mine.py:right"]) == text
     asks = config_of(model={"path": str(ROOT / "tests")}, rollout={"agent": f"{tmp_path}/mine.py:right"})
     assert reader(asks, special)([special(text, add_special_tokens=False)["input_ids"]]) == [text]
-    (tmp_path / "tools.py").write_text("")
     assert read(qwen, text + "<|im_end|>") == text, "tags that are no special tokens are text"
 
 

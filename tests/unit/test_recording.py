@@ -53,9 +53,7 @@ def test_a_torn_last_record_is_ignored_and_the_next_life_writes_over_it(tmp_path
     assert path.read_bytes() == whole
 
 
-def test_a_flipped_bit_is_an_error_with_the_command_that_keeps_what_is_whole_and_never_a_shorter_recording(
-    tmp_path: Path,
-) -> None:
+def test_a_flipped_bit_is_an_error_with_the_command_that_cuts_it_off_and_no_shorter_recording(tmp_path: Path) -> None:
     path = tmp_path / "groups"
     short: list[Item] = [random_group(g, 10, [1.0], beta=0.1, longest=2) for g in (0, 2)]
     record(path, [short[0], ITEMS[1], short[1]])
@@ -68,9 +66,7 @@ def test_a_flipped_bit_is_an_error_with_the_command_that_keeps_what_is_whole_and
 
 
 @pytest.mark.parametrize("cursor", [0, 4, 6])
-def test_a_resumed_run_cuts_off_what_it_will_train_again_and_what_a_power_cut_spoiled_there(
-    tmp_path: Path, cursor: int
-) -> None:
+def test_a_resumed_run_cuts_off_what_it_trains_again_and_what_a_power_cut_spoiled(tmp_path: Path, cursor: int) -> None:
     """It may leave anything behind the last fsync, and a checkpoint is saved only after one."""
     path = tmp_path / "groups"
     record(path, ITEMS)

@@ -88,9 +88,7 @@ def test_what_could_not_be_saved_or_trained_later_ends_the_run_now(
         rehearsal.rehearse(trainer)
 
 
-def test_a_temperature_without_do_sample_is_said_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_temperature_without_do_sample_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(tmp_path)
     trainer.engine.model.generation_config.temperature = 0.61
     rehearsal.rehearse(trainer)
@@ -123,9 +121,8 @@ def prompt(index: int, *ids: int) -> Prompt:
 
 
 def test_the_longest_sequence_and_an_evaluation_are_sampled_once() -> None:
-    config = config_of(
-        data={"eval": "e", "max_prompt_length": 6}, sampler={"max_completion_length": 4}, eval={"top_p": 0.5}
-    )
+    data = {"eval": "e", "max_prompt_length": 6}
+    config = config_of(data=data, sampler={"max_completion_length": 4}, eval={"top_p": 0.5})
     engine: Any = Engine()
     task = Task([prompt(0, 2, 3), prompt(1, 1)], [prompt(0, 4, 5, 6), prompt(1, 7)], lambda ids: [])
     scored: list[Any] = []

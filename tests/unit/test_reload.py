@@ -119,9 +119,7 @@ def test_the_canary_is_judged_by_the_rms_of_its_nearest_tokens_and_in_float32_by
         _require_canary(np.array(distances), dtype, 8, share)
 
 
-def test_a_reload_measures_its_parts_and_what_engine_and_trainer_compute_differently(
-    config: Config, version: Published
-) -> None:
+def test_a_reload_measures_its_parts_and_how_engine_and_trainer_differ(config: Config, version: Published) -> None:
     found = reload(Engine(score=-1.0002), version, config)  # where the trainer has −1
     x = 0.0002
     assert found["sync/canary_max_diff"] == found["sync/canary_rms"] == pytest.approx(x, rel=1e-3)
@@ -144,9 +142,7 @@ def fetched(config: Config, version: Published) -> Fetcher:
     return fetcher
 
 
-def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look(
-    config: Config, version: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_version_is_used_at_once(config: Config, version: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher, engine = fetched(config, version), Engine()
     monkeypatch.setattr("sampler.engine.fetch.fetch", lambda *_: pytest.fail("fetched twice"))
     found = reload(engine, version, config, fetcher)
@@ -156,9 +152,7 @@ def test_a_version_fetched_while_the_engine_decodes_is_used_without_another_look
     assert not scratch_dir(config).exists()
 
 
-def test_a_version_that_was_overtaken_leaves_nothing_and_the_newer_one_is_used(
-    config: Config, version: Published, folder: Path
-) -> None:
+def test_of_an_overtaken_version_nothing_is_left_or_used(config: Config, version: Published, folder: Path) -> None:
     newer = publish(folder / "weights", 9, canary=CANARY)
     engine, fetcher = Engine(), Fetcher(config)
     fetcher.start(version)
@@ -192,9 +186,7 @@ def test_a_bad_version_is_refused_when_it_is_wanted_before_the_engine_is_touched
     ("largest", "narrow", "is_refused"),
     [(2e-4, {"a.beta"}, False), (0.009, {"a.beta", "a.eps"}, False), (0.011, {"a.beta"}, True), (0.009, set(), True)],
 )
-def test_an_engine_that_computes_with_fewer_bits_may_differ_by_a_hundredth_and_it_is_said(
-    largest: float, narrow: set[str], is_refused: bool
-) -> None:
+def test_fewer_bits_may_differ_by_a_hundredth_which_is_said(largest: float, narrow: set[str], is_refused: bool) -> None:
     with pytest.raises(Retryable, match="canary") if is_refused else contextlib.nullcontext():
         said = _require_canary(np.array([largest, 0.0]), "float32", 8, narrow=narrow)
         assert ("a.beta and 1 more tensors in fewer bits than float32" in said) is (len(narrow) == 2)

@@ -119,9 +119,8 @@ def test_a_bad_reward_is_reported_in_time_and_the_next_job_is_scored(request, fi
     assert results["bad"].kind == kind and words in results["bad"].reason
     assert results["good"][0][1] == 1.0
     if completion == SPINS:
-        figure(
-            "R12", f"a reward that spins, deadline {limit(0.5):.1f} s: the next group is scored after {seconds:.2f} s"
-        )
+        said = f"a reward that spins, deadline {limit(0.5):.1f} s: the next group is scored after {seconds:.2f} s"
+        figure("R12", said)
 
 
 def test_nothing_that_a_reward_forked_outlives_its_timeout(hasty, tmp_path):
@@ -198,12 +197,8 @@ def test_of_a_row_the_process_gets_what_the_functions_name_and_images_never_unas
 
 def test_integers_of_any_size_and_halves_of_characters_travel_and_files_to_those_that_name_them(file):
     """As in JSON, where an answer may be 30!, and as `datasets` gives a picture of a text data set."""
-    given = {
-        "question": "?",
-        "large": [math.factorial(30), -(2**64), 2**63, {"a": 2**64}],
-        "half": "a\ud83d",
-        "file": {"bytes": b"x"},
-    }
+    large = [math.factorial(30), -(2**64), 2**63, {"a": 2**64}]
+    given = {"question": "?", "large": large, "half": "a\ud83d", "file": {"bytes": b"x"}}
     checks = ["columns['large'] == [n] * 2", "columns['half'] == ['a' + chr(0xd83d)] * 2"]
     checks += ["'file' not in columns"]
     act = "n = [__import__('math').factorial(30), -2**64, 2**63, {'a': 2**64}]; assert " + " and ".join(checks)

@@ -15,11 +15,9 @@ from tests.support.mixtures import MIXTURES, mixture
 from tests.support.tiny import model_of_shape, tiny_model
 from tools.families.models import FAMILIES
 
-IDS = torch.arange(24).reshape(2, 12)
-
 
 def run(model: Any) -> Tensor:
-    return model(input_ids=IDS, use_cache=False).logits
+    return model(input_ids=torch.arange(24).reshape(2, 12), use_cache=False).logits
 
 
 def replayed(family: str, **changes: Any) -> tuple[Any, RouterReplay]:
@@ -149,9 +147,8 @@ def test_the_start_says_what_a_mixture_does_without_replay_and_that_no_loss_bala
     routing, balance = expert_warnings(in_bfloat16)
     assert "algorithm.router_replay=true" in routing and "router_aux_loss_coef 0.001" in balance
     assert expert_warnings(config_of({"path": path, "dtype": "float32"})) == [balance]
-    assert expert_warnings(config_of({"path": path, "dtype": "bfloat16"}, algorithm={"router_replay": True})) == [
-        balance
-    ]
+    replaying = config_of({"path": path, "dtype": "bfloat16"}, algorithm={"router_replay": True})
+    assert expert_warnings(replaying) == [balance]
     assert expert_warnings(config_of({"path": str(tiny_model(tmp_path / "dense"))})) == []
 
 

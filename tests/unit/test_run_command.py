@@ -91,9 +91,7 @@ STEPS, SAVED = "metrics.jsonl", "checkpoints/step_000002"
 
 
 @pytest.mark.parametrize("names", [(STEPS,), (STEPS, SAVED, "final"), ("final",)], ids=str)
-def test_a_run_that_is_done_or_cannot_go_on_moves_aside_to_the_first_free_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
-) -> None:
+def test_ended_runs_move_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...]) -> None:
     for number in (1, 2):
         folder = left(tmp_path / "run", *names)
         (folder / "which").write_text(str(number))

@@ -59,9 +59,7 @@ def test_when_a_batch_is_saved(
 
 
 @pytest.mark.parametrize(("save_steps", "saved"), [(0, []), (None, [7]), (100, [7])])
-def test_an_interrupt_saves_unless_nothing_is_saved(
-    monkeypatch: pytest.MonkeyPatch, save_steps: int | None, saved: list[int]
-) -> None:
+def test_interrupts_save_if_steps_do(monkeypatch: pytest.MonkeyPatch, save_steps: int | None, saved: list[int]) -> None:
     run = Run(monkeypatch, save_steps=save_steps)
     run.batch_of_minutes(1, 7)
     run.saver.save_before_the_end(Progress("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
@@ -128,9 +126,7 @@ def trainer(
         ({"version": 0, "steps": 2, "done": (0,), "every": 4, "passes": 2}, False),
     ],
 )
-def test_a_resumed_run_evaluates_its_version_if_that_was_due_and_is_not_on_record(
-    given: dict[str, Any], expected: bool
-) -> None:
+def test_a_resumed_run_evaluates_its_version_if_due_and_not_on_record(given: dict[str, Any], expected: bool) -> None:
     assert trainer(**given)._evaluates_at_start() == expected
 
 
@@ -149,8 +145,6 @@ def test_a_resumed_run_evaluates_its_version_if_that_was_due_and_is_not_on_recor
         ({"version": 5, "steps": 8, "evaluated": 0, "every": 4, "passes": 2}, True),  # 4 was stepped over
     ],
 )
-def test_a_version_is_evaluated_once_when_a_multiple_was_reached_or_stepped_over(
-    given: dict[str, Any], expected: bool
-) -> None:
+def test_a_version_is_evaluated_once_at_or_behind_a_multiple(given: dict[str, Any], expected: bool) -> None:
     found = trainer(**given)
     assert found._is_due(found._evaluated_version) == expected

@@ -105,9 +105,7 @@ def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
         (SMALL, 8, "one GPU of 8.0 GiB for both"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_how_to_do_it_by_hand(
-    model: ModelDims | None, gib: float, words: str
-) -> None:
+def test_what_cannot_be_divided_is_refused_with_a_way_by_hand(model: ModelDims | None, gib: float, words: str) -> None:
     with pytest.raises(UserError, match=rf"{words}.*add vllm\.gpu_memory_utilization=0\.4"):
         shares.settings(short(), model, PLACE, replace(CARD, gpu_bytes=gib * GIB))
 

@@ -31,7 +31,6 @@ init = _called("init", _run)
 run, Table = _run, lambda **given: given
 """
 SETTINGS = {"trainer": {"max_steps": 3}}
-EVALUATION = {"step": 0, "n": 4, "full_marks": {"answer": 3}, "mean": {"answer": 0.5}}
 
 
 class Sink:
@@ -49,7 +48,7 @@ class Sink:
         for step in steps:
             log.log(step, {"reward": step / 2, "kl": None})
         if evaluation:
-            log.log_eval(EVALUATION)
+            log.log_eval({"step": 0, "n": 4, "full_marks": {"answer": 3}, "mean": {"answer": 0.5}})
         log.close()
         *calls, last = self.calls()
         assert last[0] == "run.finish"
@@ -105,9 +104,7 @@ def test_a_new_run_in_a_folder_gets_a_name_of_its_own(sink: Sink):
     assert names[0] != names[1]
 
 
-def test_a_sink_that_does_not_start_is_the_users_to_fix_and_one_that_fails_later_is_dropped_with_one_line(
-    sink: Sink, monkeypatch, capsys
-):
+def test_a_sink_that_does_not_start_is_refused_and_one_that_fails_later_costs_a_line(sink: Sink, monkeypatch, capsys):
     monkeypatch.setenv("FAILS", "init")
     with pytest.raises(UserError, match=r"wandb does not start: RuntimeError: no network; log in .* or leave"):
         MetricsLog(sink.run, ["wandb"])
@@ -174,9 +171,8 @@ def test_a_sink_of_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(key): ...")])
     with pytest.raises(UserError, match=r"no file .*/absent.py"):
         require_packages([f"{tmp_path}/absent.py:sink"])
-    with pytest.raises(
-        UserError, match=r"mine.py:sink' returned NoneType; return two functions: write\(step, values\)"
-    ):
+    said = r"mine.py:sink' returned NoneType; return two functions: write\(step, values\)"
+    with pytest.raises(UserError, match=said):
         MetricsLog(tmp_path, [own_sink(tmp_path, "def sink(): ...")])
 
 

@@ -77,9 +77,7 @@ def test_the_example_in_the_docstring() -> None:
 @pytest.mark.parametrize(
     ("handling", "expected"), [("keep", [10, 11, 12, 13]), ("skip", [10, 12, 13]), ("resample", [10, 12, 14, 15])]
 )
-def test_a_dead_group_is_kept_or_left_out_or_replaced_and_a_tombstone_too_when_resampling(
-    handling: str, expected: list[int]
-) -> None:
+def test_dead_groups_stay_or_go_and_resampling_replaces_tombstones_too(handling: str, expected: list[int]) -> None:
     slots = filled(config(4, dead_groups=handling), "aDa!")
     found = [g.group_id for g in trained(slots) if not (handling == "resample" and isinstance(g, Tombstone))]
     assert found == expected and dead_ids(slots) == {11}
@@ -104,9 +102,7 @@ def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_di
 
 
 @pytest.mark.parametrize(("how", "expected"), [("sum_then_normalize", {FIRST}), ("normalize_then_sum", set())])
-def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normalized(
-    how: str, expected: set[int]
-) -> None:
+def test_equal_sums_of_unequal_rewards_are_alive_if_each_function_is_normalized(how: str, expected: set[int]) -> None:
     """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
     rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
     weighed = config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})
@@ -118,9 +114,7 @@ def test_equal_sums_of_unequal_rewards_are_alive_where_each_function_is_normaliz
 
 @example("D" * 24, 3, 2, [2])
 @given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1))
-def test_a_resampled_batch_is_the_next_alive_groups_however_they_are_taken(
-    kinds: str, size: int, resamples: int, amounts: list[int]
-) -> None:
+def test_a_resampled_batch_is_the_next_alive_groups(kinds: str, size: int, resamples: int, amounts: list[int]) -> None:
     expected, taken = [], 0  # by the definition: take one group after the other
     while len(expected) < size and taken < size * (1 + resamples):
         kind = kinds[taken] if taken < len(kinds) else "a"

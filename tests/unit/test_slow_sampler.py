@@ -47,9 +47,7 @@ def step_seconds(
 @pytest.mark.parametrize("slow", [0.1, 1e-6])  # a tenth, or silent
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("prompts", "at_once"), [(8, 1), (32, 1), (8, 8), (32, 8)])
-def test_a_sampler_slowed_to_a_tenth_costs_at_most_a_quarter_of_a_step(
-    prompts: int, at_once: int, staleness: int, slow: float
-) -> None:
+def test_a_slow_one_costs_at_most_a_quarter_of_a_step(prompts: int, at_once: int, staleness: int, slow: float) -> None:
     alone = step_seconds({"fast": 1.0}, prompts, staleness, at_once)
     both = step_seconds({"fast": 1.0, "slow": slow}, prompts, staleness, at_once)
     assert both <= 1.25 * alone, f"{both:.2f} s instead of {alone:.2f} s"

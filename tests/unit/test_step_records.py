@@ -66,9 +66,7 @@ def of_tokens(group_id: int, prompt: int, *lengths: int) -> Group:
     return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
 
 
-def test_tokens_of_prompts_and_completions_divide_by_devices_and_by_each_of_three_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_of_prompts_and_completions_divide_by_devices_and_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "process_age_s", lambda: 41.5)
     clock = Throughput(batch=0, now=100.0)
     groups = [of_tokens(0, 10, 5, 7), of_tokens(1, 20, 8, 12), Tombstone(2, 0, "the reward timed out")]
@@ -93,9 +91,8 @@ def test_a_batch_of_several_steps_counts_its_tokens_once_and_the_seconds_of_all_
     second = clock.step(groups, 8, {"timing/backward_s": 3.0}, now=8.0, devices=1)
     assert (second["timing/all_s"], second["timing/update_s"]) == (3.0, 3.0)
     assert (second["e2e_tps"], second["update_tps"], second["vllm_tps"]) == pytest.approx((5.0, 10.0, 40 / 3))
-    third = clock.step(
-        groups, 9, {}, now=10.0, devices=1
-    )  # a new batch begins from nothing, and 0 s of updates is not infinite
+    # a new batch begins from nothing, and 0 s of updates is not infinite
+    third = clock.step(groups, 9, {}, now=10.0, devices=1)
     assert third == {"timing/all_s": 2.0, "timing/update_s": 0.0, "e2e_tps": 20.0}
 
 

@@ -35,10 +35,8 @@ def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0
     return Group(group_id, 0, 0, np.array(prompt or [5, 6], np.int32), rollouts)
 
 
-def micro_batch(
-    groups: Sequence[Group | Tombstone], over: Denominator, scale_rewards: str = "group", beta: float = 0.0, **more: Any
-) -> MicroBatch:
-    config = config_of(algorithm={"scale_rewards": scale_rewards, "beta": beta} | more)
+def micro_batch(groups: Sequence[Group | Tombstone], over: Denominator, **algorithm: Any) -> MicroBatch:
+    config = config_of(algorithm={"scale_rewards": "group", "beta": 0.0} | algorithm)
     return tensors.micro_batch(scored(groups, config), over, config.algorithm)
 
 
@@ -107,7 +105,7 @@ TRAINED: dict[str, tuple[list[Any], int, dict[str, Any], list[int], list[float],
 @pytest.mark.parametrize("case", TRAINED)
 def test_which_tokens_train_with_which_advantage_and_weight(case: str) -> None:
     groups, count, choice, targets, advantages, weights = TRAINED[case]
-    batch = micro_batch(groups, denominator(count), **{"scale_rewards": "group", "beta": 0.0} | choice)
+    batch = micro_batch(groups, denominator(count), **choice)
     assert batch.row.target_ids.tolist() == targets
     assert batch.advantages.tolist() == pytest.approx(advantages)
     assert batch.weights.tolist() == pytest.approx(weights)
@@ -128,10 +126,8 @@ def test_log_probs_stand_in_the_order_of_the_completions_in_float32() -> None:
 @pytest.mark.parametrize("logprob", [-0.1, -300.0], ids=["likely", "impossible"])
 def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(beta: float, logprob: float) -> None:
     batch = micro_batch([TOMBSTONE], denominator(2), beta=beta)
-    logprobs, settings = torch.full((1,), logprob, requires_grad=True), Algorithm(beta=beta)
-    objective, terms = token_objective(
-        logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], settings
-    )
+    logprobs, chosen = torch.full((1,), logprob, requires_grad=True), Algorithm(beta=beta)
+    objective, terms = token_objective(logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], chosen)
     total = loss(objective, batch.weights)
     total.backward()
     assert total.item() == 0.0
@@ -183,9 +179,7 @@ def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str
         ({"adv_estimator": "mine.py:estimator"}, True),
     ],
 )
-def test_every_rank_needs_the_arrays_of_all_groups_where_advantages_are_made_of_them(
-    choice: dict[str, Any], expected: bool
-) -> None:
+def test_every_rank_needs_all_arrays_where_advantages_are_made_of_them(choice: dict[str, Any], expected: bool) -> None:
     assert needs_all_arrays(Algorithm(**choice)) is expected
 
 
@@ -230,10 +224,8 @@ def steps(draw: st.DrawFn, max_groups: int) -> tuple[list[Group], list[list[Grou
     rewards = draw(st.lists(st.tuples(*[st.integers(-2, 2).map(float)] * 3), min_size=1, max_size=max_groups))
     groups = [random_group(i, 50, of_group, beta=0.1) for i, of_group in enumerate(rewards)]
     step = [dataclasses.replace(g, rollouts=(cut(g.rollouts[0]), *g.rollouts[1:])) for g in groups]
-    count, random = draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
-    order = [
-        dataclasses.replace(g, rollouts=tuple(random.sample(g.rollouts, 3))) for g in random.sample(step, len(step))
-    ]
+    count, rng = draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
+    order = [dataclasses.replace(g, rollouts=tuple(rng.sample(g.rollouts, 3))) for g in rng.sample(step, len(step))]
     return step, [order[part::count] for part in range(count)]
 
 

@@ -245,9 +245,8 @@ def test_the_tools_of_trls_documentation_run_unchanged(file):
         pool.step("r", text, said(text, "multiply", "async_add"))
         turn = one(pool)
         assert (turn.num_calls, turn.num_call_errors) == (3, 1)
-        assert [(m["role"], m["name"]) for m in turn.messages] == [
-            ("tool", name) for name in ("multiply", "async_add", "divide")
-        ]
+        expected = [("tool", name) for name in ("multiply", "async_add", "divide")]
+        assert [(m["role"], m["name"]) for m in turn.messages] == expected
         assert [m["content"] for m in turn.messages[:2]] == ["24", "10"]
         assert turn.assistant["content"] == "Let me see."
         assert turn.assistant["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 6, "b": 4}}
@@ -269,9 +268,8 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
             turns.append((text, one(pool)))
     done = turns[-1][1]
     assert isinstance(done, Done) and (done.reward, done.state) == (1.0, {"counter": 4})
-    config = Rewards(
-        reward_funcs=["environment", f"{file}:reward_func", f"{file}:turns"], reward_weights=[1.0, 0.5, 2.0]
-    )
+    functions = ["environment", f"{file}:reward_func", f"{file}:turns"]
+    config = Rewards(reward_funcs=functions, reward_weights=[1.0, 0.5, 2.0])
     words = conversation(turns)
     assert text_of(words) == "Done." and text_of(words[:2]) == "", "the tool's words are not the model's"
     with RewardPool(config, columns=row) as rewards:

@@ -12,9 +12,7 @@ from tests.support.tiny import tiny_model
 from tools.tour import main
 
 
-def test_a_group_passes_every_stop_and_the_files_that_are_named_exist(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_passes_every_stop_and_named_files_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"question": f"What is 1 + {i}?", "answer": f"#### {1 + i}"} for i in range(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = {

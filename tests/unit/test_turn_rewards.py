@@ -58,13 +58,8 @@ def rollout(turns: list[int], seen: int, rewards: tuple[float, ...], reward: flo
 
 
 # Two turns each. The first two see 50 between them, the third 51. Rewards of turns (1, 3), (0, 1), (0, 1).
-GROUP = Group(
-    0,
-    0,
-    0,
-    np.array([5], np.int32),
-    (rollout([2, 1], 50, (1.0, 3.0), 4.0), rollout([1, 2], 50, (0.0, 1.0), 1.0), rollout([1, 1], 51, (), 1.0)),
-)
+FIRST, SECOND = rollout([2, 1], 50, (1.0, 3.0), 4.0), rollout([1, 2], 50, (0.0, 1.0), 1.0)
+GROUP = Group(0, 0, 0, np.array([5], np.int32), (FIRST, SECOND, rollout([1, 1], 51, (), 1.0)))
 
 
 # ---- from step to the rollout ------------------------------------------------------------------------------
@@ -160,11 +155,8 @@ def test_gigpo_on_paper() -> None:
     expected = [2 / r + 4 / 3 / first] * 2 + [2 / r + 1 / after]
     expected += [-1 / r - 2 / 3 / first, *[-1 / r - 1 / after] * 2, -1 / r - 2 / 3 / first, -1 / r]
     assert np.concatenate(step_advantages([GROUP], settings(scale=None))[0]).tolist() == pytest.approx(expected)
-    batch = micro_batch(
-        [scored := score_rewards([Experience(GROUP)], settings(scale=None))[0]],
-        step_denominator([scored], 1, settings()),
-        settings().algorithm,
-    )
+    scored = score_rewards([Experience(GROUP)], settings(scale=None))
+    batch = micro_batch(scored, step_denominator(scored, 1, settings()), settings().algorithm)
     assert batch.advantages.tolist() == pytest.approx(expected, rel=1e-6)
 
 

@@ -96,9 +96,8 @@ class Conversation:
     def __init__(self, name: str, turn_prefix: str = "") -> None:
         self.template, self.render = of(name, "user"), rendered(name)
         text = self.render(ASK)
-        self.prompt = Prompt(
-            Problem(0, {}), ASK, text, np.array(tokens(text), np.int32), turn_prefix=turn_prefix_of(text)
-        )
+        ids = np.array(tokens(text), np.int32)
+        self.prompt = Prompt(Problem(0, {}), ASK, text, ids, turn_prefix=turn_prefix_of(text))
         self.episode, self.asked = Episode(9, 10_000), [text]
 
     def says(self, text: str, *seen: Message, end: str = END) -> None:
@@ -142,22 +141,15 @@ def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps
 
 
 @pytest.mark.parametrize("path", REAL or [None], ids=lambda path: path and path.stem)
-def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_each_sampled_token_counts_once(
-    path: Any,
-) -> None:
+def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_sampled_tokens_count_once(path: Any) -> None:
     name = path.stem if path else pytest.skip(NO_TRL)
     TEMPLATES.setdefault(name, path)
     talk = Conversation(name)
-    texts = [
-        THOUGHT.removeprefix(talk.prompt.turn_prefix) + "408.",
-        "816.",
-        THOUGHT.removeprefix(talk.prompt.turn_prefix) + "1632.",
-    ]
+    thought = THOUGHT.removeprefix(talk.prompt.turn_prefix)
+    texts = [thought + "408.", "816.", thought + "1632."]
     for text in texts:
         talk.says(text, USER, end="")
-    said = [
-        m for i, text in enumerate(texts) for m in ({"role": "assistant", "content": talk.episode.said()[i][0]}, USER)
-    ]
+    said = [m for i in range(3) for m in ({"role": "assistant", "content": talk.episode.said()[i][0]}, USER)]
     for i in range(1, 4):
         assert talk.asked[i] == talk.render([*ASK, *said[: 2 * i]])
     played = talk.episode.sampled(turn(1), "").played()
@@ -189,9 +181,7 @@ def test_a_turn_whose_text_stays_keeps_its_sampled_ids_and_extends_the_sequence(
         ("<think>a</think>\n\nb</think>c", END, 1),
     ],
 )
-def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it(
-    text: str, end: str, forks: int
-) -> None:
+def test_whatever_a_model_writes_it_goes_on_behind_what_a_template_makes_of_it(text: str, end: str, forks: int) -> None:
     talk = Conversation("qwen3")
     talk.says(text, USER, end=end)
     said = [*ASK, {"role": "assistant", "content": text}, USER]
@@ -200,9 +190,7 @@ def test_whatever_a_model_writes_it_goes_on_behind_what_the_template_makes_of_it
 
 
 @pytest.mark.parametrize("shown", [2, 4, 6])
-def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_last(
-    tmp_path: Path, shown: int
-) -> None:
+def test_a_template_may_leave_out_observations_and_whole_turns_but_not_the_last(tmp_path: Path, shown: int) -> None:
     window = (
         f"{{% set shown = {shown} %}}"
         + "{% for m in messages[:1] + messages[1:][-shown:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -220,9 +208,8 @@ def test_a_template_may_leave_out_what_was_observed_and_whole_turns_but_not_the_
 
 def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_that_row(tmp_path: Path) -> None:
     drops = "{{ m.content.split('</think>')[-1] if drop is defined else m.content }}"
-    (tmp_path / "x.jinja").write_text(
-        f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}assistant: "
-    )
+    text = f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}assistant: "
+    (tmp_path / "x.jinja").write_text(text)
     TEMPLATES["argued"] = tmp_path / "x.jinja"
     template = of("argued", "user")
     assert not template.rewrites and not template.of_row(Problem(0, {})).rewrites

@@ -85,9 +85,8 @@ def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
     assert batch.row.lengths == (6, 2) and batch.advantages.tolist() == [0.5] * 6 + [-0.5] * 2
     assert batch.old_logprobs.tolist() == [-1, -2, -5, -6, -8, -9, -1, -2]
     assert batch.weights.tolist() == pytest.approx([1 / 8] * 8), "tokens, however many sequences"
-    assert micro_batch(FORKED, config(scale_rewards="none", beta=0.1)).weights.tolist() == pytest.approx(
-        [1 / 2 / 6] * 6 + [1 / 2 / 2] * 2
-    ), "rollouts, however many sequences"
+    weights = micro_batch(FORKED, config(scale_rewards="none", beta=0.1)).weights.tolist()
+    assert weights == pytest.approx([1 / 2 / 6] * 6 + [1 / 2 / 2] * 2), "rollouts, however many sequences"
     # J = A, for nothing has moved and the KL's terms are equal at all tokens: k3 of −0.5 is e^−0.5 + 0.5 − 1
     kl, logprobs = math.exp(-0.5) - 0.5, batch.old_logprobs.double()
     terms = (batch.row.lengths, of.algorithm, torch.zeros(8))
@@ -204,9 +203,7 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, 
 
 
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
-def test_with_a_critic_the_gradient_is_that_of_a_dense_float64_loop(
-    folder: Path, model: Any, given: Any, loop: Any
-) -> None:
+def test_with_a_critic_the_gradient_is_a_dense_float64_loops(folder: Path, model: Any, given: Any, loop: Any) -> None:
     of = settings(folder, "run", 1, **given)
     plain = exact_loop(loop, folder, folder / "critic")
     values = {g.group_id: [v.detach().numpy() for v in plain.values(g)] for g in GROUPS}

@@ -67,9 +67,7 @@ def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) 
         ("return [r.rewards['answr'] for r in group.rollouts]", r"raised KeyError: 'answr' \(mine.py:2\)"),
     ],
 )
-def test_an_estimator_that_gives_no_finite_number_each_is_refused_before_the_first_group(
-    tmp_path: Path, body: str, said: str
-) -> None:
+def test_an_estimator_without_a_finite_number_each_is_refused_at_start(tmp_path: Path, body: str, said: str) -> None:
     file = write(tmp_path, "def estimator(rewards, group):", f"    {body}")
     with (
         np.errstate(all="ignore"),
@@ -119,9 +117,7 @@ def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Pa
     assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
 
 
-def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_filler_without_any(
-    tmp_path: Path,
-) -> None:
+def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_without_any(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "def mine(logprobs, ref_logprobs, advantages, settings):",
@@ -146,9 +142,7 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_term_and_numbers_for_a_fi
         ("return advantages * logprobs[:2]", r"raised RuntimeError: .*mine.py:2"),
     ],
 )
-def test_a_loss_that_gives_no_value_with_a_gradient_per_token_is_refused_at_the_start(
-    tmp_path: Path, body: str, said: str
-) -> None:
+def test_a_loss_without_a_gradient_per_token_is_refused_at_the_start(tmp_path: Path, body: str, said: str) -> None:
     file = write(tmp_path, "def objective(logprobs, advantages):", f"    {body}")
     with pytest.raises(UserError, match=rf"algorithm.loss '.*mine.py:objective' {said}"):
         try_own_objective(Algorithm(loss=f"{file}:objective"))
@@ -204,9 +198,7 @@ def test_vespo_weighs_a_completion_by_a_gamma_density_of_its_whole_ratio() -> No
 def test_dppo_stops_where_a_probability_has_moved_and_not_where_a_ratio_has() -> None:
     # moved by .3 > .28, .2, 1e-4 (ratio 11), −.3 < −.2 and +.3 with A < 0; then ratio 30, capped at 20
     probs, old = [0.8, 0.5, 11e-5, 0.2, 0.8, 0.3], [0.5, 0.3, 1e-5, 0.5, 0.5, 0.01]
-    _, slope = objective(
-        f"{FILE}:dppo", probs, old, [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [6], epsilon=0.2, epsilon_high=0.28
-    )
+    _, slope = objective(f"{FILE}:dppo", probs, old, [1.0] * 3 + [-1.0] * 3, [6], epsilon=0.2, epsilon_high=0.28)
     assert slope == near(0.0, 0.5 / 0.3, 11.0, 0.0, -1.6, -20.0)
 
 

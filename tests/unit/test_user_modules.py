@@ -46,9 +46,7 @@ def test_every_package_of_ours_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["helpers", *sorted(OURS), "tests", "queue", "msgspec", "numpy"])
-def test_a_helper_beside_the_file_is_the_files_and_nobody_elses_whatever_it_is_called(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_helper_beside_the_file_is_the_files_alone_whatever_it_is_called(tmp_path: Path, name: str) -> None:
     files(tmp_path, **{name: "number = 7", "mine": f"from {name} import number{BODY.format('number')}"})
     assert scores(f"{tmp_path}/mine.py:f", "answer", "base_acc") == {"f": 7.0, "answer": 1.0, "base_acc": 1.0}
 
@@ -71,21 +69,16 @@ def test_a_helper_beside_the_file_is_the_files_and_nobody_elses_whatever_it_is_c
         ("def late():\n    from model import number\n    return number\nnumber = late()", {"model": "number = 7"}),
     ],
 )  # fmt: skip
-def test_packages_late_imports_and_imports_of_helpers_by_helpers_find_the_same(
-    tmp_path: Path, lines: str, texts: dict[str, str]
-) -> None:
+def test_packages_late_imports_and_helpers_own_find_the_same(tmp_path: Path, lines: str, texts: dict[str, str]) -> None:
     files(tmp_path, mine=lines + BODY.format("number"), **texts)
     assert scores(f"{tmp_path}/mine.py:f", "format")["f"] == 7.0
 
 
 def test_two_folders_have_each_their_own_helper(tmp_path: Path) -> None:
     for name, number in (("a", 1), ("b", 2)):
-        files(tmp_path / name, helpers=f"number = {number}")
         late = BODY.format("number + other()").replace("def f", f"def {name}")
-        files(
-            tmp_path / name,
-            mine=f"from helpers import number\ndef other():\n    import helpers\n    return helpers.number{late}",
-        )
+        mine = f"from helpers import number\ndef other():\n    import helpers\n    return helpers.number{late}"
+        files(tmp_path / name, helpers=f"number = {number}", mine=mine)
     assert scores(f"{tmp_path}/a/mine.py:a", f"{tmp_path}/b/mine.py:b") == {"a": 2.0, "b": 4.0}
 
 

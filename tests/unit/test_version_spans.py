@@ -94,9 +94,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
         (7, [(), ()], 7, [(), ()]),
     ],
 )
-def test_the_groups_version_is_its_oldest_tokens_and_who_has_it_alone_needs_no_spans(
-    version: int, spans: list[Any], oldest: int, kept: list[Any]
-) -> None:
+def test_the_oldest_tokens_version_is_the_groups(version: int, spans: list[Any], oldest: int, kept: list[Any]) -> None:
     found, rollouts = with_oldest_version(version, tuple(mixed(*given) for given in spans))
     assert (found, [r.version_spans for r in rollouts]) == (oldest, kept)
 
@@ -131,9 +129,7 @@ class SlowEngine(OneStepEngine):
         return Completion(np.array([3, 4], np.int32), np.full(2, -0.5, np.float32), "stop", version_spans=tuple(spans))
 
 
-def test_a_version_is_loaded_under_running_groups_once_it_is_here_and_new_groups_and_held_out_problems_keep_to_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_load_under_groups_but_not_under_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, loaded = SlowEngine(), list[int]()
     loop = Loop(tmp_path, engine, sampler={"num_generations": 2, "in_flight_updates": True})
 
@@ -224,9 +220,7 @@ def test_metrics_of_a_step_by_hand() -> None:
         ({"vllm": {"async_scheduling": True}}, "vllm.async_scheduling"),
     ],
 )
-def test_what_weights_in_flight_do_not_take_yet_is_refused_by_name(
-    tmp_path: Path, sections: dict[str, dict[str, Any]], said: str
-) -> None:
+def test_what_in_flight_cannot_take_is_refused(tmp_path: Path, sections: dict[str, dict[str, Any]], said: str) -> None:
     make_config(tmp_path, **sections)
     with pytest.raises((ValueError, UserError), match=said):
         make_config(tmp_path, sampler={"in_flight_updates": True}, **sections)

@@ -97,21 +97,15 @@ def test_a_reference_or_critic_of_another_family_is_refused(folder: Any, section
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_names_are_those_that_vllm_maps_and_a_tied_head_is_its_embedding(
-    folder: Any, family: str, tied: bool
-) -> None:
+def test_published_names_are_vllms_and_a_tied_head_is_its_embedding(folder: Any, family: str, tied: bool) -> None:
     names = [tensor.name for tensor in parameters(load(folder(family, tied)))]
-    assert {".".join(name.split(".")[:2]) for name in names if name != "lm_head.weight"} == {
-        "model.visual",
-        "model.language_model",
-    }
+    begins = {".".join(name.split(".")[:2]) for name in names if name != "lm_head.weight"}
+    assert begins == {"model.visual", "model.language_model"}
     assert ("lm_head.weight" in names) != tied
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sampler_expects(
-    folder: Any, family: str
-) -> None:
+def test_adapters_are_beside_the_language_model_alone_and_are_what_a_sampler_expects(folder: Any, family: str) -> None:
     path = folder(family)
     settings, model = config(path, lora={"r": 4}), load(path)
     lora.add_adapters(model, settings)
@@ -120,9 +114,7 @@ def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sam
     assert len(published) == linear * 2  # A and B
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in published)
     assert published == lora.expected(settings)[0].keys()
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name, _ in model.named_parameters() if ".lora_" in name
-    }
+    assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
     row = with_vision(row_with_image(path, packing_of(model)), layout_of(model.config, str(path), None))
     score_logprobs(model, row, 1.0, 16).sum().backward()
     assert any(p.grad.any() for _, p in model.named_parameters() if p.grad is not None)
@@ -130,9 +122,7 @@ def test_adapters_are_beside_the_language_model_alone_and_are_those_that_the_sam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_once_learned(
-    folder: Any, family: str, tmp_path: Path
-) -> None:
+def test_a_critic_starts_at_zero_and_keeps_a_head_that_it_learned(folder: Any, family: str, tmp_path: Path) -> None:
     path = folder(family)
     model = load_value_model(config(path))
     row = with_vision(row_with_image(path, packing_of(model)), layout_of(model.config, str(path), None))
@@ -197,8 +187,7 @@ def test_the_canary_of_a_run_with_images_shows_one_and_changes_with_it(folder: A
 # ---- packed rows ------------------------------------------------------------------------------------------------
 
 
-Images = tuple[EncodedImage, ...]
-Groups = list[tuple[list[int], list[list[int]], Images]]
+Groups = list[tuple[list[int], list[list[int]], tuple[EncodedImage, ...]]]
 
 
 def groups_of(path: Path) -> Groups:
@@ -220,9 +209,8 @@ def dense(path: Path, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
-    found = torch.cat(
-        [dense_vision_logprobs(model, path, p, c, images) for p, completions, images in groups for c in completions]
-    )
+    alone = [dense_vision_logprobs(model, path, p, c, images) for p, completions, images in groups for c in completions]
+    found = torch.cat(alone)
     return found.detach(), gradient(model, found)
 
 

@@ -43,10 +43,7 @@ def test_a_published_version_arrives_whole(tmp_path: Path) -> None:
     assert (load_file(tmp_path / "private" / SHARDS[0])["embed"] == 3).all()
 
 
-Spoil = Callable[[Path], object]
-
-
-def first_shard(spoil: Spoil) -> Change:
+def first_shard(spoil: Callable[[Path], object]) -> Change:
     return lambda folder, _: (spoil(folder / SHARDS[0]), None)[1]
 
 
@@ -122,9 +119,7 @@ def test_bad_weights_are_refused_with_what_is_wrong(
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_manifest_may_still_appear_whole_but_another_than_the_announced_one_will_not_become_right(
-    tmp_path: Path,
-) -> None:
+def test_a_manifest_may_still_appear_whole_but_another_than_announced_will_not_become_right(tmp_path: Path) -> None:
     published = publish(tmp_path)
     folder = Path(published.weights_dir)
     with pytest.raises(BadWeights, match=r"has SHA-256 \w+, the trainer announced 0000") as caught:
@@ -159,9 +154,7 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes) 
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_what_is_loaded_is_linked_or_copied_and_outlives_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_linked_or_copied_files_outlive_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     if not links:
         monkeypatch.setattr("sampler.engine.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
     published = publish(tmp_path / "weights")

@@ -338,9 +338,7 @@ def rollout_with(**changes: Any) -> list[bytes]:
         (sealed(b"\x85\xa5proto\xdd\xff\xff\xff\xff"), "malformed"),  # says that four billion items follow
     ],
 )
-def test_messages_that_we_never_send_are_refused_by_name_and_whole_ones_are_not(
-    frames: list[bytes], reason: str | None
-) -> None:
+def test_messages_that_we_never_send_are_refused_and_whole_ones_not(frames: list[bytes], reason: str | None) -> None:
     assert refusal(lambda: decode(frames)) == reason
 
 

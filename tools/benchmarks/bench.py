@@ -126,10 +126,8 @@ def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
     on two cores.
     """
     for name in dict.fromkeys(r["cell"] for r in records):
-        cell, records_of_row = (
-            named(name),
-            {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS},
-        )
+        cell = named(name)
+        records_of_row = {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}
         rates = {
             row: statistics.median(r["completion_tokens"] / r["wall_s"] for r in steps)
             for row, steps in records_of_row.items()

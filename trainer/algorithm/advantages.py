@@ -10,8 +10,7 @@
 mean(r) is over the group. A_i is then divided by std + eps of the group (which makes it GRPO) or of the batch, or not
 divided (scale_rewards); std uses n − 1, eps = 1e-4. The two REINFORCE++ are then whitened over the tokens of the batch
 of rollouts, which may hold several optimizer steps (steps_per_generation). A user's own estimator replaces the second
-column. If the task's rewards are all equal, and only KL and length differ, nothing is divided, because dividing noise
-by its own deviation would make advantages of ±1. Left out: estimators that need a critic.
+column. If the task's rewards are all equal, nothing is divided. Left out: estimators that need a critic.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     elif algorithm.loss_type == "cispo":
         objective, is_clipped = cispo_surrogate(logprobs, ratio, advantages, epsilon_high)
     else:
-        epsilon, delta = algorithm.epsilon, algorithm.delta
-        objective, is_clipped = clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
+        objective, is_clipped = clipped_surrogate(ratio, advantages, algorithm.epsilon, epsilon_high, algorithm.delta)
     objective = correction * objective
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None:

@@ -5,8 +5,7 @@
 
 Under top-p, top-k or min-p all three are distributions over the kept tokens S; the full softmax differs by log π_θ(S),
 the cause `support`. π_own is the trainer's policy at the version that sampled, known from the first pass over a group
-of the current version. For an older group it is unknown: its log-ratio then counts wholly as staleness, and only the
-canary of a reload (reload.py) measures numerics. Temperature is no cause: both divide by the same number.
+of the current version; for an older group all counts as staleness. Temperature is no cause: all three have the same.
 """
 
 from __future__ import annotations

@@ -155,8 +155,7 @@ def next_threshold(threshold: float, sums: SegmentSums, params: GroupParams) -> 
 def token_group_metrics(sums: SegmentSums, threshold: float, segment_loss: str) -> dict[str, float]:
     """Returns one batch's metrics over all ranks. compression_ratio is the share of tokens without a loss of their own.
 
-    speedup_factor = 1 / (1 − compression_ratio) is a formula for the head's work, not a measurement: every token still
-    passes the layers below the head. The measured seconds are logged as timing/*.
+    speedup_factor = 1 / (1 − compression_ratio) is a formula for the head's work: all tokens pass the layers below it.
     """
     tokens, positions = sums.tokens, sums.segments if segment_loss == "endpoint" else sums.tokens
     return {

@@ -90,7 +90,6 @@ class Slots:
         self._experiences[group_id] = replace(self._experiences[group_id], **known)
 
     def of_group(self, group_id: int) -> Experience:
-        """Returns the newest record of a group that was taken."""
         return self._experiences[group_id]
 
     def next_ids(self, count: int, at_once: int) -> range:

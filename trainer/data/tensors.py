@@ -132,13 +132,12 @@ def micro_batch(
 ) -> MicroBatch:
     """Packs the completions that can change the weights, or returns a filler of weight 0 if there are none.
 
-    A group without advantages, such as one whose rewards are all equal, has no gradient unless KL or entropy gives it
-    one, and is left out; so is a masked completion. awaits_reference: the trainer scores the reference on this row, and
-    groups have no ref_logprobs before that.
+    awaits_reference: the trainer scores the reference on this row, and groups have no ref_logprobs before that.
     """
     parts = _policy_parts(experiences, algorithm)
-    if not parts:
-        return _filler()
+    if not parts:  # ratio ≤ 1 and no reference, so that nothing overflows: 0 · inf is NaN
+        zero = torch.zeros(1)
+        return MicroBatch(filler_row(), zero, None, zero, zero, zero.long())
     known, lengths = [part.experience for part in parts], [sum(part.lengths()) for part in parts]
     versions = [r.token_versions(part.group.policy_version)[at] for part in parts for r, at in part.completions()]
     return MicroBatch(
@@ -254,9 +253,3 @@ def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
 def filler_row() -> PackedRow:
     """Returns a row of one token, for ranks that have nothing to train while others have."""
     return pack([([0], [[0]])])
-
-
-def _filler() -> MicroBatch:
-    """Returns a token of weight 0, with ratio ≤ 1 and no reference, so that nothing overflows: 0 · inf is NaN."""
-    zero = torch.zeros(1)
-    return MicroBatch(filler_row(), zero, None, zero, zero, torch.zeros(1, dtype=torch.int64))

@@ -3,8 +3,6 @@
     all groups of a batch ─► values, no gradient ─► GAE ─► policy backward, critic backward … ─► one step of both
 
 With group_ppo, segments replace GAE, and values may be joined by the policy's exact score norms.
-
-Both models are on every rank. Either both step or neither: see `step`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The critic: a value for every completion token, from a transformers backbone and a head with one output.
 
-The value of token t is read from the hidden state that also predicts t: the value of the completion before t is
-chosen. Weights start from the policy's or from critic.path. The head of a causal language model starts at zero, so
-that the first advantages are the plain returns; the head of a reward model with one label is kept, because it already
-knows the scale of its scores. Left out: a backbone shared with the policy, whose two losses would have to be weighed
-against each other (vf_coef).
+The value of token t is read from the hidden state that also predicts t. The head of a causal language model starts at
+zero, so that the first advantages are the plain returns; a reward model's is kept, because it already knows the scale
+of its scores. Left out: a backbone shared with the policy, whose two losses would have to be weighed (vf_coef).
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ class Critic(DeepSpeedModel):
     def backward(self, batch: ValueBatch) -> None:
         """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
         values = self.ds(self.here(batch.row))
-        old_values, returns, weights = (
-            x.to(self.device, non_blocking=True) for x in (batch.old_values, batch.returns, batch.weights)
-        )
+        old_values, returns, weights = map(self._to_device, (batch.old_values, batch.returns, batch.weights))
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         loss_sum = (weights * errors).sum()
         self.accumulate(loss_sum)

@@ -143,7 +143,6 @@ class DeepSpeedModel:
 
     @property
     def packing(self) -> Packing:
-        """Returns the row packing that the model supports."""
         return packing_of(self.model)
 
     @property
@@ -153,6 +152,9 @@ class DeepSpeedModel:
     def here(self, row: PackedRow) -> PackedRow:
         """Returns the row on this device, with images in the model's form; only this rank's part if ranks share it."""
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:

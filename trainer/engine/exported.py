@@ -8,7 +8,6 @@ made without the others.
 
 Under ZeRO-3 a tensor exists on no rank until its parameters are gathered, and merging needs three of them at a time, so
 each tensor names its parameters and how it is made of them. Nothing here changes the model: merged weights are new.
-Buffers that checkpoints hold, such as a router's correction, are published, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Master weights that start between the numbers of bfloat16, so that the model moves from the first step on.
 
 A checkpoint in bfloat16 makes float32 master weights that are all numbers of bfloat16. The model is its masters
-rounded, so a weight stays where it is until its master has gone half of the way to the next number. For a weight of 0.1
-that is 2.4e-4: 240 steps of AdamW with a learning rate of 1e-6. A step of 2e-5 on each weight of SmolLM2-135M changes
-5 % of them, ten such steps 33 %. So each master gets a random value among the numbers that are rounded to its weight:
+rounded, so a weight stays where it is until its master has gone half of the way to the next number: docs/algorithm.md
+has measurements. So each master gets a random value among the numbers that are rounded to its weight:
 
     m_i = w_i + u_i · spacing(w_i)      u_i uniform in (−½, ½)      round(m_i) = w_i
 

@@ -90,9 +90,7 @@ class PolicyEngine(DeepSpeedModel):
         """
         row = self.here(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
-        old_logprobs, advantages, weights = (
-            self._to_device(x) for x in (batch.old_logprobs, batch.advantages, batch.weights)
-        )
+        old_logprobs, advantages, weights = map(self._to_device, (batch.old_logprobs, batch.advantages, batch.weights))
         if batch.is_filler:  # a rank without work joins the collectives with one token: no objective sees it
             loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model's output
             self.accumulate(loss_sum)
@@ -121,9 +119,6 @@ class PolicyEngine(DeepSpeedModel):
             parts |= self.model.router_replay.sums()
         self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def _sampled_logprobs(
         self, batch: MicroBatch, logprobs: Tensor, policy_version: int | None

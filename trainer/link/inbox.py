@@ -155,7 +155,6 @@ class Inbox(GroupSource):
         return next(iter(self.state.peers.values())).hello
 
     def versions_in_use(self) -> list[int]:
-        """Returns the policy versions that live samplers have loaded."""
         peers = self.state.peers.values()
         return [p.loaded_version for p in peers if not p.lost and p.loaded_version is not None]
 

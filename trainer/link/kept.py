@@ -4,11 +4,10 @@
                              │      └ digest of its tensors
                              └ digest of the run and of what decides how groups are sampled and scored
 
-A restarted trainer goes back to the version of its checkpoint. As long as the versions that it publishes equal those of
-these files, one after the other and bit for bit, it accepts their groups instead of new samples, by the checks of any
-received group. The first version that differs, for instance because a processor adds in another order, ends that: its
-file and all later ones are dropped, so that no group is trained that weights of another history sampled. Groups of
-later versions are `reserved`: they are leased to no sampler meanwhile.
+As long as a restarted trainer publishes the versions of these files, one after the other and bit for bit, it accepts
+their groups by the checks of any received group. The first version that differs, for instance because a processor adds
+in another order, drops its file and all later ones, so that no group of another history is trained. Groups of later
+versions are `reserved`: they are leased to no sampler meanwhile.
 
 Training does not wait for this disk: if it fails, or a power cut damages a file, groups are sampled again. Groups that
 could not be produced are not kept, but tried again.

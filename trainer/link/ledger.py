@@ -14,9 +14,6 @@ lease, and later results are refused as duplicates. A group's sampling seeds fol
 which sampler produced it.
 
     a and b, window 8:     a 0 2 4 6, b 1 3 5 7;  a is done, b has made 1:  a 3 5 7 too, and whoever is first counts
-
-After a crash the cursor comes back with the weights from the same checkpoint, so in the surviving history every
-group trains exactly once, in order.
 """
 
 from __future__ import annotations

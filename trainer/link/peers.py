@@ -105,10 +105,7 @@ class Reports:
         known.process, known.is_fresh = process, True
 
     def drain(self, live: Collection[str]) -> tuple[dict[str, float], int]:
-        """Returns (statistics since the last call, number of samplers) of samplers that are live or reported meanwhile.
-
-        Seconds are the mean over samplers, counts the sum; other values are the mean of the newest ones.
-        """
+        """Returns (`Statistics.samplers`, number of samplers), of samplers that are live or reported meanwhile."""
         counted = [known for name, known in self._samplers.items() if known.is_fresh or name in live]
         values: dict[str, list[float]] = {}
         for known in counted:

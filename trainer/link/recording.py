@@ -1,8 +1,6 @@
 """Record and replay of a run's groups, in the order in which they were trained.
 
-`run.record: true` appends every group that the training loop takes to output_dir/groups.recording. `run.replay: FILE`
-trains from such a file without any sampler: the same groups in the same steps give the same weights, bit for bit.
-That is how a resumed run is proven equal to an uninterrupted one, and how a bug report becomes reproducible.
+docs/running.md tells what both are for.
 
 A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
 most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts

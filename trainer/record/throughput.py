@@ -4,8 +4,7 @@
     e2e_tps, update_tps, vllm_tps = tokens / num_devices / (timing/all_s, timing/update_s, timing/sampler_generate_s)
 
 over one batch of rollouts, which may give several optimizer steps: the last of them logs the three throughputs, over
-the seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch;
-the formulas come from programs whose devices do both in turn. A prompt counts once per completion, as in MindSpeed-RL.
+the seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch.
 """
 
 from __future__ import annotations

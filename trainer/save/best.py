@@ -7,8 +7,7 @@
 An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
 engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
 run had never been interrupted. best/ is written before its evaluation is recorded, so after a crash between the two the
-resumed run evaluates, and keeps, the version once more. A best/ that these records do not name never becomes final/;
-the next better version replaces it. Left out: several metrics at once.
+resumed run evaluates, and keeps, the version once more. Left out: several metrics at once.
 """
 
 from __future__ import annotations

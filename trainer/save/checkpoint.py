@@ -167,7 +167,7 @@ def save_model(
     def write() -> None:
         folder.mkdir(exist_ok=True)
         if settings is None:
-            written.update(write_weights(engine.model, state, folder))
+            written.update(write_weights(state, folder))
         else:
             written[folder / lora.WEIGHTS] = write_tensors(folder / lora.WEIGHTS, state)
             durable.write_file(folder / lora.SETTINGS, settings)

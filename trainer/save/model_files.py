@@ -2,9 +2,8 @@
 
 Configuration, generation settings, a model's own code and the tokenizer go through transformers, which refuses to write
 some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the initial model's file
-is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once:
-the rehearsal before the first step writes all of this but the bytes of the weights. Left out: errors of the disk, which
-trainer/save/disk.py waits for.
+is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once.
+Left out: errors of the disk, which trainer/save/disk.py waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from common import durable
 from common.files import pieces
 from common.processes.exits import say
 from model.files.hub import present_file
-from model.tokenizer import save_tokenizer
 from trainer.engine.deepspeed_model import DeepSpeedModel
 
 _WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as in transformers
@@ -58,17 +56,15 @@ def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
     return content
 
 
-def write_weights(model: Any, state: Mapping[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
+def write_weights(state: dict[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
     """Writes model.safetensors, or shards with their index, as save_pretrained does. state: under checkpoint names.
 
     Returns the files of weights, each as `write_tensors`.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    left_out = model._keys_to_ignore_on_save or ()
-    kept = {name: tensor for name, tensor in state.items() if name not in left_out}
-    split = split_torch_state_dict_into_shards(kept, filename_pattern=_WEIGHTS, max_shard_size=_SHARD)
-    shards = {folder / file: {name: kept[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    split = split_torch_state_dict_into_shards(state, filename_pattern=_WEIGHTS, max_shard_size=_SHARD)
+    shards = {folder / file: {name: state[name] for name in names} for file, names in split.filename_to_tensors.items()}
     written = {file: write_tensors(file, tensors) for file, tensors in shards.items()}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -87,7 +83,7 @@ def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_wh
             "config.json": (lambda: _write_config(engine.model, folder), ("config.json", "*.py")),
             "generation_config.json": (lambda: _write_generation(engine.model, folder), ("generation_config.json",)),
         }
-    parts["the tokenizer"] = lambda: save_tokenizer(tokenizer, engine.layout, folder), _TOKENIZER
+    parts["the tokenizer"] = lambda: _write_tokenizer(engine, tokenizer, folder), _TOKENIZER
     lacks = []
     for what, (write, patterns) in parts.items():
         try:
@@ -116,6 +112,13 @@ def _write_config(model: Any, folder: Path) -> None:
 def _write_generation(model: Any, folder: Path) -> None:
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _write_tokenizer(engine: DeepSpeedModel, tokenizer: Any, folder: Path) -> None:
+    """Writes the tokenizer, and a vision model's processor files."""
+    tokenizer.save_pretrained(folder)
+    for name, contents in engine.layout.files if engine.layout else ():
+        durable.write_file(folder / name, contents)
 
 
 def _copy(engine: DeepSpeedModel, patterns: tuple[str, ...], folder: Path) -> bool:

@@ -8,8 +8,7 @@ batches. So these are compared, before a model is loaded, with what the checkpoi
     adapters       their shape
 
 and by fingerprints, before the first step: the rows and the tokenizer of the samplers, as their first one says, and the
-frozen weights under adapters, which a checkpoint does not hold. Left out: settings that decide no problem, such as
-sampling, learning rate, rewards and a user's own functions, which may change.
+frozen weights under adapters, which a checkpoint does not hold. All other settings may change: docs/running.md.
 """
 
 from __future__ import annotations

@@ -56,10 +56,7 @@ class Saver:
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
-        """Saves the state after the last whole batch; gradients of a batch that has started are in no checkpoint.
-
-        After a step of a batch has moved the weights, cursor and weights agree only at its end: nothing is saved.
-        """
+        """Saves the state after the last whole batch, unless a step of the next one has moved the weights already."""
         if not self.config.trainer.saves_checkpoints or progress.step == self.saved_step:
             return
         if is_between_batches:
