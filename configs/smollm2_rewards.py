@@ -14,13 +14,10 @@ They ask for this form, which the example in the config's prompt shows:
 
 import re
 
+from tandem.rewards import text_of
+
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 FORM = re.compile(r"\s*<reasoning>[^<]*</reasoning>\s*<answer>[^<]*</answer>\s*")
-
-
-def text_of(completion):
-    """Returns a completion's text: the completion itself, or its only message if prompts are messages."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def given_answer(text):

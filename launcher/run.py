@@ -79,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
             if shares.is_undivided(config, place):
                 model = read_dims(config.model.path, config.model.revision)
                 machine = this_machine(len(visible_gpus(os.environ)))
-                overrides = [*overrides, *shares.settings(config, model, place, machine)]
+                division = shares.settings(config, model, place, machine)
+                exits.say(f"one GPU for both processes: {' '.join(division)}")
+                overrides = [*overrides, *division]
                 config = load(path, overrides)
             if hosts:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
@@ -130,8 +132,6 @@ def _run(commands: Commands, resume_command: str) -> int:
     logs = f"{samplers[0].log}" + (f" to {samplers[-1].log.name}" if len(samplers) > 1 else "")
     exits.say(f"sampler on {place.sampler_place}; log {logs}")
     exits.say(f"trainer on {place.trainer_place}; log {folder}/logs/trainer.log")
-    if place.shares_gpu:
-        exits.say(shares.division_line(commands.config))
     if side := commands.config.reference_on:
         exits.say(f"reference model on the {side}")
     exits.limit_time(commands.config.trainer.max_hours)

@@ -1,7 +1,7 @@
 """The only file with device-specific code: torch's accelerator, whatever its vendor, or the CPU if there is none.
 
-torch.accelerator has the functions that all vendors' back ends share; the rest, a name and a collective library, comes
-from the module of the device's type. pyproject.toml keeps torch.cuda out of all other packages.
+torch.accelerator has the functions that all vendors' back ends share; the collective library follows from the device's
+type. pyproject.toml keeps torch.cuda out of all other packages.
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ def collectives() -> str:
     """Returns torch.distributed's back end for tensors on these devices: "nccl" on CUDA and ROCm, "gloo" on CPUs."""
     device = _accelerator()
     return "gloo" if device is None else _COLLECTIVES.get(device.type, "gloo")
-
-
-def name(device: torch.device) -> str:
-    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3"; "" for the CPU."""
-    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else ""
 
 
 def synchronize() -> None:

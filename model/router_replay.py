@@ -108,7 +108,8 @@ class RouterReplay:
         for first in (0, num_experts - per_token):
             tokens = given[0][0].shape[:-1].numel()
             self._recorded = (first + torch.arange(per_token)).expand(tokens, self.num_layers, per_token)
-            outputs.append(_tensors(router.forward(*given[0], **given[1])))
+            output = router.forward(*given[0], **given[1])
+            outputs.append([x for x in (output if isinstance(output, tuple) else [output]) if isinstance(x, Tensor)])
         self.use(None)
         return any(not torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -124,10 +125,6 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _holds_experts(module: torch.nn.Module, num_experts: int) -> bool:
     fused = any(p.dim() == 3 and p.shape[0] == num_experts for p in module.parameters(recurse=False))
     return fused or (isinstance(module, torch.nn.ModuleList) and len(module) == num_experts)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, Tensor)]
 
 
 @torch.no_grad()

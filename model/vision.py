@@ -87,12 +87,13 @@ def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:
     sizes = [layout.form.num_tokens(image) for image in different.values()]
     feature_of = dict(zip(different, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
     ids, text = row.input_ids.flatten(), row.position_ids.flatten()
-    positions = text.expand(3, -1).clone()
+    positions, merge = text.expand(3, -1).clone(), layout.form.merge_size
     places: list[int] = []
     features: list[int] = []
     for (begin, end), images in zip(_sequences(row), row.images, strict=True):
         begins = _image_begins(ids[begin:end], images, layout)
-        table = axes(int(text[begin:end].max()) + 1, begins, [_token_grid(image, layout) for image in images])
+        grids = [(rows // merge, columns // merge) for _, rows, columns in (image.grid_thw for image in images)]
+        table = axes(int(text[begin:end].max()) + 1, begins, grids)
         positions[:, begin:end] = torch.from_numpy(table)[:, text[begin:end]]
         for at, image in zip(begins, images, strict=True):
             size, feature = layout.form.num_tokens(image), feature_of[id(image)]
@@ -190,9 +191,3 @@ def _image_begins(ids: Tensor, images: Sequence[EncodedImage], layout: VisionLay
     if found != [begin + i for begin, size in zip(begins, sizes, strict=True) for i in range(size)]:
         raise ValueError(f"images of {sizes} tokens, but the prompt has {len(found)} image tokens, or not side by side")
     return begins
-
-
-def _token_grid(image: EncodedImage, layout: VisionLayout) -> tuple[int, int]:
-    """Returns (rows, columns) of the image's tokens."""
-    _, rows, columns = image.grid_thw
-    return rows // layout.form.merge_size, columns // layout.form.merge_size

@@ -87,10 +87,6 @@ class MetricsLog:
         """Returns every recorded evaluation, oldest first."""
         return read_jsonl(self._eval)
 
-    def has_eval(self, version: int) -> bool:
-        """Returns whether the evaluation of this policy version is recorded."""
-        return any(record["step"] == version for record in self.evaluations())
-
     def sync(self) -> None:
         """Makes every line so far survive a crash of the machine. Raises OSError if the disk still refuses lines."""
         self._flush()

@@ -4,13 +4,8 @@
       ▲                                                     │
       └───────────── trainer commits a step ◄───────────────┘
 
-| queue           | filled by          | emptied by            | bounded by                       |
-|-----------------|--------------------|-----------------------|----------------------------------|
-| held-out        | leases in CREDIT   | gaps between groups   | `data.eval`                      |
-| engine          | leases in CREDIT   | `Engine.step`         | the trainer's window             |
-| environments    | turns              | `EnvironmentPool`     | the same window                  |
-| reward pool     | finished prompts   | `RewardPool.ready`    | the same window                  |
-| outbox          | scored groups      | CREDIT's cursor       | the same window                  |
+The trainer's window bounds every queue: the engine's, the environments', the rewards' and the outbox. Held-out problems
+wait for gaps between groups, and are at most those of data.eval.
 """
 
 from __future__ import annotations

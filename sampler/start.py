@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -101,9 +101,8 @@ def _run(config: Config, sampler_id: str) -> None:
             settings, [first, *_] = sources[label], [*own, *others]
             opening = open_multi_turn(settings, tokenizer, first, columns[label])
             multi_turns[label] = multi_turn = stack.enter_context(opening)
-            tools = multi_turn.pool.tools if multi_turn else None
-            train[label] = prompts_of("data.train", own, tokenizer, settings, tools)
-            evaluation[label] = prompts_of("data.eval", others, tokenizer, settings, tools)
+            train[label] = prompts_of("data.train", own, tokenizer, settings, multi_turn)
+            evaluation[label] = prompts_of("data.eval", others, tokenizer, settings, multi_turn)
         train_prompts, held_out_prompts = Prompts.joined(train), Prompts.joined(evaluation)
         parts = parts_of(config, train_prompts.problems)
         task = Task(train_prompts, held_out_prompts, logged_reader(config, tokenizer), parts)
@@ -214,11 +213,12 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
 
 
 def prompts_of(
-    source: str, problems: list[Problem], tokenizer: Any, config: Config, tools: Sequence[dict[str, Any]] | None = None
+    source: str, problems: list[Problem], tokenizer: Any, config: Config, multi_turn: MultiTurn | None = None
 ) -> Prompts:
-    """Returns problems as prompts, with the JSON schemas of tools. Logs how many were too long."""
+    """Returns problems as prompts, with the tools of several turns. Logs how many were too long."""
     if not problems:
         return Prompts([], np.array([], np.int64), lambda problem: Prompt(problem, "", "", np.array([], np.int32)))
+    tools = multi_turn.pool.tools if multi_turn else None
     prompts, num_filtered = make_prompts(problems, tokenizer, config, vision_of(config), tools)
     if num_filtered:
         limit = config.data.max_prompt_length

@@ -217,9 +217,9 @@ class Trainer:
         its own version can be evaluated again, because the weights of the other are gone."""
         if self.progress.step == 0:
             return self.config.eval.before
-        if self.rank_zero is None or self.rank_zero.log.has_eval(self.progress.policy_version):
+        recorded = [record["step"] for record in self.rank_zero.log.evaluations()] if self.rank_zero else []
+        if self.rank_zero is None or self.progress.policy_version in recorded:
             return False
-        recorded = [record["step"] for record in self.rank_zero.log.evaluations()]
         return self._is_due(since=max([0, *recorded])) or (not recorded and self.config.eval.before)
 
     def _is_due(self, since: int) -> bool:

@@ -18,7 +18,7 @@ class Config(Settings):
     def _contradictions(self) -> Iterator[str]:
         of_processes = (_devices, _sequence_parallel, _vllm_arguments, _in_flight, _router_replay)
         of_rollouts = (_sources, _kl, _without_rewards, _evaluation)
-        for check in (*of_processes, *of_rollouts, _step_counts):
+        for check in (*of_processes, *of_rollouts, _algorithm):
             yield from check(self)
 
 
@@ -189,7 +189,7 @@ def _evaluation(config: Settings) -> Iterator[str]:
         yield f"eval.metric_for_best_model {metric!r} is none of {', '.join(known)}; {remedy}"
 
 
-def _step_counts(config: Settings) -> Iterator[str]:
+def _algorithm(config: Settings) -> Iterator[str]:
     algorithm, critic, completion = config.algorithm, config.critic, config.sampler.max_completion_length
     if algorithm.soft_punish_cache > completion:
         remedy = f"set it to at most sampler.max_completion_length {completion}"

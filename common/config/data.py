@@ -111,7 +111,3 @@ class Data(Section):
             named = entry.label and entry.label in {e.label for e in entries(self.train)}
             if named and (entry.rollout is not None or entry.rewards is not None):
                 yield f"eval: source {entry.label!r} is rolled out and scored as in train; remove both there"
-
-    def bad_rows_allowed(self, total: int) -> float:
-        """Returns how many of `total` rows may be left out because they cannot be used."""
-        return max(3.0, self.max_bad_rows * total) if self.max_bad_rows else 0.0

@@ -18,7 +18,6 @@ ROUNDING = 1e-6  # two scores this near are equal: some reward functions compute
 _ENTRY = "{model: org/classifier} or {judge: rubric.md, model: …, base_url: …}"
 TIES = 16  # more tokens than top_k may be kept: all that are as likely as the last of them
 
-
 # vLLM's SamplingParams that forbid tokens but keep the odds of the others
 _FORBIDDING = ("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs")
 

@@ -28,7 +28,6 @@ from common.user_code import user_modules
 
 Function = Callable[..., Any]
 
-
 _NAMED = re.compile(r" as ([\w-]+)$")  # such as a built-in function that is used twice among the rewards
 
 

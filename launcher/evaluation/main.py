@@ -19,6 +19,7 @@ from common import durable
 from common.config import Config, load
 from common.errors import UserError
 from common.processes import exits
+from common.processes.certain_errors import raising_permanent_errors
 from common.redact import redacted
 from common.types import Prompt
 from launcher.evaluation.results import report, table
@@ -69,9 +70,8 @@ def run(config: Config, target: Target) -> None:
         tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
         for settings, own in each:
             multi_turn = stack.enter_context(open_multi_turn(settings, tokenizer, own[0], columns))
-            tools = multi_turn.pool.tools if multi_turn else None
             multi_turns[own[0].source] = multi_turn
-            parts[own[0].source] = prompts_of("data.eval", own, tokenizer, settings, tools)
+            parts[own[0].source] = prompts_of("data.eval", own, tokenizer, settings, multi_turn)
         prompts = Prompts.joined(parts)
         model = f"{config.model.path} with the adapters {target.model}" if target.rank else target.model
         exits.say(f"{len(prompts)} problems × {config.eval.num_generations} completions of {model}")
@@ -81,7 +81,9 @@ def run(config: Config, target: Target) -> None:
 
         engine = Engine(config, devices.count())
         if target.rank:
-            _load_adapters(engine, Path(target.model))
+            remedy = "Evaluate them on the base model that they were trained on: model.path"
+            with raising_permanent_errors(f"{target.model}: these adapters do not fit the model", remedy):
+                engine.weights.load(Path(target.model).absolute())
         decode = logged_reader(config, tokenizer)
         turns = turns_of(engine, decode, multi_turns)
         samples, failures = sample(config, prompts, pool, decode, turns)
@@ -94,13 +96,6 @@ def run(config: Config, target: Target) -> None:
         exits.say(f"left out, a reward failed: {one_line(reason)}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
-
-
-def _load_adapters(engine: Any, folder: Path) -> None:
-    try:
-        engine.weights.load(folder.absolute())
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"{folder}: these adapters do not fit the model: {str(error)[:300]}") from error
 
 
 def _folder_name(config: Config, model: str) -> str:

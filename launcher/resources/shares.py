@@ -84,13 +84,6 @@ def trainer_problem(work: Workload, budget: float, limits: str) -> str:
     return f"{who} about {gib(ranks * trainer_memory(work).total)} and {limits}; {remedy}"
 
 
-def division_line(config: Config) -> str:
-    """Returns one line for people on how sampler and trainer share one GPU."""
-    cache = config.vllm.get("kv_cache_memory_bytes")
-    taken = f"vLLM's cache takes {gib(cache)}" if cache else f"vLLM takes {config.vllm['gpu_memory_utilization']}"
-    return f"one GPU for both: {taken} of it, the trainer may have the rest"
-
-
 def settings(config: Config, model: ModelDims | None, place: Placement, machine: Machine) -> list[str]:
     """Returns the overrides that launch.sh adds for both processes, if they share a GPU that the user has not divided.
 

@@ -94,6 +94,8 @@ def workload_of(
     settings = deepspeed_config(config, num_ranks)
     zero, sums = settings["zero_optimization"], settings.get("data_types", {}).get("grad_accum_dtype")
     budget, critic, reference = config.trainer.max_tokens_per_micro_batch, config.critic, config.reference
+    lora, named = config.lora, config.lora.target_modules
+    modules = None if isinstance(named, str) else {name.split(".")[-1] for name in named}
     return Workload(
         model=model,
         dtype=config.model.dtype,
@@ -109,7 +111,7 @@ def workload_of(
         sequences=config.max_sequences,
         checkpointing=config.model.gradient_checkpointing,
         chunk=config.trainer.logprob_chunk_size,
-        adapters=_adapter_parameters(config, model),
+        adapters=model.adapter_parameters(lora.r, modules) if lora.r else None,
         critic=_dims_or(model, critic.path) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path) if config.algorithm.beta > 0 else None,
         reference_is_base=config.reference_is_base and int(zero["stage"]) < 3,
@@ -145,9 +147,3 @@ def _most_patches(config: Config, model: ModelDims) -> int:
 def _dims_or(policy: ModelDims, path: str | None) -> ModelDims | None:
     """Returns the dimensions of the model at `path`; without a path those of the policy, where it starts."""
     return read_dims(path, None) if path else policy
-
-
-def _adapter_parameters(config: Config, model: ModelDims) -> int | None:
-    given = config.lora.target_modules
-    modules = None if isinstance(given, str) else {name.split(".")[-1] for name in given}
-    return model.adapter_parameters(config.lora.r, modules) if config.lora.r else None

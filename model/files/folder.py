@@ -26,7 +26,6 @@ _MAX_INDEX_BYTES = 64 << 20
 # model_type of the families whose images are supported
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
-
 NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template; set prompt.chat_template: configs/templates/chatml.jinja or use an -Instruct "
     "model"

@@ -81,9 +81,13 @@ class Engine:
         else:
             self._llm.collective_rpc("spare_other_models")
         if self.on_cpu:
-            self._watch_layers()
+            self._llm.collective_rpc("report_layers")
+        if self.on_cpu and cpu.is_on():
+            self._llm.collective_rpc("compute_rows_once")
         if config.algorithm.router_replay:
-            self._record_routing()
+            self._llm.collective_rpc("record_routing")
+            ask = self._llm.collective_rpc
+            routing.deliver(self._engine.engine_core, lambda ids: ask("routing_of", args=(ids,))[0])
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
         self._ignore_eos = config.sampler.ignore_eos
         self._ends = ends(config)
@@ -96,15 +100,6 @@ class Engine:
         self._next_id = 0
         self.weights = WeightLoader(self._llm, config, self._in_flight)
         self.version: int | None = None
-
-    def _watch_layers(self) -> None:
-        self._llm.collective_rpc("report_layers")
-        if cpu.is_on():
-            self._llm.collective_rpc("compute_rows_once")
-
-    def _record_routing(self) -> None:
-        self._llm.collective_rpc("record_routing")
-        routing.deliver(self._engine.engine_core, lambda ids: self._llm.collective_rpc("routing_of", args=(ids,))[0])
 
     @property
     def num_running(self) -> int:

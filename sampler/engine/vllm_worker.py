@@ -42,8 +42,10 @@ class WeightExtension:
 
     def end_with_engine(self) -> None:
         """Ends this worker, which is a process of its own, when its parent ends.
+
         When its engine is killed, vLLM's worker ends by itself unless it is stopped, or waits for ever while it
-        notifies its own reader (SpinCondition.cancel): then it would keep its GPU."""
+        notifies its own reader (SpinCondition.cancel): then it would keep its GPU.
+        """
         die_with_parent()
 
     def compute_rows_once(self) -> None:

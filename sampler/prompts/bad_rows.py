@@ -24,7 +24,8 @@ def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], dat
     if others := sorted(bad)[_ROWS_EXPLAINED:_ROWS_NAMED]:
         reasons.append(f"rows {', '.join(map(str, others))}" + ", …" * (len(bad) > _ROWS_NAMED))
     what, named = f"{option}: {len(bad)} of {len(problems)} rows cannot be used", "\n  ".join(["", *reasons])
-    if len(bad) > data.bad_rows_allowed(len(problems)) or len(bad) == len(problems):
+    allowed = max(3.0, data.max_bad_rows * len(problems)) if data.max_bad_rows else 0.0
+    if len(bad) > allowed or len(bad) == len(problems):
         share = math.ceil(1000 * len(bad) / len(problems)) / 1000
         raise UserError(f"{what}. Mend them, or leave them out: data.max_bad_rows={share:g}{named}")
     say(f"{what} and are left out (data.max_bad_rows):{named}")

@@ -72,8 +72,7 @@ def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_
     assert "7.000 (7.000–7.000)" in capsys.readouterr().out and [*tmp_path.iterdir()] == [out]
 
 
-def test_every_row_is_a_program_of_this_folder_and_stands_on_the_page(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(bench, "install", lambda: None)
+def test_every_row_is_a_program_of_this_folder_and_stands_on_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     for row in bench.ROWS:
         assert Path(bench.command(row, CELLS[0], 1, tmp_path)[1]).is_file() and f"| {row} |" in page

@@ -106,7 +106,7 @@ def trainer(
     found.progress = Progress("run", steps // passes, 0, version, steps, 0, 0, {})
     found._evaluated_version = version if evaluated is None else evaluated
     records = [{"step": v} for v in done]
-    log = SimpleNamespace(has_eval=lambda v: v in done, evaluations=lambda: records)
+    log = SimpleNamespace(evaluations=lambda: records)
     found.rank_zero = SimpleNamespace(log=log)  # type: ignore[assignment]
     return found
 

@@ -168,7 +168,7 @@ def test_a_signature_is_checked_when_the_file_is_loaded(tmp_path: Path) -> None:
             ESTIMATOR.load(f"{file}:{function}")
 
 
-# ---- configs/recipes/objectives.py by hand; against TRL 1.16.0: tools/benchmarks/trl_formulas.py
+# ---- configs/recipes/objectives.py by hand; against TRL 1.16.0: tools/benchmarks/trl_comparison.py
 
 FILE = f"{ROOT}/configs/recipes/objectives.py"
 

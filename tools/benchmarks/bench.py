@@ -8,12 +8,13 @@
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
 Every step appends a line to --out, with the machine and the commit that last changed the measured code. Medians and
 quartiles come from all steps but the warm-up. Seconds on different machines are not comparable: each machine has tables
-of its own. TRL is installed beside the project on first use. No other program should run during a measurement.
+of its own. No other program should run during a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -29,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from report.run_log import read_jsonl
 from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.trl_formulas import PYTHON, install
 from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_flops
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
 
+TRL = "1.16.0"
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain")}
 TANDEM = {
     "streaming": ["trainer.max_staleness=0", "reference.on=sampler"],
@@ -51,8 +52,7 @@ def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
     programs = ROOT / "tools" / "benchmarks"
     if row in TRL_ROWS:
-        install()
-        return [str(PYTHON), str(programs / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
+        return [sys.executable, str(programs / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
     return [sys.executable, str(programs / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
 
 
@@ -153,6 +153,10 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="measure nothing, print the tables of --out")
     arguments = parser.parse_args()
     if not arguments.table:
+        if {*arguments.rows} & TRL_ROWS.keys() and importlib.util.find_spec("trl") is None:
+            parser.error(
+                f"rows of TRL need it: {sys.executable} -m pip install trl=={TRL}; or leave them out by --rows"
+            )
         measure(arguments.cells, arguments.rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
     print(tables(read_jsonl(arguments.out)))
 

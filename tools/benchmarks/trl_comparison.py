@@ -1,4 +1,6 @@
-"""Compares TRL's formulas with ours in every case, prints a table, exits with 1 on a surprise. For trl_formulas.py.
+"""Compares TRL's formulas with ours in every case, prints a table, exits with 1 on a surprise.
+
+    python -m pip install trl==1.16.0 && python -W ignore -m tools.benchmarks.trl_comparison
 
 A case is a set of options under TRL's names. TRL's side is its own code path, `GRPOTrainer._compute_loss` and
 `_generate_and_score_completions` on padded tensors, with log-probs put where its model would put them; ours is

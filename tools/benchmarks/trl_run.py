@@ -1,4 +1,4 @@
-"""Runs TRL's GRPOTrainer on a cell, in the environment that `bench.py` makes for TRL, never in the project's own.
+"""Runs TRL's GRPOTrainer on a cell, for bench.py.
 
     stock    generation by transformers' generate; everything else TRL's default, but float32 and CPU
     plain    the same without gradient checkpointing, TRL's default: faster where memory suffices

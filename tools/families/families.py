@@ -25,7 +25,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -105,12 +104,10 @@ def lora(family: str, folder: Path) -> Facts:
 def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
     """Runs the whole loop for `steps` steps and returns its facts."""
     shutil.rmtree(run, ignore_errors=True)
-    started_s = time.monotonic()
     argv = [sys.executable, "-m", "launcher.run", CONFIG, *_settings(family, run, steps), *more]
     code, output = _process(argv, run.parent / f"{name}.log")
     metrics = read_jsonl(run / "metrics.jsonl")
     facts: Facts = {"loop": "yes" if code == 0 and len(metrics) == steps else f"exit {code}: {why(output)}"}
-    facts["seconds"] = round(time.monotonic() - started_s)
     if metrics:
         facts["canary"] = max(m["sync/canary_max_diff"] for m in metrics)
         facts["unproven"] = int(max(m["sync/unproven_tensors"] for m in metrics))
@@ -180,11 +177,6 @@ def _column(folder: Path, name: str) -> Facts:
     file = folder / "facts.json"
     found = json.loads(file.read_text()).get(name, {}) if file.exists() else {}
     return found if found.get("where") == where() else {}
-
-
-def facts_of(folder: Path) -> Facts:
-    """Returns the facts of all columns."""
-    return {key: value for name in COLUMNS for key, value in _column(folder, name).items()}
 
 
 def where() -> str:
@@ -267,7 +259,8 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, check=True)
         for family in chosen:
             measure(family, arguments.only, arguments.runs / family)
-    facts = {family: facts_of(arguments.runs / family) for family in FAMILIES}
+    columns = {family: [_column(arguments.runs / family, name) for name in COLUMNS] for family in FAMILIES}
+    facts = {family: {key: value for one in found for key, value in one.items()} for family, found in columns.items()}
     text = f"On {where()}.\n\n{table({family: found for family, found in facts.items() if found})}"
     if missing := [family for family, found in facts.items() if not found]:
         text += f"\nNot measured: {', '.join(missing)}.\n"

@@ -99,15 +99,9 @@ class PolicyEngine(DeepSpeedModel):
         ref_logprobs, proximal_logprobs = (
             None if x is None else self._to_device(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
         )
+        lengths, algorithm = batch.row.lengths, self.config.algorithm
         objective, terms = token_objective(
-            logprobs,
-            old_logprobs,
-            ref_logprobs,
-            advantages,
-            batch.row.lengths,
-            self.config.algorithm,
-            entropy,
-            proximal_logprobs,
+            logprobs, old_logprobs, ref_logprobs, advantages, lengths, algorithm, entropy, proximal_logprobs
         )
         loss_sum = loss(objective, weights)
         self.accumulate(loss_sum)
@@ -115,7 +109,7 @@ class PolicyEngine(DeepSpeedModel):
         sampled, known = self._sampled_logprobs(batch, logprobs, policy_version)
         mass = None if row.sampling_mask is None else log_mass
         parts = by_cause(logprobs, old_logprobs, sampled, known, mass)
-        if self.config.algorithm.router_replay:
+        if algorithm.router_replay:
             parts |= self.model.router_replay.sums()
         self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
         return logprobs

@@ -46,7 +46,8 @@ class Throughput:
         if self._is_first:
             metrics["timing/first_step_s"] = process_age_s()
         self._last, self._is_first = now, False
-        self._tokens |= {g.group_id: _num_tokens(g) for g in groups if isinstance(g, Group)}
+        for group in (group for group in groups if isinstance(group, Group)):
+            self._tokens[group.group_id] = sum(len(group.prompt_ids) + len(r.completion_ids) for r in group.rollouts)
         for key in SECONDS.values():
             self._seconds[key] += (values | metrics).get(key, 0.0)  # type: ignore[operator]
         if batch > self._batch:
@@ -60,7 +61,3 @@ class Throughput:
 
 def process_age_s() -> float:
     return time.time() - psutil.Process().create_time()
-
-
-def _num_tokens(group: Group) -> int:
-    return sum(len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts)
