@@ -168,7 +168,7 @@ class BatchTraining:
                 scored |= zip(ids, logprobs.split([n for _, n in lengths]), strict=True)
         lengths = self._lengths(self.slots.training())
         parts = [scored.get(experience.group.group_id, torch.zeros(n)) for experience, n in lengths]
-        everyones = self._exchange.add_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: other ranks add 0
+        everyones = self._exchange.sum_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: other ranks add 0
         for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
             self.slots.update(experience.group.group_id, proximal_logprobs=logprobs)
         self._seconds["timing/score_s"] += time.monotonic() - start

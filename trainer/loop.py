@@ -89,7 +89,7 @@ class Trainer:
 
     def run(self) -> None:
         fingerprints = {"base_fingerprint": base_fingerprint(self.engine) if self.config.lora.r else ""}
-        hello = self.exchange.wait(lambda: self._source.wait_for_sampler())
+        hello = self.exchange.run_on_rank_0(lambda: self._source.wait_for_sampler())
         if hello:
             self._num_eval_problems = hello.num_eval_problems
             fingerprints |= {"dataset_fingerprint": hello.dataset_fingerprint, "tokenizer_hash": hello.tokenizer_hash}
@@ -121,7 +121,7 @@ class Trainer:
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if one of them was asked to end."""
-        if self.exchange.any(interrupted()):
+        if self.exchange.any_rank(interrupted()):
             raise Interrupted
 
     def save_and_end(self) -> NoReturn:
@@ -148,7 +148,7 @@ class Trainer:
         """Makes one optimizer step. Returns its result and the sums of the whole step over all ranks."""
         report_progress(f"making optimizer step {self.progress.step + 1}")
         start = time.monotonic()
-        sums = self.exchange.add_named(self.engine.sums.drain())
+        sums = self.exchange.sum_named(self.engine.sums.drain())
         with self.lent_cores.borrowed():
             result = self.actor_critic.step(self.batch.critic_only) if self.actor_critic else self.engine.step()
         failpoint("trainer.stepped")
@@ -237,7 +237,7 @@ class Trainer:
         start = time.monotonic()
         results: list[EvalResult] = []
         with contextlib.suppress(Interrupted):  # all ranks stop together a moment later, without this evaluation
-            results = self.exchange.wait(lambda: self._source.finish_eval()) or []
+            results = self.exchange.run_on_rank_0(lambda: self._source.finish_eval()) or []
         record = stats.eval_record(results, self.config.rewards.full_mark) if results else None
         # before the record is written: a recorded evaluation is not repeated after a crash
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)

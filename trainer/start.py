@@ -85,7 +85,7 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
         progress_of(resume_from, run_id)
     init_distributed(config)
     exchange = connect(config)
-    resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.text(run_id)
+    resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.broadcast_text(run_id)
     progress = progress_of(resume_from, run_id)
     if rank == 0:
         resumed_at = (progress.step, progress.policy_version) if resume_from else (None, None)

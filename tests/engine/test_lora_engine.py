@@ -63,7 +63,7 @@ def test_a_saved_folder_loads_in_vllm(
     policy.disturb(8)
     reload(engine, version(8), config)
     expected = greedy(engine)
-    tensors = {name: tensor.clone() for name, tensor in policy.whole(policy.tensors, lambda _: True)}
+    tensors = {name: tensor.clone() for name, tensor in policy.gathered_tensors(policy.tensors, lambda _: True)}
     write_tensors(tmp_path / lora.WEIGHTS, tensors)
     (tmp_path / lora.SETTINGS).write_bytes(policy.published_settings)
     policy.disturb(9)

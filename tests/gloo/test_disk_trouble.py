@@ -9,15 +9,15 @@ import pytest
 from common.processes import exits
 from tests.support.gloo_data import TRAINER
 from tests.support.plain_policy import OneRank
-from tests.support.replay_worker import Life, Stack, sha256_of_run
+from tests.support.replay_worker import RankEnds, Trainers, sha256_of_run
 from tests.support.speed import limit
 from tests.support.tier import full
 from trainer.save import resume
 
 
 def train(
-    trainers: Stack, name: str, environment: dict[int, dict[str, str]], staleness: int = 0, **sections: Any
-) -> Life:
+    trainers: Trainers, name: str, environment: dict[int, dict[str, str]], staleness: int = 0, **sections: Any
+) -> RankEnds:
     """Three steps on two ranks, from the newest checkpoint if there is one. environment: by rank."""
     run = {"resume": resume.newest_valid(trainers.folder / name / "checkpoints", OneRank(), print) is not None}
     trainer = TRAINER | {"save_steps": 1, "max_staleness": staleness}
@@ -25,17 +25,17 @@ def train(
 
 
 @cache
-def undisturbed(trainers: Stack) -> dict[str, str]:
+def undisturbed(trainers: Trainers) -> dict[str, str]:
     assert train(trainers, "undisturbed", {}).codes == [0, 0]
     return sha256_of_run(trainers.folder / "undisturbed")
 
 
-def require_as_undisturbed(trainers: Stack, name: str, life: Life) -> None:
+def require_as_undisturbed(trainers: Trainers, name: str, life: RankEnds) -> None:
     assert life.codes == [0, 0], life.logs[0][-3000:]
     assert sha256_of_run(trainers.folder / name) == undisturbed(trainers)
 
 
-def waits(life: Life) -> list[str]:
+def waits(life: RankEnds) -> list[str]:
     return [line for line in life.logs[0].splitlines() if "waits for the disk" in line]
 
 
@@ -49,7 +49,7 @@ FULL = [  # rank, its file operations without room, what it is doing then
 
 @pytest.mark.parametrize(("rank", "fault", "what"), FULL)
 def test_a_full_disk_of_either_rank_delays_publishing_and_checkpoints_and_changes_nothing(
-    trainers: Stack, figure: Callable[[str, str], None], rank: int, fault: str, what: str
+    trainers: Trainers, figure: Callable[[str, str], None], rank: int, fault: str, what: str
 ) -> None:
     name = f"full-{rank}-{fault.partition('-')[0]}"
     life = train(trainers, name, {rank: {"TANDEM_FAULT": fault}})
@@ -62,7 +62,7 @@ def test_a_full_disk_of_either_rank_delays_publishing_and_checkpoints_and_change
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
 def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_when_there_is_room(
-    trainers: Stack, rank: int
+    trainers: Trainers, rank: int
 ) -> None:
     name, first = f"stays-full-{rank}", (160, 23)[rank]  # in the second checkpoint; rank 0 rehearses with its first 40
     fault = {rank: {"TANDEM_FAULT": f"{first}-1000000:enospc"}}
@@ -78,12 +78,12 @@ def test_a_disk_that_stays_full_ends_both_ranks_retryable_and_the_run_resumes_wh
 # ---- a version that is written behind the next step ---------------------------------------------------------
 
 
-def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Stack) -> None:
+def test_writing_behind_the_steps_changes_no_bit_of_them(trainers: Trainers) -> None:
     require_as_undisturbed(trainers, "behind", train(trainers, "behind", {}, staleness=1))
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
-def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(trainers: Stack, rank: int) -> None:
+def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(trainers: Trainers, rank: int) -> None:
     name = f"behind-full-{rank}"
     life = train(trainers, name, {rank: {"TANDEM_FAILPOINT": "weights.shard:2:enospc"}}, staleness=1)
     (line,) = waits(life)
@@ -100,7 +100,7 @@ def test_a_rank_without_room_behind_a_step_pauses_both_and_changes_nothing(train
     ],
 )
 def test_a_run_killed_while_a_version_is_written_behind_a_step_resumes_exactly(
-    trainers: Stack, rank: int, point: str
+    trainers: Trainers, rank: int, point: str
 ) -> None:
     name = f"behind-{rank}-{point.replace(':', '-')}"
     assert -9 in train(trainers, name, {rank: {"TANDEM_FAILPOINT": point}}, staleness=1).codes

@@ -19,7 +19,7 @@ from common.files.run_folder import FINAL, checkpoints
 from report.run_log import read_jsonl
 from tests.gloo.test_two_hosts import start
 from tests.support.own_group import Group, own_group
-from tests.support.replay_worker import Stack, sha256_of_run
+from tests.support.replay_worker import Trainers, sha256_of_run
 from tests.support.speed import overdue, until
 from tests.support.tier import full
 
@@ -50,7 +50,7 @@ def role(process: psutil.Process) -> str:
 class Lives:
     """Of one run, and of another one when that is done."""
 
-    def __init__(self, trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], group: Group):
+    def __init__(self, trainers: Trainers, hosts: tuple[str, str], expected: dict[str, str], group: Group):
         self.trainers, self.hosts, self.expected, self.group, self.done = trainers, hosts, expected, group, 0
         self.ssh = trainers.folder / "cat-ssh"
         self.ssh.write_text(LINK)
@@ -121,7 +121,7 @@ def disturb(lives: Lives, number: signal.Signals, training: object) -> str:
 
 
 def test_kills_and_signals_at_any_moment_leave_nothing_and_change_no_bit(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str], figure: Callable[[str, str], None]
+    trainers: Trainers, hosts: tuple[str, str], expected: dict[str, str], figure: Callable[[str, str], None]
 ) -> None:
     random.seed(COUNT)
     others = [random.choice((signal.SIGINT, signal.SIGTERM)) for _ in range(COUNT - COUNT // 2)]

@@ -20,7 +20,7 @@ from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUP_PPO, GROUPS_PER_STEP, half_dead
 from tests.support.plain_policy import OneRank
 from tests.support.protocol_helpers import received
-from tests.support.replay_worker import MODEL_CARD, Life, Stack
+from tests.support.replay_worker import MODEL_CARD, RankEnds, Trainers
 from tests.support.tier import ALL, count, full
 from trainer.link.recording import Recorder
 from trainer.save import resume
@@ -43,7 +43,7 @@ TIMES = ("time", "step_time", "tokens_per_second")
 CLOCKED = ("_s", "_tps", "_waits")  # seconds, throughputs, and advice on them
 
 
-def train(trainers: Stack, name: str, layout: Layout, armed: Armed, **sections: Any) -> Life:
+def train(trainers: Trainers, name: str, layout: Layout, armed: Armed, **sections: Any) -> RankEnds:
     """One life. It resumes if the run has a checkpoint."""
     ranks, stage, dtype = layout
     common = {
@@ -56,7 +56,7 @@ def train(trainers: Stack, name: str, layout: Layout, armed: Armed, **sections: 
     return trainers.run(name, ranks, stage, environment, **chosen)
 
 
-def finished(trainers: Stack, name: str, layout: Layout, **sections: Any) -> Path:
+def finished(trainers: Trainers, name: str, layout: Layout, **sections: Any) -> Path:
     """The folder of a run after a life that nobody interrupts."""
     if not (trainers.folder / name / "final").is_dir():
         life = train(trainers, name, layout, {}, **sections)
@@ -64,7 +64,7 @@ def finished(trainers: Stack, name: str, layout: Layout, **sections: Any) -> Pat
     return trainers.folder / name
 
 
-def straight(trainers: Stack, layout: Layout) -> Path:
+def straight(trainers: Trainers, layout: Layout) -> Path:
     return finished(trainers, "-".join(map(str, (*layout, "straight"))), layout)
 
 
@@ -102,7 +102,9 @@ def require_equal(found: Path, expected: Path, steps: Sequence[int]) -> None:
         assert history(found / name) == history(expected / name), name
 
 
-def require_exact_resume(trainers: Stack, name: str, layout: Layout, kills: Sequence[Armed], **sections: Any) -> Path:
+def require_exact_resume(
+    trainers: Trainers, name: str, layout: Layout, kills: Sequence[Armed], **sections: Any
+) -> Path:
     """A run that is killed at each of these points and resumed equals a straight one. Returns its folder."""
     expected = finished(trainers, f"{name}-straight", layout, **sections)
     for armed in kills:
@@ -147,7 +149,7 @@ def kills_of(layout: Layout) -> list[Armed]:
     ids=lambda layout: f"{layout[0]}rank-zero{layout[1]}-{layout[2]}",
 )
 def test_a_run_interrupted_at_five_points_equals_a_straight_one(
-    figure: Callable[[str, str], None], trainers: Stack, layout: Layout
+    figure: Callable[[str, str], None], trainers: Trainers, layout: Layout
 ) -> None:
     kills = kills_of(layout)
     assert len(kills) == len(POINTS) / 4
@@ -155,7 +157,7 @@ def test_a_run_interrupted_at_five_points_equals_a_straight_one(
     figure("R3", f"{layout}: {len(kills)} SIGKILLs, checkpoints, metrics and final models equal by SHA-256")
 
 
-def test_when_checkpoints_are_written_changes_nothing_that_is_trained(trainers: Stack) -> None:
+def test_when_checkpoints_are_written_changes_nothing_that_is_trained(trainers: Trainers) -> None:
     """After every step, and never."""
     never = finished(trainers, "never-saved", SHORT[1], trainer={"save_steps": 0})
     assert steps_saved(never) == []
@@ -205,7 +207,7 @@ CRITICS_KILLS: list[Armed] = [
 )
 def test_a_run_killed_inside_a_batch_resumes_at_its_begin(
     request: pytest.FixtureRequest,
-    trainers: Stack,
+    trainers: Trainers,
     ranks: int,
     kills: list[Armed],
     sections: dict[str, Any],
@@ -219,13 +221,13 @@ def test_a_run_killed_inside_a_batch_resumes_at_its_begin(
     assert [c["cursor"] for c in commits] == [groups_a_step * step for step in steps_saved(found)]
 
 
-def test_a_run_whose_reference_moves_and_that_is_killed_around_its_refresh_resumes_exactly(trainers: Stack) -> None:
+def test_a_run_whose_reference_moves_and_that_is_killed_around_its_refresh_resumes_exactly(trainers: Trainers) -> None:
     moving = {"reference": {"on": "trainer", "sync_steps": 3}, "algorithm": {"beta": 0.1}}
     kills: list[Armed] = [{0: "weights.manifest:4:kill"}, {0: "checkpoint.started:2:kill"}, TWO_KILLS[0]]
     require_exact_resume(trainers, "moving", SHORT[1], kills, **moving)
 
 
-def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_exactly(trainers: Stack) -> None:
+def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_exactly(trainers: Trainers) -> None:
     recorder = Recorder(trainers.folder / "half-dead", cursor=0)
     recorder.append([received(half_dead(g)) for g in range(2 * STEPS * GROUPS_PER_STEP)])
     recorder.close()
@@ -243,7 +245,7 @@ def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_e
 @pytest.mark.parametrize(
     ("ranks", "stage"), [(2, 3), *(pytest.param(*layout, marks=full) for layout in ((1, 0), (2, 1)))]
 )
-def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(trainers: Stack, ranks: int, stage: int) -> None:
+def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(trainers: Trainers, ranks: int, stage: int) -> None:
     name = f"rate-{ranks}-{stage}"
     for steps, rate in ((2, 1e-2), (6, 6e-4)):
         trainer = {"max_steps": steps, "learning_rate": rate, "warmup_steps": 0}
@@ -254,7 +256,7 @@ def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(trainers: Stac
     assert [row["learning_rate"] for row in rows[2:]] == pytest.approx([4e-4, 3e-4, 2e-4, 1e-4])
 
 
-def test_a_run_resumed_with_fewer_steps_than_it_has_made_leaves_its_final_model(trainers: Stack) -> None:
+def test_a_run_resumed_with_fewer_steps_than_it_has_made_leaves_its_final_model(trainers: Trainers) -> None:
     trees = []
     for steps in (3, 2):
         final = finished(trainers, "fewer", (1, 1, "float32"), trainer={"max_steps": steps}) / "final"
@@ -289,7 +291,7 @@ def test_the_kill_list_names_every_failpoint_of_files_checkpoints_and_weights() 
 
 
 def test_two_ranks_killed_at_every_checkpoint_failpoint_lose_nothing(
-    figure: Callable[[str, str], None], trainers: Stack
+    figure: Callable[[str, str], None], trainers: Trainers
 ) -> None:
     output_dir, said = trainers.folder / "killed", []
     two = {"save_limit": 2}

@@ -24,7 +24,7 @@ from tests.support import gloo_data
 from tests.support.configs import config_of
 from tests.support.gloo_data import GROUPS_PER_STEP, LAYOUTS, MANY, NUM_STEPS, TRAINER, VARIANTS, WHOLE_LAYOUTS, batch
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainActorCritic, PlainGroupPpo, PlainTraining
-from tests.support.replay_worker import Seen, stack
+from tests.support.replay_worker import RankReports, stack
 from tests.support.tiny import VOCAB_SIZE, dense_logprobs, dense_values, difference, tiny_model, tiny_reward_model
 from trainer.data.mini_batches import steps
 
@@ -49,7 +49,7 @@ class Runs:
         self.reward_model = tiny_reward_model(self.folder / "critic", self.model)
 
     @cache  # noqa: B019
-    def first(self, ranks: int) -> Seen:
+    def first(self, ranks: int) -> RankReports:
         folder = self.folder.with_name(f"gloo-{ranks}")
         folder.mkdir()
         for name in ("model", "reference", "critic"):
@@ -57,7 +57,7 @@ class Runs:
         return stack().seen("tests.support.gloo_worker", folder.name, ranks, "first")
 
     @cache  # noqa: B019
-    def resumed(self, ranks: int) -> Seen:
+    def resumed(self, ranks: int) -> RankReports:
         """A second start, after one byte of each newest checkpoint was flipped."""
         folder = self.first(ranks).folder
         for checkpoint in folder.glob(f"*/checkpoints/step_{NUM_STEPS:06d}"):

@@ -9,7 +9,7 @@ import pytest
 from tests.support.gloo_data import group
 from tests.support.mixtures import mixture_folder
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack
+from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import full
 from tests.support.tiny import difference
 
@@ -32,7 +32,7 @@ def work(folder: Path) -> None:
 
 
 @cache
-def seen(trainers: Stack, family: str, ranks: int) -> Seen:
+def seen(trainers: Trainers, family: str, ranks: int) -> RankReports:
     folder = trainers.folder / f"{family}-{ranks}"
     mixture_folder(folder / "model", family)
     return trainers.seen(__name__, folder.name, ranks)
@@ -40,7 +40,7 @@ def seen(trainers: Stack, family: str, ranks: int) -> Seen:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_step_as_one_does(trainers: Stack, family: str, name: str) -> None:
+def test_two_ranks_step_as_one_does(trainers: Trainers, family: str, name: str) -> None:
     one, two = seen(trainers, family, 1), seen(trainers, family, 2)
     expected, found = one.gradients("critic" if name == "critic" else "alone"), two.gradients(name)
     state = [t for key, t in expected.items() if "conv" in key or "A_log" in key or "in_proj" in key]

@@ -21,7 +21,7 @@ from sampler.engine.verify import copy_files
 from tests.support.gloo_data import NUM_STEPS, Stream
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Worker
-from tests.support.replay_worker import Seen, stack
+from tests.support.replay_worker import RankReports, stack
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, dense_logprobs, difference, tiny_model
 from trainer.engine.exported import adapters
@@ -76,7 +76,7 @@ def work(folder: Path) -> None:
             continue
         trainers = [worker.train(name, stage, **LORA | sections)]
         engine = trainers[0].engine
-        worker.write(f"{name}/adapters", dict(engine.whole(adapters(engine.model), lambda _: True)))
+        worker.write(f"{name}/adapters", dict(engine.gathered_tensors(adapters(engine.model), lambda _: True)))
         if name not in RESUMED_LIKE_ZERO_1:
             found = run_folder.step_dir(folder / name / "checkpoints", NUM_STEPS - 1)
             trainers.append(worker.resume(name, stage, found, **LORA | sections))
@@ -88,7 +88,7 @@ class Runs:
     """One start per number of ranks, when a test first asks for it."""
 
     @cache  # noqa: B019
-    def of(self, ranks: int) -> Seen:
+    def of(self, ranks: int) -> RankReports:
         tiny_model(stack().folder / f"lora-{ranks}" / "model", vocab=VOCAB_SIZE)
         return stack().seen(__name__, f"lora-{ranks}", ranks)
 

@@ -12,7 +12,7 @@ from common.types import Group
 from tests.support.gloo_data import REWARDS, Item
 from tests.support.mixtures import mixture_folder
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack
+from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, difference, random_group
 
@@ -54,14 +54,14 @@ def work(folder: Path) -> None:
 
 
 @cache
-def seen(trainers: Stack, ranks: int) -> Seen:
+def seen(trainers: Trainers, ranks: int) -> RankReports:
     folder = trainers.folder / f"mixture-{ranks}"
     mixture_folder(folder / "model", "qwen3_moe")
     return trainers.seen(__name__, folder.name, ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_whose_tokens_meet_no_common_expert_step_as_one_rank_does(trainers: Stack, name: str) -> None:
+def test_ranks_whose_tokens_meet_no_common_expert_step_as_one_rank_does(trainers: Trainers, name: str) -> None:
     one, two = seen(trainers, 1), seen(trainers, 2)
     expected, found = one.gradients("alone"), two.gradients(name)
     assert found.keys() == expected.keys() and any("experts" in key for key in found)

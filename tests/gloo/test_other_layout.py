@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.files import run_folder
 from tests.support.gloo_data import GAE, VOCAB_SIZE, group, settings
 from tests.support.rank import Worker, run_hash
-from tests.support.replay_worker import Seen, stack
+from tests.support.replay_worker import RankReports, stack
 from tests.support.tier import full
 from tests.support.tiny import tiny_model, tiny_reward_model
 
@@ -38,7 +38,7 @@ def work(folder: Path) -> None:
     worker.tell()
 
 
-def lives(name: str, layouts: list[Layout], sections: dict[str, Any]) -> list[Seen]:
+def lives(name: str, layouts: list[Layout], sections: dict[str, Any]) -> list[RankReports]:
     folder = stack().folder / name
     tiny_reward_model(folder / "critic", tiny_model(folder / "model", vocab=VOCAB_SIZE))
     found = []

@@ -15,7 +15,7 @@ from model.packing import pack
 from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact_resume, train
 from tests.support.gloo_data import BETA, CONSTANT_RATE, DEAD, GAE, GROUP_PPO, REWARDS, VARIANTS, Item, Stream
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack
+from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, bytes_kept, difference, in_forks, random_group, tiny_model
 
@@ -132,7 +132,7 @@ def kept(worker: Worker, sp_size: int) -> int:
 
 
 @cache
-def seen(trainers: Stack, ranks: int) -> Seen:
+def seen(trainers: Trainers, ranks: int) -> RankReports:
     """A model of 4 heads, and 2 of keys."""
     folder = trainers.folder / f"shared-{ranks}"
     tiny_model(folder / "model", hidden=128, vocab=VOCAB_SIZE)
@@ -145,7 +145,7 @@ def seen(trainers: Stack, ranks: int) -> Seen:
     ("layout", "name"),
     [pytest.param(layout, name, id=case_of(name, layout).name) for layout, names in LAYOUTS.items() for name in names],
 )
-def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Stack, layout: Layout, name: str) -> None:
+def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Trainers, layout: Layout, name: str) -> None:
     alone, several = seen(trainers, 1), seen(trainers, RANKS)
     one, shared = case_of(name, (1, 1)), case_of(name, layout)
     gradient = several.gradients(shared.name)
@@ -161,7 +161,7 @@ def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Stack, lay
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-7)
 
 
-def test_every_rank_keeps_its_part_of_the_activations_alone(trainers: Stack) -> None:
+def test_every_rank_keeps_its_part_of_the_activations_alone(trainers: Trainers) -> None:
     """Bytes that the forward of one long row keeps for its backward, parameters aside."""
     (whole,) = seen(trainers, 1).ranks[0]["kept"]
     for halves, quarters in (rank["kept"] for rank in seen(trainers, RANKS).ranks):
@@ -169,7 +169,7 @@ def test_every_rank_keeps_its_part_of_the_activations_alone(trainers: Stack) -> 
         assert 0.2 < quarters / whole <= 0.4  # keys and values of 2 heads are on 4 ranks
 
 
-def test_a_run_whose_rows_two_ranks_share_ends_as_that_of_one_and_resumes_exactly(trainers: Stack) -> None:
+def test_a_run_whose_rows_two_ranks_share_ends_as_that_of_one_and_resumes_exactly(trainers: Trainers) -> None:
     one, two = (1, 2, "float32"), (2, 2, "float32")
     shared = EVERY_FORWARD | {"trainer": {"sequence_parallel_size": 2}}
     found = require_exact_resume(trainers, "shared", two, TWO_KILLS, **shared)

@@ -10,7 +10,7 @@ from launcher import slurm
 from report.run_log import read_jsonl
 from tests.gloo.test_two_hosts import written
 from tests.support.gloo_data import OF_HOSTS
-from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
+from tests.support.replay_worker import ENVIRONMENT, Trainers, sha256_of_run
 from tests.support.slurm import Slurm
 from tests.support.speed import until
 from tests.support.tier import full
@@ -21,7 +21,7 @@ TRAINER = OF_HOSTS | {"max_steps": STEPS, "save_steps": 3, "save_limit": STEPS, 
 
 
 @pytest.fixture(scope="module")
-def expected(trainers: Stack) -> dict[str, str]:
+def expected(trainers: Trainers) -> dict[str, str]:
     """Of two ranks without Slurm."""
     return sha256_of_run(trainers.trained("straight", 2, 1, trainer=TRAINER))
 
@@ -44,7 +44,7 @@ PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=
 )
 def test_the_step_is_saved_nothing_is_left_and_the_next_start_equals_one_that_never_ended(
     name: str, nodes: str, command: tuple[str, ...], state: str,
-    cluster: Slurm, trainers: Stack, expected: dict[str, str],
+    cluster: Slurm, trainers: Trainers, expected: dict[str, str],
 ) -> None:  # fmt: skip
     folder = trainers.folder / name
     path = written(trainers, name, TRAINER)

@@ -18,14 +18,14 @@ from report.run_log import read_jsonl
 from tests.support import namespaces
 from tests.support.gloo_data import OF_HOSTS, settings
 from tests.support.namespaces import two_hosts
-from tests.support.replay_worker import ENVIRONMENT, Stack, sha256_of_run
+from tests.support.replay_worker import ENVIRONMENT, Trainers, sha256_of_run
 from tests.support.speed import limit, until
 from tests.support.tier import full
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def written(trainers: Stack, name: str, trainer: dict[str, Any]) -> Path:
+def written(trainers: Trainers, name: str, trainer: dict[str, Any]) -> Path:
     """A config of a run from the recording."""
     run = {"output_dir": str(trainers.folder / name), "replay": str(trainers.folder / "groups"), "report_to": []}
     config = settings(trainers.folder, name, 1, run=run, trainer=trainer)
@@ -35,7 +35,7 @@ def written(trainers: Stack, name: str, trainer: dict[str, Any]) -> Path:
 
 
 def start(
-    trainers: Stack,
+    trainers: Trainers,
     hosts: tuple[str, str],
     name: str,
     *overrides: str,
@@ -51,7 +51,7 @@ def start(
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=enter)
 
 
-def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
+def ended(trainers: Trainers, process: subprocess.Popen[bytes], name: str) -> str:
     try:
         code = process.wait(limit(300))
     finally:
@@ -63,7 +63,7 @@ def ended(trainers: Stack, process: subprocess.Popen[bytes], name: str) -> str:
 
 
 def test_two_hosts_of_which_one_is_killed_train_the_weights_of_one_bit_for_bit(
-    trainers: Stack, hosts: tuple[str, str], expected: dict[str, str]
+    trainers: Trainers, hosts: tuple[str, str], expected: dict[str, str]
 ) -> None:
     process, folder = start(trainers, hosts, "killed-host"), trainers.folder / "killed-host"
     until(lambda: len(read_jsonl(folder / "metrics.jsonl")) >= 3 or process.poll() is not None, 200)
@@ -90,7 +90,7 @@ def is_of(process: psutil.Process, host: str, folder: Path) -> bool:
 
 @pytest.mark.parametrize("kind", ["debian", pytest.param("ipv6", marks=full)])
 def test_hosts_with_only_ipv6_names_of_loopback_and_paths_with_spaces_train_the_same(
-    trainers: Stack, expected: dict[str, str], kind: str
+    trainers: Trainers, expected: dict[str, str], kind: str
 ) -> None:
     name = f"it's a $RUN over {kind}"
     with contextmanager(two_hosts)(kind) as named:

@@ -18,7 +18,7 @@ from report.run_log import read_jsonl
 from tests.support.gloo_data import TRAINER, Item, Stream, group
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack
+from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import ALL, full
 from tests.support.tiny import difference
 
@@ -106,14 +106,14 @@ def work(folder: Path) -> None:
 
 
 @cache
-def seen(trainers: Stack, ranks: int) -> Seen:
+def seen(trainers: Trainers, ranks: int) -> RankReports:
     # a new folder for each start: after a failure the next test starts them again
     folder = Path(tempfile.mkdtemp(prefix=f"uneven-{ranks}-", dir=trainers.folder))
     (folder / "model").symlink_to(trainers.folder / "model")
     return trainers.seen(__name__, folder.name, ranks)
 
 
-def gradient(of: Seen, step: Step) -> dict[str, Tensor]:
+def gradient(of: RankReports, step: Step) -> dict[str, Tensor]:
     return {key: t / (1 - BETA1) for key, t in of.gradients(step.name).items()}
 
 
@@ -123,7 +123,7 @@ def gradient(of: Seen, step: Step) -> dict[str, Tensor]:
     ids=["single", "tokens"],
 )
 def test_on_one_rank_every_number_of_groups_gives_the_gradient_of_plain_torch(
-    trainers: Stack, kind: str, loss_type: str, numbers: Sequence[int]
+    trainers: Trainers, kind: str, loss_type: str, numbers: Sequence[int]
 ) -> None:
     alone = seen(trainers, 1)
     plain = PlainTraining(trainers.folder / "model", loss_type=loss_type)
@@ -138,7 +138,7 @@ def test_on_one_rank_every_number_of_groups_gives_the_gradient_of_plain_torch(
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_uneven_numbers_of_groups_with_a_slow_rank_and_a_masked_shard_give_the_gradient_of_one_process(
-    trainers: Stack, ranks: int, figure: Callable[[str, str], None]
+    trainers: Trainers, ranks: int, figure: Callable[[str, str], None]
 ) -> None:
     alone, several = seen(trainers, 1), seen(trainers, ranks)
     differences = []
@@ -163,7 +163,7 @@ def test_uneven_numbers_of_groups_with_a_slow_rank_and_a_masked_shard_give_the_g
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=full)])
 def test_a_whole_run_with_five_groups_a_step_ends_with_the_weights_of_one_rank_and_counts_those_above_the_budget(
-    trainers: Stack, ranks: int
+    trainers: Trainers, ranks: int
 ) -> None:
     rows, weights = {}, {}
     for name, count, budget in ((f"roomy-{ranks}", 1, 10_000), (f"tight-{ranks}", ranks, 20)):

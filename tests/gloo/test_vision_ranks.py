@@ -15,7 +15,7 @@ from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream
 from tests.support.protocol_helpers import received
 from tests.support.rank import Case, Worker
-from tests.support.replay_worker import Seen, Stack
+from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import ALL, full
 from tests.support.tiny import difference, random_group
 from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model, write_tokenizer
@@ -85,7 +85,7 @@ def write_model(folder: Path, family: str) -> None:
 
 
 @cache
-def seen(trainers: Stack, ranks: int, family: str = FAMILY) -> Seen:
+def seen(trainers: Trainers, ranks: int, family: str = FAMILY) -> RankReports:
     folder = trainers.folder / f"{family}-{ranks}"
     write_model(folder, family)
     found = trainers.seen(__name__, folder.name, ranks)
@@ -94,7 +94,9 @@ def seen(trainers: Stack, ranks: int, family: str = FAMILY) -> Seen:
 
 
 @pytest.mark.parametrize(("kind", "stage"), LAYOUTS)
-def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers: Stack, kind: str, stage: int) -> None:
+def test_ranks_with_and_without_images_have_the_gradient_of_one_process(
+    trainers: Trainers, kind: str, stage: int
+) -> None:
     alone, name = seen(trainers, 1), f"{kind}{stage}"
     one = f"{kind}{3 if kind == 'recomputed' else 1}"
     found, gradient = seen(trainers, 2).ranks[0][name], seen(trainers, 2).gradients(name)
@@ -108,7 +110,7 @@ def test_ranks_with_and_without_images_have_the_gradient_of_one_process(trainers
 
 
 def test_one_rank_has_the_same_gradient_under_every_stage_recomputed_and_of_a_language_model_alone(
-    trainers: Stack,
+    trainers: Trainers,
 ) -> None:
     alone = seen(trainers, 1)
     mixed = alone.gradients("mixed1")
@@ -121,7 +123,7 @@ def test_one_rank_has_the_same_gradient_under_every_stage_recomputed_and_of_a_la
 
 @full  # what a family decides is in the model, not in the engine
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: Stack, family: str) -> None:
+def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: Trainers, family: str) -> None:
     alone, several = seen(trainers, 1, family).gradients("mixed1"), seen(trainers, 2, family)
     for found in (several.gradients(f"mixed{stage}") for stage in FEW):
         assert difference(found, alone) < 1e-6
@@ -130,7 +132,7 @@ def test_ranks_of_the_other_families_have_the_gradient_of_one_process(trainers: 
 
 
 @cache
-def task(trainers: Stack, family: str) -> Path:
+def task(trainers: Trainers, family: str) -> Path:
     """A folder with a model and a recording of groups, of which every third has images."""
     folder = trainers.folder / f"{family}-task"
     write_model(folder, family)
@@ -147,7 +149,7 @@ def task(trainers: Stack, family: str) -> Path:
     ids=lambda value: value if isinstance(value, str) else "frozen" if value else "trained",
 )
 def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(
-    trainers: Stack, family: str, frozen: bool
+    trainers: Trainers, family: str, frozen: bool
 ) -> None:
     given = task(trainers, family)
     run, data = {"replay": str(given / "groups")}, {"image_key": "image"}

@@ -60,7 +60,7 @@ class GlooWorker(Worker):
         name = f"begin{stage}"
         engine = self.trainer(settings(self.folder, name, stage, **HALF), group).engine
         self.write(f"{name}/masters", master_weights(engine))
-        self.write(f"{name}/model", dict(engine.whole(engine.tensors, lambda _: True)))
+        self.write(f"{name}/model", dict(engine.gathered_tensors(engine.tensors, lambda _: True)))
 
     def accumulate(self, stage: int) -> None:
         """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""

@@ -26,13 +26,13 @@ class OneRank:
     def gather(self, text: str) -> list[str]:
         return [text]
 
-    def text(self, value: str | None) -> str:
+    def broadcast_text(self, value: str | None) -> str:
         return value or ""
 
     def agree(self, value: bool) -> bool:
         return value
 
-    any = agree
+    any_rank = agree
 
 
 class PlainPolicy:
@@ -55,7 +55,7 @@ class PlainPolicy:
     def score(self, row, temperature):
         return score_logprobs(self.model, row, temperature, 64)
 
-    def whole(self, tensors, wanted, to_host=None):
+    def gathered_tensors(self, tensors, wanted, to_host=None):
         return ((t.name, t.make()) for t in tensors if wanted(t.name))
 
     def publish(self, folder: Path, number: int) -> Published:
@@ -96,8 +96,8 @@ class DevicePolicy(PlainPolicy):
     def score(self, row: Any, temperature: float) -> Any:
         return super().score(row.to(self.model.device), temperature).float().cpu()
 
-    def whole(self, tensors: Any, wanted: Callable[[str], bool], to_host: Any = lambda _, t: t.cpu()) -> Any:
-        return ((n, to_host(n, t)) for n, t in super().whole(tensors, wanted))
+    def gathered_tensors(self, tensors: Any, wanted: Callable[[str], bool], to_host: Any = lambda _, t: t.cpu()) -> Any:
+        return ((n, to_host(n, t)) for n, t in super().gathered_tensors(tensors, wanted))
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

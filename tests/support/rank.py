@@ -91,7 +91,7 @@ class Worker:
     def tell(self) -> None:
         """What it saw, at the end."""
         (self.folder / f"rank{self.exchange.rank}.json").write_text(json.dumps(self.seen, indent=1))
-        self.exchange.add([0.0])  # a barrier
+        self.exchange.sum_over_ranks([0.0])  # a barrier
 
     def trainer(self, config: Config, stream: Stream) -> Any:
         """A run on this rank. results: what each of its steps was; scored: rows of its reference."""
@@ -233,7 +233,7 @@ def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
 def state_hash(engine: Any, has_moments: bool = True) -> str:
     """SHA-256 of weights, both moments (none before the first step) and the learning rate: all the next step needs."""
     digest = hashlib.sha256(repr(engine.learning_rate).encode())
-    parts = [master_weights(engine), dict(engine.whole(engine.tensors, lambda _: True))]
+    parts = [master_weights(engine), dict(engine.gathered_tensors(engine.tensors, lambda _: True))]
     parts += [moments(engine, which) for which in ("exp_avg", "exp_avg_sq") if has_moments]
     for part in parts:
         for name in sorted(part):

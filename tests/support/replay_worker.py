@@ -1,6 +1,6 @@
 """Real trainers on a recording, without the seconds that importing their stack takes each time.
 
-`Stack` starts one process that imports everything once and forks the ranks of every run from there, before any thread
+`Trainers` starts a process that imports everything once and forks the ranks of every run from there, before any thread
 or process group exists. Each rank runs `trainer.start.run` under `exits.run`, as training_worker.py does. As under
 DeepSpeed's launcher, the first rank to fail takes the others with it.
 """
@@ -35,7 +35,7 @@ MODEL_CARD = "README.md"  # of final/: names the run's folder and its settings, 
 
 
 @dataclass(frozen=True)
-class Life:
+class RankEnds:
     """How the ranks of one start ended: exit codes, or the negative signal, and what each of them printed."""
 
     codes: list[int]
@@ -43,7 +43,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankReports:
     """What the ranks of one start told, and the tensors that rank 0 wrote."""
 
     folder: Path
@@ -60,7 +60,7 @@ class Seen:
         return {f"{file.stem}/{key}": t for file in files for key, t in self.tensors(f"{name}/{file.stem}").items()}
 
 
-class Stack:
+class Trainers:
     """A folder with a tiny model and a recording of NUM_GROUPS groups, and the process that forks trainers.
 
     Two of three groups have rollouts of several turns, half of them with rewritten histories.
@@ -77,7 +77,9 @@ class Stack:
             text=True,
         )
 
-    def run(self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any) -> Life:
+    def run(
+        self, name: str, ranks: int, stage: int, environment: dict[int, dict[str, str]], **sections: Any
+    ) -> RankEnds:
         """One start of all ranks in folder/name. environment: variables of single ranks, such as TANDEM_FAILPOINT."""
         request = {"name": name, "ranks": ranks, "stage": stage, "sections": sections, "within_s": limit(RUN_S)}
         return self._ask(request | {"environment": environment})
@@ -88,21 +90,21 @@ class Stack:
         assert life.codes == [0] * ranks, life.logs[0][-3000:]
         return self.folder / name
 
-    def seen(self, module: str, name: str, ranks: int, function: str = "work") -> Seen:
+    def seen(self, module: str, name: str, ranks: int, function: str = "work") -> RankReports:
         """As `run`, but each rank calls `<module>.<function>(folder/name)` instead of training."""
         life = self._ask({"name": name, "ranks": ranks, "call": [module, function], "within_s": limit(WORK_S)})
         assert life.codes == [0] * ranks, "\n".join(life.logs)[-6000:]
         folder = self.folder / name
-        return Seen(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
+        return RankReports(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
 
-    def _ask(self, request: dict[str, Any]) -> Life:
+    def _ask(self, request: dict[str, Any]) -> RankEnds:
         assert self._process.stdin and self._process.stdout
         name, ranks = request["name"], request["ranks"]
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that forks trainers ended"
-        return Life(json.loads(answer), [log_of(self.folder / name, rank).read_text() for rank in range(ranks)])
+        return RankEnds(json.loads(answer), [log_of(self.folder / name, rank).read_text() for rank in range(ranks)])
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
@@ -113,9 +115,9 @@ class Stack:
 
 
 @cache
-def stack() -> Stack:
+def stack() -> Trainers:
     """One for all tests of a session. It ends with the session, by the end of its standard input."""
-    made = Stack(Path(tempfile.mkdtemp(prefix="tandem-replay-")))
+    made = Trainers(Path(tempfile.mkdtemp(prefix="tandem-replay-")))
     atexit.register(made.close)
     return made
 

@@ -56,7 +56,7 @@ class Run:
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL)
         exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
-        exchange.add_over_dp = lambda values: values
+        exchange.sum_over_dp = lambda values: values
         policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def receive(ids: Sequence[int]) -> list[Group | Tombstone]:

@@ -178,7 +178,7 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
     source = SimpleNamespace(incarnation="ab", wait_for_sampler=lambda: hello, versions_in_use=list)
     source.commit, source.finish_eval = commit, finish_eval
     exchange: Any = OneRank()
-    exchange.wait = lambda work: work()
+    exchange.run_on_rank_0 = lambda work: work()
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
     rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:

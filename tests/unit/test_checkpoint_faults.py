@@ -55,7 +55,7 @@ class SmallEngine:
         )
         self.tensors = [number]
 
-    def whole(self, tensors: list[int], wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered_tensors(self, tensors: list[int], wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("number", torch.full((50,), number)) for number in tensors)
 
     def _save_state(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:

@@ -33,7 +33,7 @@ TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda folder: None)
 def engine_around(model: Any, **more: Any) -> Any:
     engine = SimpleNamespace(adapter_settings=None, layout=None, model=model, **more)
     engine.tensors = under_checkpoint_names(model, parameters(model))
-    engine.whole = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
+    engine.gathered_tensors = lambda tensors, _: ((tensor.name, tensor.make()) for tensor in tensors)
     return engine
 
 

@@ -99,7 +99,7 @@ def test_every_rank_and_every_start_draws_the_same_adapters(model: Path, tmp_pat
         config = config_for(model, tmp_path, run={"output_dir": str(tmp_path), "seed": seed})
         torch.manual_seed(torch.seed())  # whatever was drawn before
         policy = AdaptedPolicy(config)
-        return dict(policy.whole(policy.tensors, lambda _: True))
+        return dict(policy.gathered_tensors(policy.tensors, lambda _: True))
 
     first, again, other = draw(0), draw(0), draw(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -136,7 +136,7 @@ def test_a_version_has_every_adapter_and_wrong_ones_are_refused_before_the_engin
     assert {name: info.shape for name, info in manifest.tensors.items()} == lora.expected(config)[0]
     copy_files(published, manifest, folder)
     found = checked_tensors(folder, manifest, config)
-    expected = dict(policy.whole(policy.tensors, lambda _: True))
+    expected = dict(policy.gathered_tensors(policy.tensors, lambda _: True))
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     for change, said in WRONG.values():
         wrong = {name: tensor.clone() for name, tensor in expected.items()}

@@ -73,16 +73,16 @@ class Ranks:
         self._barrier.wait(60)
         return found
 
-    def add(self, values: list[float]) -> list[float]:
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
         return [sum(of) for of in zip(*self._all(values), strict=True)]
 
-    def any(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         return any(self._all(value))
 
     def agree(self, value: bool) -> bool:
         return self._all(value)[0]
 
-    def text(self, value: str) -> str:
+    def broadcast_text(self, value: str) -> str:
         return self._all(value)[0]
 
     def gather(self, text: str) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_save_and_a_resume_of_many_times_the_watchdogs_limit_report_each_piece
     tmp_path: Path, slow: Callable[[float], None], heard: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, checkpoints = SmallEngine(1), tmp_path / "checkpoints"
-    engine.whole = lambda tensors, wanted: iter([("number", torch.full((4 * SMALL,), 1.0))])  # type: ignore[method-assign]
+    engine.gathered_tensors = lambda tensors, wanted: iter([("number", torch.full((4 * SMALL,), 1.0))])  # type: ignore[method-assign]
     one = on_ranks(1, lambda ranks: ranks)[0]
     slow(LIMIT_S / 8)
     begun = time.monotonic()

@@ -150,7 +150,7 @@ def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_pat
     trainer.config, trainer.progress = config_in(tmp_path), dataclasses.replace(NEW, dataset_fingerprint="a" * 32)
     hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
     trainer._source = SimpleNamespace(wait_for_sampler=lambda: hello)
-    trainer.exchange = SimpleNamespace(wait=lambda work: work())
+    trainer.exchange = SimpleNamespace(run_on_rank_0=lambda work: work())
     with pytest.raises(UserError, match=r"a{32}, now it is b{32}.* model.path=.*/run/checkpoints/step_000040 "):
         trainer.run()
 

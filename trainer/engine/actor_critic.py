@@ -81,7 +81,7 @@ class ActorCritic:
                 for i in unmasked_completions(group, self.config.algorithm):
                     scores[group.group_id][i][:] = next(by_completion).numpy()
         if arrays := [array for arrays_of_group in scores.values() for array in arrays_of_group]:
-            total = self.exchange.add_over_dp(torch.from_numpy(np.concatenate(arrays)))
+            total = self.exchange.sum_over_dp(torch.from_numpy(np.concatenate(arrays)))
             for array, summed in zip(arrays, total.split(list(map(len, arrays))), strict=True):
                 array[:] = summed.numpy()
         return scores
@@ -102,7 +102,7 @@ class ActorCritic:
                 model.poison()
         results = [model.step() for model in models]
         of_critic, last = results[0], results[-1]
-        sums = self.exchange.add_named(self.critic.sums.drain())
+        sums = self.exchange.sum_named(self.critic.sums.drain())
         self._step_metrics = {
             "value_loss": sums["loss"],
             "value_clip_fraction": sums["clipped"] / max(sums["tokens"], 1.0),

@@ -59,7 +59,7 @@ class Critic(DeepSpeedModel):
 
     def backward(self, batch: ValueBatch) -> None:
         """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
-        values = self.ds(self.here(batch.row))
+        values = self.ds(self.row_on_device(batch.row))
         old_values, returns, weights = map(self._to_device, (batch.old_values, batch.returns, batch.weights))
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         loss_sum = (weights * errors).sum()

@@ -149,7 +149,7 @@ class DeepSpeedModel:
     def device(self) -> torch.device:
         return self.ds.device
 
-    def here(self, row: PackedRow) -> PackedRow:
+    def row_on_device(self, row: PackedRow) -> PackedRow:
         """Returns the row on this device, with images in the model's form; only this rank's part if ranks share it."""
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
@@ -160,7 +160,7 @@ class DeepSpeedModel:
     def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:
         """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
         self.ds.eval()
-        found = self.ds(self.here(row), *arguments)
+        found = self.ds(self.row_on_device(row), *arguments)
         self.ds.train()
         return found.cpu()
 
@@ -211,7 +211,7 @@ class DeepSpeedModel:
 
     def poison(self) -> None:
         """Makes the gradients of this step NaN, so that `step` skips it as DeepSpeed skips any other NaN."""
-        self.accumulate(self.ds(self.here(filler_row()))[0].sum() * math.nan)
+        self.accumulate(self.ds(self.row_on_device(filler_row()))[0].sum() * math.nan)
         self._not_finite.zero_()  # the bad gradient has been reported already
 
     def _clip(self) -> None:
@@ -222,7 +222,7 @@ class DeepSpeedModel:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def whole(
+    def gathered_tensors(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole CPU tensor) of wanted tensors, which are made of this model's parameters.

@@ -75,7 +75,7 @@ class PolicyEngine(DeepSpeedModel):
             found[name] = checksum(tensor.detach())
             return tensor.new_empty(0, device="cpu")
 
-        list(self.whole(base(self.model), lambda _: is_rank_0, sum_up))
+        list(self.gathered_tensors(base(self.model), lambda _: is_rank_0, sum_up))
         return found
 
     @functools.cached_property
@@ -88,7 +88,7 @@ class PolicyEngine(DeepSpeedModel):
         policy_version: the present one. For tokens that it sampled, sampled_logprobs are known now; like proximal
         log-probs they only measure and correct the mismatch. Returns the log-probs [N], detached.
         """
-        row = self.here(batch.row)
+        row = self.row_on_device(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         old_logprobs, advantages, weights = map(self._to_device, (batch.old_logprobs, batch.advantages, batch.weights))
         if batch.is_filler:  # a rank without work joins the collectives with one token: no objective sees it

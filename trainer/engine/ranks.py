@@ -3,9 +3,9 @@
 It uses gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL does not.
 Groups are sent as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
 
-While rank 0 waits in `broadcast` or `wait`, all ranks wait: no rank starts a collective of the model while another
-waits for other processes. Every few seconds rank 0 announces what it still waits for, and learns whether another rank
-was asked to end. The other ranks have no other time limit: a wait may be as long as it has a reason.
+While rank 0 waits in `broadcast` or `run_on_rank_0`, all ranks wait: no rank starts a collective of the model while
+another waits for other processes. Every few seconds rank 0 announces what it still waits for, and learns whether
+another rank was asked to end. The other ranks have no other time limit: a wait may be as long as it has a reason.
 
     rank = dp_rank · sp_size + sp_rank        trainer.sequence_parallel_size 2:   rank     0 1 2 3
                                                                                   dp_rank  0 0 1 1
@@ -54,8 +54,8 @@ class Exchange:
         """
         frames = self._run_announced(work) if self.rank == 0 else []
         while (sizes := self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64)))[0] == _STILL_WAITING:
-            report_progress(self.text(None))
-            self.any(exits.interrupted())
+            report_progress(self.broadcast_text(None))
+            self.any_rank(exits.interrupted())
         if sizes[0] == _STOP_TOGETHER:
             raise Interrupted
         if sizes[0]:
@@ -64,7 +64,7 @@ class Exchange:
         ends = itertools.accumulate(sizes[1:].tolist(), initial=0)
         return [data[start:end] for start, end in itertools.pairwise(ends)]
 
-    def wait(self, work: Callable[[], T]) -> T | None:
+    def run_on_rank_0(self, work: Callable[[], T]) -> T | None:
         """Runs work on rank 0, while others wait as in `broadcast`. Returns its result, and None on other ranks."""
         found: list[T] = []
 
@@ -84,8 +84,8 @@ class Exchange:
         def say(doing: str) -> None:
             if is_due():
                 self._announce(_STILL_WAITING)
-                self.text(doing)
-                if self.any(exits.interrupted()):
+                self.broadcast_text(doing)
+                if self.any_rank(exits.interrupted()):
                     exits.ask_to_end()  # `work` checks for it
 
         try:
@@ -116,11 +116,11 @@ class Exchange:
         """Returns rank 0's decision, on every rank."""
         return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
 
-    def any(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         """Returns whether `value` is true on some rank."""
-        return self.add([value])[0] > 0
+        return self.sum_over_ranks([value])[0] > 0
 
-    def text(self, value: str | None) -> str:
+    def broadcast_text(self, value: str | None) -> str:
         """Returns rank 0's text, on every rank."""
         if self.world_size == 1:
             return value or ""
@@ -131,23 +131,24 @@ class Exchange:
         if self.world_size == 1:
             return [text]
         data = text.encode()
-        lengths = [int(length) for length in self.add([len(data) * (r == self.rank) for r in range(self.world_size)])]
+        own_length = [len(data) * (rank == self.rank) for rank in range(self.world_size)]
+        lengths = [int(length) for length in self.sum_over_ranks(own_length)]
         own = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
         dist.gather(own, parts, group=self._group, group_dst=0)
         return [p[:n].numpy().tobytes().decode() for p, n in zip(parts or [], lengths, strict=False)]
 
-    def add(self, values: Sequence[float]) -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Returns elementwise sums over ranks, in float64."""
         return self._sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def add_over_dp(self, values: Tensor) -> Tensor:
+    def sum_over_dp(self, values: Tensor) -> Tensor:
         """Returns elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
         return self._sum(values.clone() if self.sp_rank == 0 else torch.zeros_like(values))
 
-    def add_named(self, values: Mapping[str, float]) -> dict[str, float]:
+    def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """Returns sums over data-parallel ranks by name, in float64. Every rank gives the same names in one order."""
-        total = self.add_over_dp(torch.tensor(list(values.values()), dtype=torch.float64))
+        total = self.sum_over_dp(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
     def _sum(self, values: Tensor) -> Tensor:

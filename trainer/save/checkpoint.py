@@ -162,7 +162,7 @@ def save_model(
     """
     settings, written, lacks = engine.adapter_settings, Written(), list[str]()
     wanted = engine.tensors if settings is None else adapters(engine.model)
-    state = dict(engine.whole(wanted[tensors], lambda _: exchange.rank == 0))
+    state = dict(engine.gathered_tensors(wanted[tensors], lambda _: exchange.rank == 0))
 
     def write() -> None:
         folder.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ def on_all_ranks(ranks: Exchange, work: Callable[[], None]) -> None:
 
     def tell(doing: str) -> None:
         if ranks.world_size > 1 and is_due():
-            ranks.add([_WORKING * (rank == ranks.rank) for rank in range(ranks.world_size)])
+            ranks.sum_over_ranks([_WORKING * (rank == ranks.rank) for rank in range(ranks.world_size)])
         if ranks.rank == 0 and is_late():
             say(doing)
 
@@ -57,7 +57,7 @@ def on_all_ranks(ranks: Exchange, work: Callable[[], None]) -> None:
         codes[ranks.rank], reason = float(code), str(error)
     if ranks.world_size > 1:
         own = codes
-        while min(codes := ranks.add(own)) == _WORKING:
+        while min(codes := ranks.sum_over_ranks(own)) == _WORKING:
             report_progress(waits := f"waiting for the disk of rank {codes.index(_WORKING)}")
             if ranks.rank == 0 and is_late():
                 say(waits)
@@ -93,7 +93,7 @@ def retry_on_disk_trouble(ranks: Exchange, what: str, attempt: Callable[[], T], 
         for _ in range(pause_s):
             report_progress(f"waiting for the disk with {what}")
             time.sleep(1)
-            if ranks.any(interrupted()):
+            if ranks.any_rank(interrupted()):
                 raise Interrupted
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 

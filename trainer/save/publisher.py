@@ -52,7 +52,7 @@ class Publisher:
         self.config, self.engine, self.exchange, self.source = config, engine, exchange, source
         self._seconds = seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = exchange.text(source.incarnation if source else None)
+        self.incarnation = exchange.broadcast_text(source.incarnation if source else None)
         self.published = Published(-1, "", "")
         self._copies = HostCopies()
         self._changes = Changes(config.weights.full_every)

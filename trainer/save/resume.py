@@ -120,7 +120,7 @@ def newest_valid(
     """
     folders = step_dirs(checkpoints) if ranks.rank == 0 else []
     candidates = _committed(folders[: folders.index(newest) + 1] if newest in folders else folders, say)
-    while name := ranks.text(next((folder.name for folder in candidates), "")):
+    while name := ranks.broadcast_text(next((folder.name for folder in candidates), "")):
         folder, problems = checkpoints / name, list[str]()
         on_all_ranks(ranks, partial(_read_share, folder, ranks, problems))
         problem = next(filter(None, ranks.gather("".join(problems))), "")

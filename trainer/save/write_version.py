@@ -193,7 +193,7 @@ def _on_host(
         on_device[key] = describe(tensor)
         return host.copy(key, tensor)
 
-    found = engine.whole(engine.tensors, lambda name: name in wanted, to_host)
+    found = engine.gathered_tensors(engine.tensors, lambda name: name in wanted, to_host)
     tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     devices.synchronize()
     return tensors, on_device
