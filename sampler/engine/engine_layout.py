@@ -176,7 +176,7 @@ class EngineModel:
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         is_exact = matrix.dtype == torch.float32
         y = compute(torch.cat([x, signs]) if is_exact else x)[:, begin : begin + rows]
-        exact = torch.cat([matrix[:, chosen].T, (matrix @ signs[0].to(matrix.dtype))[None]])
+        exact = torch.cat([matrix.T.index_select(0, chosen), (matrix @ signs[0].to(matrix.dtype))[None]])
         rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
