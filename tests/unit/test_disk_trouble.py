@@ -138,7 +138,7 @@ def test_a_full_disk_is_locked_all_the_same(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_pause(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
     monkeypatch.setattr(disk, "interrupted", lambda: True)
-    ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any=bool)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, stall_timeout_s=60.0, agree=bool, any_rank=bool)
     with pytest.raises(Interrupted):
         retry_on_disk_trouble(ranks, "it", raising(DiskTrouble("rank 0: full")))
     assert clock == [1]
