@@ -46,8 +46,10 @@ class Throughput:
         if self._is_first:
             metrics["timing/first_step_s"] = process_age_s()
         self._last, self._is_first = now, False
-        for group in (group for group in groups if isinstance(group, Group)):
-            self._tokens[group.group_id] = sum(len(group.prompt_ids) + len(r.completion_ids) for r in group.rollouts)
+        for group in groups:
+            if isinstance(group, Group):
+                lengths = (len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts)
+                self._tokens[group.group_id] = sum(lengths)
         for key in SECONDS.values():
             self._seconds[key] += (values | metrics).get(key, 0.0)  # type: ignore[operator]
         if batch > self._batch:
