@@ -1,6 +1,7 @@
 """The examples with hardly any lessons: everything that they build, in seconds."""
 
 from examples.calculator import Calculator
+from examples.countdown import Countdown
 from examples.drawings import Drawings
 from examples.quickstart import QuickStart
 from examples.search import Search
@@ -11,6 +12,7 @@ TINY = {
     "quickstart": QuickStart(**_FEW),
     "quickstart_tools": Calculator(**_FEW),
     "quickstart_search": Search(**_FEW),
+    "quickstart_countdown": Countdown(**_FEW),
     "quickstart_thinking": Thinking(**_FEW),
     "quickstart_vlm": Drawings(**_FEW),
 }

@@ -19,9 +19,11 @@ from common.config import PromptTemplate
 from common.paths import ROOT
 from environments import Done
 from environments.tools import schemas
+from examples import countdown
 from examples.calculator import Calculator, ToolProblem, conversation, turns_of, without_calculator
 from examples.calculator_tool import calculator as compute
 from examples.calculator_tool import thrift
+from examples.countdown_reward import equation
 from examples.drawings import completion as described
 from examples.example import build, is_wanted, stamp, warm_start
 from examples.quickstart import MIXTURE, completion, prompt_ids
@@ -31,6 +33,8 @@ from examples.thinking import Story
 from examples.thinking import completion as thought
 from examples.thinking_environment import StoryTurns
 from sampler.prompts.chat_template import render
+from sampler.prompts.dataset import load_data
+from sampler.prompts.messages import as_messages
 from sampler.turns.turns import TurnTemplate
 from tests.support.examples import TINY
 
@@ -64,6 +68,7 @@ DECIDES = {
     "quickstart": lambda p: (p.kind, p.numbers),
     "quickstart_tools": lambda p: (p.a, p.b) if p.kind == "product" else p.question,
     "quickstart_search": lambda p: p.town if p.kind == "lookup" else p.question,
+    "quickstart_countdown": lambda p: p.nums,
     "quickstart_thinking": lambda p: (p.start, p.changes),
     "quickstart_vlm": lambda p: (p.image().tobytes(), p.question),
 }
@@ -92,6 +97,7 @@ SHOWN: dict[str, tuple[Any, str]] = {
         lambda p, rng, **spoiled: [turns_of(p, rng, by_heart=1.0, **spoiled), without_calculator(p, rng)],
         "5ab5bfc87b0f28e8",
     ),
+    "quickstart_countdown": (countdown.solution, "54452938da488d53"),
     "quickstart_thinking": (
         lambda p, rng, **spoiled: [
             thought(replace(p, changes=p.changes[:n], thinks=n < 3), rng, **spoiled) for n in (1, 2, 3)
@@ -119,6 +125,36 @@ def test_the_calculator_and_its_cost() -> None:
         compute("__import__('os')")
     said, answer = {"role": "assistant", "content": "…"}, {"role": "tool", "content": "4"}
     assert thrift([[said, answer, said], [said], "text"]) == [-0.2, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("written", "reward"),
+    [
+        ("7+14-3", 1.0),
+        (" 14 - (3 - 7) ", 1.0),
+        ("7+14-3=18", 1.0),
+        ("18", 0.0),
+        ("7+14", 0.0),
+        ("7+14-3+3-3", 0.0),
+        ("7*14/3", 0.0),
+        ("7/(14-14)", 0.0),
+        ("7+(14-3", 0.0),
+        ("7**14//3", 0.0),
+        ("__import__('os')", 0.0),
+    ],
+)
+def test_an_equation_of_countdown_uses_each_number_once_and_makes_the_target(written: str, reward: float) -> None:
+    completion = f"<think>7+14=21, 21-3=18</think><answer>{written}</answer>"
+    assert equation([completion], [18], [[7, 14, 3]]) == [reward]
+    assert equation([f"The answer is {written}"], [18], [[7, 14, 3]]) == [0.0]
+
+
+def test_the_pupil_of_countdown_is_asked_as_the_config_asks(folder_of: Any) -> None:
+    rows = f"data.train={folder_of('quickstart_countdown')}/train.jsonl"
+    given = config.load(ROOT / "configs/quickstart_countdown.yaml", [rows])
+    [first, *_] = load_data("data.train", given.data.train, given.data)
+    [message] = as_messages(first, given.data, given.prompt)
+    assert message["content"] == countdown.PROMPT.format(**first.columns)
 
 
 def test_a_search_finds_the_line_of_each_question() -> None:
@@ -203,6 +239,7 @@ TOKENS: dict[str, tuple[str, Any, str]] = {
     "quickstart": ("<think> 1 2 + 7 = 1 9 </think> <answer> 1 9 </answer>", "2+2?", "2+2?"),
     "quickstart_tools": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
     "quickstart_search": ("<tool_call> 1 9 </tool_call>", "2+2?", "2+2?"),
+    "quickstart_countdown": ("<think> 1 2 + 7 = 1 9 </think> <answer> 1 2 + 7 </answer>", "2+2?", "2+2?"),
     "quickstart_thinking": ("<think> 1 2 + 7 = 1 9 </think> 1 9", "2+2?", "2+2?"),
     "quickstart_vlm": (
         r"<think> 2 Ġred Ġcircle </think> \boxed{ 2 }",
