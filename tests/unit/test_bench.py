@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic, by hand. The measurements themselves are run by `bash launch.sh bench`."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +49,34 @@ def test_rows_have_medians_and_quartiles_beside_the_fastest_trl_row_of_their_cel
     assert f"| {CELLS[0].name} | streaming | 8.000 (8.000–8.000) | – | {4 * floor:.2f} |" in second
 
 
+def writes(out: Path, row: str, walls: list[float]) -> list[str]:
+    lines = [line | {"step": i} for i, line in enumerate(steps("?", 1e9, **{row: walls}), 1)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    return [sys.executable, "-c", f"import pathlib; pathlib.Path({str(out)!r}).write_text({text!r})"]
+
+
+def test_a_commit_and_this_folder_are_measured_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m x"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    is_here: list[bool] = []
+
+    def command(row: str, cell: Cell, count: int, out: Path, root: Path) -> list[str]:
+        is_here.append(root == tmp_path)
+        assert (root / ".git").exists()
+        return writes(out, row, [9.0, 2.0 if is_here[-1] else 4.0])
+
+    for name, stand_in in (("command", command), ("machine", lambda: "a"), ("ROOT", tmp_path)):
+        monkeypatch.setattr(bench, name, stand_in)
+    monkeypatch.setattr(sys, "argv", ["bench", "--against", "HEAD", "--warmup", "1", "--rows", "run-ahead"])
+    bench.main()
+    assert is_here == [False, True, True, False]
+    said = f"{CELLS[1].name}: run-ahead: 4.000 s at HEAD, 2.000 s here, 0.500 times, on a"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert len(subprocess.check_output(["git", "worktree", "list"], cwd=tmp_path).splitlines()) == 1
+
+
 def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,11 +84,8 @@ def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_
     cell, out = CELLS[0], tmp_path / "bench.jsonl"
     out.write_text(json.dumps(steps("b", 1e9, streaming=[1.0])[0]) + "\n")
 
-    def command(row: str, cell: Cell, count: int, out: Path) -> list[str]:
-        lines = [line | {"step": i} for i, line in enumerate(steps("?", 1e9, **{row: [7.0] * count}), 1)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        writes = f"import pathlib; pathlib.Path({str(out)!r}).write_text({text!r})"
-        return [sys.executable, "-c", writes if row == "streaming" else "raise SystemExit(1)"]
+    def command(row: str, cell: Cell, count: int, out: Path, root: Path) -> list[str]:
+        return writes(out, row, [7.0] * count) if row == "streaming" else [sys.executable, "-c", "raise SystemExit(1)"]
 
     for name, stand_in in (("command", command), ("machine", lambda: "a"), ("measured_flops", lambda: 2e9)):
         monkeypatch.setattr(bench, name, stand_in)

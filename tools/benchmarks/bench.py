@@ -4,6 +4,7 @@
     bash launch.sh bench --cells 1m-8x8-p256-c64             one cell
     bash launch.sh bench --rows trl-stock streaming          some rows
     bash launch.sh bench --table --out FILE                  the tables of an earlier FILE
+    bash launch.sh bench --against COMMIT                    one row of one cell, of that commit and of this folder
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
 Every step appends a line to --out, with the machine and the commit that last changed the measured code. Medians and
@@ -22,6 +23,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,10 @@ HEAD = "| cell | row | seconds of a step | × TRL | floor, s |\n|---|---|---|---
 ROWS = [*TRL_ROWS, *TANDEM]
 
 
-def command(row: str, cell: Cell, steps: int, out: Path) -> list[str]:
-    """Returns the command that runs this row once: a process that appends `steps` lines to `out`."""
+def command(row: str, cell: Cell, steps: int, out: Path, root: Path = ROOT) -> list[str]:
+    """Returns the command that runs this row once: a process that appends `steps` lines to `out`. root: whose code."""
     common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
-    programs = ROOT / "tools" / "benchmarks"
+    programs = root / "tools" / "benchmarks"
     if row in TRL_ROWS:
         return [sys.executable, str(programs / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
     return [sys.executable, str(programs / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
@@ -87,25 +89,47 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
     """Adds a line to `out` for each step of each row. A row that fails is left out."""
     out.parent.mkdir(parents=True, exist_ok=True)
     common = {"commit": _commit(), "machine": machine(), "flops": measured_flops()}
-    part = out.with_suffix(".part")
     for cell in cells:
         for repeat in range(repeats):
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
-                part.unlink(missing_ok=True)
-                # TRL has all cores; Tandem's processes share them as launch.sh says.
-                threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-                inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-                environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
-                argv = command(row, cell, warmup + steps, part)
-                done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
-                if done.returncode:
-                    print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
-                    continue
-                records = [record | {"repeat": repeat} | common for record in read_jsonl(part)]
+                records = [record | {"repeat": repeat} | common for record in _run(row, cell, steps, warmup, out)]
                 with open(out, "a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > warmup)
+                    file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _run(row: str, cell: Cell, steps: int, warmup: int, out: Path, root: Path = ROOT) -> list[dict[str, Any]]:
+    """Returns the records of a row's steps after the warm-up; [] if it fails."""
+    part = out.with_suffix(".part")
     part.unlink(missing_ok=True)
+    # TRL has all cores; Tandem's processes share them as launch.sh says.
+    threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    argv = command(row, cell, warmup + steps, part, root)
+    environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
+    done = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+        return []
+    records = [record for record in read_jsonl(part) if record["step"] > warmup]
+    part.unlink()
+    return records
+
+
+def compare(commit: str, row: str, cell: Cell, steps: int, warmup: int) -> str:
+    """Measures a row of another commit and of this folder by turns, and returns both medians and their ratio."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        there, walls = Path(folder, "there"), dict[Path, list[float]]()
+        subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=ROOT, check=True, capture_output=True)
+        try:
+            for root in (there, ROOT, ROOT, there):
+                print(f"bench: {cell.name}: {row}: {commit if root is there else 'here'}", flush=True)
+                records = _run(row, cell, steps, warmup, Path(folder, "rows.jsonl"), root)
+                walls.setdefault(root, []).extend(record["wall_s"] for record in records)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", there], cwd=ROOT, capture_output=True)
+    before, now = (statistics.median(walls[root]) for root in (there, ROOT))
+    return f"{cell.name}: {row}: {before:.3f} s at {commit}, {now:.3f} s here, {now / before:.3f} times, on {machine()}"
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
@@ -144,20 +168,25 @@ def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=named, nargs="+", default=CELLS)
-    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS)
+    parser.add_argument("--cells", type=named, nargs="+", help="default: all")
+    parser.add_argument("--rows", choices=ROWS, nargs="+", help="default: all")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where each step is a line; default: %(default)s")
+    parser.add_argument("--against", metavar="COMMIT", help="compare this folder with a commit, in three minutes")
     parser.add_argument("--table", action="store_true", help="measure nothing, print the tables of --out")
     arguments = parser.parse_args()
+    if arguments.against:
+        cell, row = (arguments.cells or CELLS[1:])[0], (arguments.rows or [*TANDEM])[0]
+        return print(compare(arguments.against, row, cell, arguments.steps, arguments.warmup))
+    cells, rows = arguments.cells or CELLS, arguments.rows or ROWS
     if not arguments.table:
-        if {*arguments.rows} & TRL_ROWS.keys() and importlib.util.find_spec("trl") is None:
+        if {*rows} & TRL_ROWS.keys() and importlib.util.find_spec("trl") is None:
             parser.error(
                 f"rows of TRL need it: {sys.executable} -m pip install trl=={TRL}; or leave them out by --rows"
             )
-        measure(arguments.cells, arguments.rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
+        measure(cells, rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
     print(tables(read_jsonl(arguments.out)))
 
 
