@@ -83,7 +83,7 @@ def score_completions(
 
     functions: (name, function, weight). Everything else has one entry per completion; columns are lists of that
     length. Raises RewardError when a function raises or returns anything but one finite number or None per completion,
-    and when there are functions and none applies to a completion.
+    and when there are functions and none applies to a completion; those of weight 0 count only if there are no others.
 
         [("answer", f, 1.0), ("format", g, 0.5)] with f → [1.0, None], g → [-1.0, 2.0]
         gives [({"answer": 1.0, "format": -1.0}, 0.5), ({"answer": nan, "format": 2.0}, 1.0)]
@@ -94,10 +94,11 @@ def score_completions(
     shared = {"trainer_state": trainer_state, "log_metric": logged.metric, "log_extra": logged.extra}
     outcomes = await_all([_call(function, offered, shared) for _, function, _ in functions])
     by_name = {name: _numbers(name, out, completions) for (name, _, _), out in zip(functions, outcomes, strict=True)}
+    counted = [(name, weight) for name, _, weight in functions if weight] or [(name, 0.0) for name in by_name]
     scores: Scores = []
     for i, completion in enumerate(completions):
         rewards = {name: values[i] for name, values in by_name.items()}
-        parts = [weight * rewards[name] for name, _, weight in functions if not math.isnan(rewards[name])]
+        parts = [weight * rewards[name] for name, weight in counted if not math.isnan(rewards[name])]
         if functions and not parts:
             raise NoRewardError(
                 f"every reward is None for a completion: {', '.join(rewards)}. Completion: {_show(completion)}"
@@ -106,6 +107,14 @@ def score_completions(
             raise RewardError(f"the weighted sum of {rewards} is not finite. Completion: {_show(completion)}")
         scores.append((rewards, total))
     return scores
+
+
+def prompt_before(prompt: Any, completion: Any) -> Any:
+    """Returns a prompt without an assistant's message that the row begins and the completion repeats and continues."""
+    if isinstance(prompt, str) or not prompt or prompt[-1].get("role") != "assistant":
+        return prompt
+    begins = text_of(completion).startswith(str(prompt[-1].get("content")))
+    return prompt[:-1] if begins else prompt
 
 
 def _call(function: RewardFunction, offered: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> Any:

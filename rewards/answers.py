@@ -19,6 +19,7 @@ from rewards.mathematics.gold import MAX_CHARS, gold_texts, is_expression, kind_
 from rewards.mathematics.numbers import find_last_number
 from rewards.mathematics.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
 from rewards.mathematics.times import TIME
+from rewards.mathematics.units import unit_of
 
 _SECONDS = 1.0  # CPU time for one completion
 _SECONDS_OF_GROUP = 2.0  # for the completions of one call: a hard one may take a quarter of what is left
@@ -33,6 +34,11 @@ _PART = re.compile(
 _CHOICE = re.compile(r"\(([A-Za-z])\)|(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ([A-Z])\b|\b([A-H]) is (?:correct|right|the )")
 _SCALE = re.compile(r" ?%| (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _UNIT = re.compile(r" ?(?:%|°|¢|€|£|°?[A-Za-z][A-Za-z/²³^]*(?: [A-Za-z/]+){0,2}(?:\^?[23])?)")
+_NO_NOUN = re.compile(
+    r"(?:left|more|less|in|of|remaining|total|altogether|each|per|and|or|but|so|is|are|was|were|for|as|by|at|to|from|on|"
+    r"with|because|since|which|that|when|if|then|after|before)\b",
+    re.IGNORECASE,
+)
 
 _too_hard = deque[tuple[str, tuple[str, ...]]](maxlen=256)
 
@@ -132,5 +138,6 @@ def _last_number_is(text: str, gold: str) -> bool:
         return False
     _, gold_unit = split_unit(without_layout(gold))
     unit = _UNIT.match(behind) if gold_unit or _SCALE.match(behind) else None
+    unit = None if unit and _NO_NOUN.match(unit[0].strip()) and unit_of(unit[0].strip()) is None else unit  # 12 left
     money = before[-1:] if before[-1:] in "€£¥₹$" else ""
     return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)

@@ -44,10 +44,9 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | Non
 
 def acc(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""Returns 1 when the last \boxed{} holds the gold answer, −0.5 when it holds another, −1 without a \boxed{}."""
-    scores = boxed(completions, answer)
     return [
         score if score is None or score > 0 else -1.0 if boxed_answer(text_of(completion)) is None else -0.5
-        for completion, score in zip(completions, scores, strict=True)
+        for completion, score in zip(completions, boxed(completions, answer), strict=True)
     ]
 
 
@@ -85,10 +84,8 @@ def boxed_format(completions: Sequence[Any]) -> list[float]:
 
 
 def _is_thought_then_box(text: str) -> bool:
-    text = without_end_of_turn(text)
-    thought, end, rest = text.partition("</think>")
-    opens_once = thought.startswith("<think>") and text.count("<think>") == 1
-    return opens_once and bool(end) and last_boxed(rest) is not None
+    thought, _, rest = text.strip().partition("</think>")
+    return thought.startswith("<think>") and text.count("<think>") == 1 and last_boxed(rest) is not None
 
 
 def is_formatted(text: str) -> bool:
@@ -105,10 +102,8 @@ def is_formatted(text: str) -> bool:
 def without_end_of_turn(text: str) -> str:
     """Strips a text of whitespace around it and of one end-of-turn text at its end."""
     text = text.strip()
-    for end in END_OF_TURN:
-        if text.endswith(end):
-            return text.removesuffix(end).rstrip()
-    return text
+    end = next((end for end in END_OF_TURN if text.endswith(end)), "")
+    return text.removesuffix(end).rstrip()
 
 
 def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:

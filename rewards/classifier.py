@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
+from rewards import prompt_before
 
 
 @dataclass
@@ -81,8 +82,12 @@ class Classifier:
     def _tokens(self, prompts: list[Any], completions: list[Any]) -> Any:
         options = {"truncation": True, "max_length": self._longest, "padding": True, "return_tensors": "pt"}
         if self._tokenizer.chat_template is None:
-            return self._tokenizer([*map(_text, prompts)], [*map(_text, completions)], **options)
-        both = [_messages(p, "user") + _messages(c, "assistant") for p, c in zip(prompts, completions, strict=True)]
+            asked = map(prompt_before, prompts, completions)
+            return self._tokenizer([*map(_text, asked)], [*map(_text, completions)], **options)
+        both = [
+            _messages(prompt_before(p, c), "user") + _messages(c, "assistant")
+            for p, c in zip(prompts, completions, strict=True)
+        ]
         texts = [self._tokenizer.apply_chat_template(messages, tokenize=False) for messages in both]
         return self._tokenizer(texts, add_special_tokens=False, **options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -71,9 +71,8 @@ def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, time
         raise UserError(f"reward {name}: {reason}") from error
 
 
-def check_signature(function: RewardFunction, columns: Iterable[str], name: str) -> None:
+def check_signature(function: RewardFunction, columns: Sequence[str], name: str) -> None:
     """Raises UserError unless the function can be called by keyword with what a run on these columns offers."""
-    columns = list(columns)
 
     def unknown(parameter: str) -> str:
         column = next((c for c in ("answer", *reversed(columns)) if c in columns), "<a column>")

@@ -24,6 +24,7 @@ from typing import Any
 from common.errors import UserError
 from common.outcomes import finite_number, shorten
 from common.user_code.paid_calls import PaidCalls
+from rewards import prompt_before
 
 _TRIES, _ANSWERS = 4, 3  # requests until one is answered; answers until one has scores
 _SHARE_OF_TRY, _SHARE_OF_ALL = 0.3, 0.9  # parts of rewards.timeout_s: a try that hangs leaves time for two others
@@ -60,7 +61,7 @@ class Judge:
     ) -> list[float]:
         if absent := sorted({*self.columns} - {*columns}):
             raise ValueError(f"the row has no column {absent[0]!r} for the judge; it has {', '.join(columns)}")
-        row = {"prompt": prompts[0]} | {name: columns[name][0] for name in self.columns}
+        row = {"prompt": prompt_before(prompts[0], completions[0])} | {name: columns[name][0] for name in self.columns}
         parts = [[one] for one in completions] if self.one_by_one else [completions]
         texts = [json.dumps(row | {"completions": part}, ensure_ascii=False, default=str) for part in parts]
         unique = dict.fromkeys(texts)

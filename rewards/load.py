@@ -8,7 +8,6 @@ from dataclasses import dataclass
 _WORTH_S = 0.5  # seconds of waiting work: another process takes this long to start, with its imports
 _WAITING = 0.1  # less of a core than this, and a function mostly waits
 _WAITERS = 8  # processes for each core where functions wait
-_LATE_S, _LATE = 1.0, 4  # a group that takes so much longer than this many others may never end
 _MOST = 32  # processes, unless rewards.num_workers says more
 
 
@@ -23,10 +22,6 @@ class Load:
         keep = 0.7 if self.seconds else 0.0
         self.seconds = keep * self.seconds + (1 - keep) * seconds
         self.cpu_s = keep * self.cpu_s + (1 - keep) * cpu_s
-
-    @property
-    def late_s(self) -> float:
-        return _LATE_S + _LATE * self.seconds
 
     def num_worth(self, num_workers: int, num_waiting: int) -> int:
         """Returns how many processes are worth having, if so many run and so many groups wait.

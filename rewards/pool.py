@@ -75,8 +75,7 @@ class RewardPool:
         models = config.arguments_of_built_in("classifier")  # each process would load them
         self._num_workers = config.num_workers or (1 if models else None)
         self._threads = ThreadPoolExecutor(MAX_REWARD_WORKERS)  # they also start the fork server
-        self._results: queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure, dict[str, float]]]
-        self._results = queue.SimpleQueue()
+        self._results = queue.SimpleQueue[tuple[Hashable, Scores | RewardFailure, dict[str, float]]]()
         self._lock = threading.Lock()  # protects all below
         self._waiting: deque[tuple[Hashable, Job]] = deque()
         self._idle: list[Worker] = []
@@ -149,7 +148,8 @@ class RewardPool:
     def _start_waiting(self) -> None:
         """Starts as many waiting jobs as there are processes, or may be. One that hangs does not count."""
         with self._lock:
-            late_since = time.monotonic() - self._load.late_s
+            # a group that takes 1 s more than four others take may never end
+            late_since = time.monotonic() - 1.0 - 4 * self._load.seconds
             while self._waiting:
                 num_late = sum(asked_s < late_since for asked_s in self._busy.values())
                 num_useful = len(self._busy) + len(self._idle) - num_late

@@ -82,19 +82,15 @@ def _rational(found: Any) -> Fraction | None:
     return Fraction(int(exact.p), int(exact.q)) if exact.is_Rational else None
 
 
-def same_mathematics(prediction: str, gold: str) -> bool:
-    return _equal(expression(gold), expression(prediction))
-
-
 def mentions(text: str, gold: str) -> bool:
     """Returns whether math-verify's answer in a whole text is the gold one; without a value only LaTeX is read."""
     text, value = text.translate(IN_LATEX), None if "=" in gold else rational(gold)
     if value is None:
-        return _equal(expression(gold), _found(text, _configs()[:1]))
+        return equal(expression(gold), _found(text, _configs()[:1]))
     return _rational(_found(text, _configs())) == value
 
 
-def _equal(gold: Any, found: Any) -> bool:
+def equal(gold: Any, found: Any) -> bool:
     if gold is None or found is None:
         return False
     if load("math_verify").verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):

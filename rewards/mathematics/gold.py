@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from common.processes.time_limits import within
-from rewards.mathematics.algebra import IN_LATEX, expression, rational, same_mathematics
+from rewards.mathematics.algebra import IN_LATEX, equal, expression, rational
 from rewards.mathematics.numbers import last_number, plain_number
 from rewards.mathematics.reading import last_boxed
 from rewards.mathematics.times import TIME, same_time
@@ -24,13 +24,11 @@ from rewards.mathematics.units import is_scale, same_amount, unit_of
 
 MAX_CHARS = 400  # a longer answer equals only itself
 
-Kind = Literal["number", "letter", "time", "text", "mathematics"]
-
 
 class GoldKind(NamedTuple):
     """The kind of a gold answer. `name` is None if no built-in reward can judge it, and `reason` says why."""
 
-    name: Kind | None
+    name: Literal["number", "letter", "time", "text", "mathematics"] | None
     reason: str = ""
 
 
@@ -139,7 +137,7 @@ def same(prediction: str, gold: str) -> bool:
                 return False
             (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
             in_one_unit = not unit or not gold_unit or unit_of(unit) == unit_of(gold_unit)
-            return in_one_unit and same_mathematics(given, wanted)
+            return in_one_unit and equal(expression(wanted), expression(given))
     return False
 
 

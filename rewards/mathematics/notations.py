@@ -16,7 +16,7 @@ from typing import Any
 from rewards.mathematics.algebra import load
 from rewards.mathematics.gold import gold_kind, split_unit, without_layout
 from rewards.mathematics.numbers import plain_number
-from rewards.mathematics.units import unit_of
+from rewards.mathematics.units import ONE, unit_of
 
 AS_WRITTEN, ENDING = "as written", "another answer that ends in it"
 DOUBTFUL = frozenset(
@@ -233,14 +233,15 @@ def ending_in(gold: str) -> list[str]:
 
 
 def of_another_unit(gold: str) -> str | None:
-    """Returns the answer with another unit, 5 cm -> 5 kg, $5 -> €5; None if its unit is not known."""
+    """Returns the answer with another unit, 5 cm -> 5 kg, 5 apples -> 5 kg, $5 -> €5; None if it has none."""
     number, unit = split_unit(without_layout(gold))
     if gold_kind(gold).name != "number" or not unit:
         return None
     if unit in _OTHER_UNITS:
         return f"{_OTHER_UNITS[unit]}{number}" if unit in "$€£" else f"{number}{_OTHER_UNITS[unit]}"
-    known = unit_of(unit) if unit[0].isalpha() else None
-    return f"{number} {'m' if 'gram' in known[0] else 'kg'}" if known else None
+    if not unit[0].isalpha():
+        return None
+    return f"{number} {'m' if 'gram' in (unit_of(unit) or ONE)[0] else 'kg'}"
 
 
 def wrong_answer(gold: str) -> str:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-_THOUGHTS = ("think", "thinking", "thought", "reasoning")
+_THOUGHTS = (
+    *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
+    ("[THINK]", "[/THINK]"),  # Mistral's
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere's
+    ("<|channel>thought", "<channel|>"),  # Gemma 4's
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss'
+)
 _READ = 2000  # characters at the end of a completion that are searched for an answer without tags or box
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[: ]*(.+?) *((?:[.!](?=\s)[^\n]*)?)[.!]*$", re.IGNORECASE | re.MULTILINE)
 _LEAD = re.compile(
@@ -17,13 +23,13 @@ def behind_thoughts(text: str) -> str:
 
     behind_thoughts("<think>7?</think> It is 8.") == " It is 8."   behind_thoughts("It is 7. <think>Or") == ""
     """
-    for name in _THOUGHTS:
-        opened, closed = text.rfind(f"<{name}>"), text.rfind(f"</{name}>")
+    for begin, end in _THOUGHTS:
+        opened, closed = text.rfind(begin), text.rfind(end)
         if opened > closed:
             return ""
         if closed >= 0:
-            text = text[closed + len(f"</{name}>") :]
-    return text
+            text = text[closed + len(end) :]
+    return text.rpartition("<|message|>")[2]
 
 
 def answer_part(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from fractions import Fraction
 from typing import Any
@@ -26,6 +27,7 @@ _SCALES: dict[str, Unit] = {
 _NAMES = {"hr": "hour", "hrs": "hour", "min": "minute", "mins": "minute", "sec": "second", "secs": "second"}
 _NAMES |= {"lb": "pound", "lbs": "pound", "°": "degree", "metre": "meter", "metres": "meter", "litre": "liter"}
 _NAMES |= {"litres": "liter"}
+_PLURALS = {"people": "person", "men": "man", "women": "woman", "children": "child"}
 _FACTOR = re.compile(r"(/?) ?([A-Za-z]+|°[CF]?|[%$€£¥₹¢])(?:\^?\{?(-?\d)\}?)? ?")
 
 
@@ -35,13 +37,25 @@ def is_scale(text: str) -> bool:
 
 
 def same_amount(value: Fraction, unit: str, gold: Fraction, gold_unit: str) -> bool:
-    """Compares amounts. 50 is 50 % and 5 is 5 cm without a unit; 2 is not 2 million, but 2000000 is, and $2 million."""
+    """Compares amounts. 50 is 50 % and 5 is 5 cm without a unit; 2 is not 2 million, but 2000000 is, and $2 million.
+
+    A noun is a unit of its own: 12 apples are 12 green apples and 12, and neither 12 pears nor 12 kg.
+    """
     size, gold_size = unit_of(unit), unit_of(gold_unit)
+    if unit and gold_unit and (size is None or gold_size is None):
+        return value == gold and size is gold_size and _share_a_noun(unit, gold_unit)
     (base, one), (gold_base, gold_one) = size or ONE, gold_size or ONE
     has_power = _is_power(unit) or _is_power(gold_unit)
     if (base == gold_base or (has_power and "" in (base, gold_base))) and value * one == gold * gold_one:
         return True
     return value == gold and (size is None or gold_size is None) and not has_power
+
+
+def _share_a_noun(one: str, other: str) -> bool:
+    """Returns whether two texts have a word in common, in singular or plural: boxes and box, babies and baby."""
+    words = ([_PLURALS.get(word, word) for word in text.lower().split()] for text in (one, other))
+    pairs = (sorted(pair, key=len) for pair in itertools.product(*words))
+    return any(b in (a, f"{a}s", f"{a}es", f"{a.removesuffix('y')}ies") for a, b in pairs if len(a) > 2)  # not "of"
 
 
 def _is_power(unit: str) -> bool:

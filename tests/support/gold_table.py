@@ -42,7 +42,9 @@ $18.00 | 18 ; \$18 ; $18 ; 18 dollars ; USD 18 ; 1800 cents | $81 ; €18 ; 18 e
 5 km | 5000 m ; 5 ; 5 kilometers | 5 miles ; 5000 ; 5 m
 $2 billion | 2,000,000,000 ; 2 billion dollars ; $2000 million | $2 million ; 2 ; €2 billion
 3 | 3rd ; 3 of them ; 6/2 ; \frac{9}{3} ; +3. | 3x ; 33 ; \frac{3}{2} ; 3^2 ; 3 + 1
-72 clips | 72 ; 72 clips in all | 73 clips ; 27
+72 clips | 72 ; 72 clips in all ; 72 red clips ; 72\text{ clips} | 73 clips ; 27 ; 72 kg ; 72 dollars ; 72 pens ; 72 %
+12 apples | 12 ; 12 apples ; 12.0 apples ; 12 green apples ; 12\text{ apples} | 12 kg ; 12 dollars ; 12 pears ; €12 ; 12 cm
+1 box | 1 ; 1 boxes ; 1.0 box | 1 bag ; 1 kg ; 2 boxes
 The answer is 72. | 72 ; 72 clips | 71 ; 7 ; \frac{7}{72} ; x+72
 2^{100} | 2^100 ; 4^{50} ; 1267650600228229401496703205376 | 100 ; 2 ; 2^{99} ; 2^{10} ; 200
 10011_2 | 10011_{2} ; 10011 | 10011_3 ; 19 ; 2 ; 10010_2

@@ -145,9 +145,12 @@ def test_a_reward_model_reads_the_conversation_in_its_template_and_padding_chang
         with torch.no_grad():
             expected.append(plain(input_ids=ids).logits.item())
     assert len(set(expected)) == 3
-    for prompt in ("How many?", [{"role": "user", "content": "How many?"}]):
+    asked = [{"role": "user", "content": "How many?"}]
+    for prompt in ("How many?", asked, [*asked, {"role": "assistant", "content": ""}]):
         found = scored(prompt, texts, model=str(folder), batch_size=2)
         assert found == pytest.approx(expected, abs=1e-5)
+    begun = [*asked, {"role": "assistant", "content": "Tom has"}]  # which the completion repeats
+    assert scored(begun, texts[:1], model=str(folder)) == pytest.approx(expected[:1], abs=1e-5)
 
 
 def test_what_a_conversation_ends_with_is_scored_where_the_model_knows_no_padding(model: Path) -> None:

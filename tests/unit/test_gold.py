@@ -84,10 +84,19 @@ def test_a_guess_in_a_thought_is_no_answer():
         r"<think>perhaps \boxed{7}?</think> It is \boxed{8}.",
         "<thinking>7",
         r"\boxed{7} <think>or is it",
+        "[THINK]It must be 7",
+        r"[THINK]\boxed{7}[/THINK]It is 8",
+        "<seed:think>It is 7",
+        "<|START_THINKING|>It is 7<|END_THINKING|>It is 8",
+        "<|channel>thought\nIt is 7",
+        "<|channel>thought\nIt is 7<channel|>It is 8",
+        "<|channel|>analysis<|message|>It is 7",
+        "<|channel|>analysis<|message|>It is 8<|end|>assistant<|channel|>final<|message|>It is 9",
     ]
     for reward, wrong in ((answer, -1.0), (base_acc, 0.0), (boxed, 0.0)):
         assert reward(completions=guesses, answer=["7"] * len(guesses)) == [wrong] * len(guesses)
     assert acc(completions=guesses[:1], answer=["7"]) == [-1.0]
+    assert answer(completions=guesses[-1:], answer=["9"]) == [1.0]
     assert answer(completions=["<think>6?</think> 7", "well</think>7"], answer=["7"] * 2) == [1.0, 1.0]
 
 

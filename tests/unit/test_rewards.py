@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from rewards import RewardError, score_completions
+from rewards import NoRewardError, RewardError, score_completions
 from rewards.built_in import answer, is_formatted
 from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.mathematics.numbers import last_number
@@ -206,6 +206,18 @@ def test_functions_get_what_they_name_by_keyword_everything_with_double_star_and
         "level": [1, 2],
     }
     assert [total for _, total in scores] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "totals"), [([1.0, 0.0], None), ([1.0, 1.0], [4.0, 5.0]), ([0.0, 0.0], [0.0, 0.0])]
+)
+def test_a_function_of_weight_0_measures_and_is_no_reward_where_no_other_applies(weights, totals):
+    functions = (lambda completions: [1.0, None], lambda completions: [3.0, 5.0])
+    if totals is None:
+        with pytest.raises(NoRewardError, match="every reward is None"):
+            run(*functions, weights=weights)
+    else:
+        assert [total for _, total in run(*functions, weights=weights)] == totals
 
 
 def raises(error):
