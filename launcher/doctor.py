@@ -16,18 +16,17 @@ import subprocess
 import sys
 import sysconfig
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from common.hub import hub_address, hub_error
 from common.paths import ROOT
 from launcher.resources import machine
 from launcher.resources.machine import GIB
 
 OLDEST_DRIVER = 580  # for CUDA 13
-OLDEST_GPU = (7, 5)  # compute capability: CUDA 13 has no code for older ones
 
 
 @dataclass(frozen=True)
@@ -100,14 +99,11 @@ def hub() -> Check:
     fix = "export HF_ENDPOINT=https://… of a mirror, or HF_HUB_OFFLINE=1 where models and data are local"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Check(True, "hub: not asked, HF_HUB_OFFLINE is set", fix)
-    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5):
-            return Check(True, f"hub: {address} answers", fix)
-    except urllib.error.HTTPError as error:  # it answers, if only with a redirect or a refusal
-        return Check(error.code < 500, f"hub: {address} answers {error.code}", fix)
-    except (OSError, ValueError) as error:
-        return Check(False, f"hub: {address} does not answer: {getattr(error, 'reason', error)}", fix)
+    error = hub_error()
+    if error is None or isinstance(error, urllib.error.HTTPError):  # a redirect or a refusal is an answer
+        code = error.code if error else ""
+        return Check(not error or error.code < 500, f"hub: {hub_address()} answers {code}".rstrip(), fix)
+    return Check(False, f"hub: {hub_address()} does not answer: {getattr(error, 'reason', error)}", fix)
 
 
 def cpp_compiler() -> Check:
@@ -147,7 +143,7 @@ def driver(version: str) -> Check:
 def gpu(name: str, capability: str) -> Check:
     """Checks the compute capability: gpu("Tesla V100", "7.0").ok == False."""
     parts = capability.split(".")
-    ok = not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= OLDEST_GPU
+    ok = not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= (7, 5)
     text = f"GPU: {name}, compute capability {capability}" + ("" if ok else "; CUDA 13 needs 7.5 or newer")
     return Check(ok, text, "use a T4, RTX 20 or later GPU, or BACKEND=cpu bash launch.sh setup")
 
@@ -169,8 +165,7 @@ def read_lock(text: str) -> dict[str, str]:
     from packaging.requirements import Requirement
 
     requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
-    here = [wanted for wanted in requirements if wanted.marker is None or wanted.marker.evaluate()]
-    return {wanted.name: str(wanted.specifier) for wanted in here}
+    return {one.name: str(one.specifier) for one in requirements if one.marker is None or one.marker.evaluate()}
 
 
 def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.hub import work_offline_without_hub
 from model.files.folder import require_model
 from model.files.hub import not_available_error
 
@@ -16,16 +17,14 @@ if TYPE_CHECKING:
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a hub id or folder. Raises UserError if it cannot be found or loaded."""
     require_model(path, revision)  # both processes load the tokenizer before the model
-
+    if not Path(path).is_dir():
+        work_offline_without_hub()
     from transformers import AutoTokenizer  # the import takes seconds
 
-    folder = Path(path).expanduser()
     try:
-        return AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else path, revision=revision, trust_remote_code=trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        if folder.is_dir():
+        if Path(path).is_dir():
             first_line = next(iter(str(error).splitlines()), "")
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
         raise not_available_error(path, error) from error

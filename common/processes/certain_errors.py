@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from common.durable import disk_trouble
 from common.errors import Retryable, UserError
+from common.outcomes import shorten
 from common.processes.out_of_memory import memory_advice
 
-_MAX_CHARACTERS = 300  # characters of an error that are shown
 _CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
 _DEVICE_SIGNS = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: it may not occur again
 _REMEDY = "Another model.dtype, lora.sync=merged, other arguments in vllm: or another model (docs/model.md) may work"
@@ -42,10 +44,16 @@ def raising_permanent_errors(what: str, remedy: str = _REMEDY) -> Iterator[None]
 
 
 def permanent_error(what: str, error: Exception | None = None, remedy: str = _REMEDY) -> UserError:
-    """Returns the UserError that says what happened ("vLLM does not start"), and the last line of `error` as reason."""
+    """Returns the UserError that says what happened ("vLLM does not start"), and the last line of `error` as reason.
+
+    The reason of pydantic's error, whose last line is an address, is what it says of the first value.
+    """
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip(" .")]
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False)[0]
+        lines = [f"{'.'.join(map(str, found['loc']))} = {shorten(found['input'])}: {found['msg']}".removeprefix(" = ")]
     if error and not lines and error.__traceback__:  # an error without a text, such as `assert x` in a library
         raised = traceback.extract_tb(error.__traceback__)[-1]
         lines = [f"`{raised.line}` in {Path(raised.filename).name}, line {raised.lineno}"]
-    why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:_MAX_CHARACTERS] if error else ""
+    why = f": {type(error).__name__}: {lines[-1] if lines else ''}"[:300] if error else ""
     return UserError(f"{what}{why}. The next start would end the same. {remedy}")

@@ -13,20 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from common.paths import ROOT
-from common.processes.exits import kill_group
+from common.processes.exits import kill_group, say
 from common.worker import FORKED, HEADER, MAX_BYTES, READY, WorkerSetup, decode, encode
 from common.worker.server import cause
 
-START_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 120.0  # hundreds may be forked in a row
 _CAUSE_PATIENCE_S = 0.5  # a channel closes a moment before its process counts as dead
 _EXIT_PATIENCE_S = 3.0  # for a fork server that has something to kill first
 _RECHECK_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
+_KEPT_OUTPUT = 1 << 20  # bytes that the processes of one server may print into the run's log
 _KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Workers:
         title: str,
         max_memory: int = 0,
         confine_signals: bool = False,
-        import_timeout_s: float = START_TIMEOUT_S,
+        import_timeout_s: float = 120.0,
         setting: str = "",
     ) -> None:
         """Stores the settings. import_timeout_s, setting: limit for importing the user's file, and the limit's name."""
@@ -116,6 +116,7 @@ class _Server:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "common.worker.server", str(os.getpid()), str(server_end.fileno())],
                     stdin=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                     start_new_session=True,
                     pass_fds=[server_end.fileno()],
                     env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
@@ -123,7 +124,9 @@ class _Server:
             except OSError as error:
                 self.control.close()
                 raise StartError(f"{self.name} cannot start: {error}") from error
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stderr is not None
+        self._copying = threading.Thread(target=_copy_output, args=(self._process.stderr, title), daemon=True)
+        self._copying.start()
         with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has died, the control socket says so
             stdin.write(msgspec.msgpack.encode(setup))
 
@@ -156,6 +159,7 @@ class _Server:
                 kill_group(self._process.pid)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: leave it
                     self._process.wait(5.0)
+            self._copying.join(_CAUSE_PATIENCE_S)  # a process that it started may keep the pipe open
             return cause(self._process.returncode)
 
     def close(self) -> None:
@@ -163,6 +167,20 @@ class _Server:
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)  # and not closed: another thread may wait for it
         self.kill(_EXIT_PATIENCE_S)
+
+
+def _copy_output(pipe: IO[bytes], title: str) -> None:
+    """Copies what processes print to our stderr, up to _KEPT_OUTPUT bytes; more is read, and counted when they end."""
+    num_bytes = 0
+    while part := os.read(pipe.fileno(), 1 << 16):
+        with contextlib.suppress(OSError):  # the disk may be full
+            os.write(2, part[: max(0, _KEPT_OUTPUT - num_bytes)])
+        if num_bytes <= _KEPT_OUTPUT < num_bytes + len(part):
+            say(f"{title} printed more than {_KEPT_OUTPUT >> 20} MiB: what follows is counted, and not kept")
+        num_bytes += len(part)
+    pipe.close()
+    if num_bytes > _KEPT_OUTPUT:
+        say(f"{title} printed {num_bytes:,} bytes, of which {_KEPT_OUTPUT:,} were kept")
 
 
 class Worker:

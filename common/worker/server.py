@@ -31,7 +31,6 @@ from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
-_MAX_REASON = 1 << 14
 _libc = ctypes.CDLL(None)  # loaded here and not in a function that runs after the fork
 
 
@@ -212,16 +211,15 @@ def _end_with_parent(parent_pid: int) -> None:
 def main(parent_pid: int, descriptor: int) -> None:
     _end_with_parent(parent_pid)  # by SIGKILL while the user's file is imported; then by SIGTERM, to clean up
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(2, 1)  # the output of `print` never mixes with the run's own lines
     control = socket.socket(fileno=descriptor)
     module, _, name = setup.service.partition(":")
     try:
         service = getattr(importlib.import_module(module), name)(setup.setup)
     except UserError as error:
-        control.send(str(error)[:_MAX_REASON].encode(errors="replace"))
+        control.send(str(error)[: 1 << 14].encode(errors="replace"))
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     die_with_parent(signal.SIGTERM)

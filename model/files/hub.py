@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-
-
-def file_from_hub(repository: str, name: str, revision: str | None) -> Path:
-    """Returns the file's path, after a download if need be. Raises UserError with the command that downloads it."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, name, revision=revision))
-    except Exception as error:
-        raise not_available_error(repository, f"no {name}: {error}") from None
+from common.hub import work_offline_without_hub
 
 
 def not_available_error(name: str, reason: object, kind: str = "model") -> UserError:
@@ -34,9 +25,17 @@ def not_available_error(name: str, reason: object, kind: str = "model") -> UserE
 
 
 def model_file(path: str, name: str, revision: str | None) -> Path:
-    """Returns a file's path, existing or not, in the folder, or from the hub. Raises UserError as file_from_hub."""
+    """Returns a file's path, existing or not in a folder, else downloaded. Raises UserError with the command for it."""
     folder = Path(path).expanduser()
-    return folder / name if folder.is_dir() else file_from_hub(path, name, revision)
+    if folder.is_dir():
+        return folder / name
+    work_offline_without_hub()
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, name, revision=revision))
+    except Exception as error:
+        raise not_available_error(path, f"no {name}: {error}") from None
 
 
 def present_file(path: str, name: str, revision: str | None) -> Path | None:

@@ -2,15 +2,18 @@
 
 import os
 import shutil
+import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 import pytest
 
+from common import hub
 from common.paths import ROOT
 from launcher import doctor
 from launcher.doctor import Check
@@ -133,6 +136,35 @@ def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
     check = doctor.hub()
     assert check.ok == ok
     assert "HF_ENDPOINT" in check.fix and "HF_HUB_OFFLINE=1" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "is_offline"),
+    [
+        (None, False),
+        (HTTPError("u", 500, "no", None, None), False),  # type: ignore[arg-type]
+        (URLError(ssl.SSLCertVerificationError("unknown issuer")), False),
+        (URLError(OSError("no such name")), True),
+        (TimeoutError("timed out"), True),
+    ],
+)
+def test_a_hub_that_is_not_there_is_asked_once_and_the_processes_of_a_run_work_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception | None, is_offline: bool
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "hub_error", lambda: error)
+    hub.work_offline_without_hub.__wrapped__()
+    assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (is_offline, "1" if is_offline else "")
+    assert ("only what is in its cache is used" in capsys.readouterr().err) == is_offline
+
+
+def test_a_hub_that_does_not_answer_costs_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(hub.urllib.request, "urlopen", lambda *_, **__: time.sleep(60))  # the search for a name
+    assert isinstance(hub.hub_error(), TimeoutError)
 
 
 @pytest.mark.parametrize(("gpus", "backend", "ok"), [(0, "", True), (2, "", False), (2, "cpu", True)])

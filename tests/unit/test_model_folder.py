@@ -7,7 +7,6 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from model.files import hub
 from model.files.folder import load_config
 from model.files.hub import model_file, model_json, read_json
 from model.tokenizer import load_tokenizer
@@ -69,7 +68,7 @@ def test_a_file_is_the_folders_the_hubs_of_a_revision_or_none(tmp_path: Path, mo
         return tmp_path / name
 
     (tmp_path / "config.json").write_text('{"a": 1}')
-    monkeypatch.setattr(hub, "file_from_hub", from_hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", from_hub)
     assert model_file(str(tmp_path), "config.json", None) == tmp_path / "config.json"
     assert model_json(str(tmp_path), "config.json") == model_json("owner/name", "config.json", "v1") == {"a": 1}
     assert model_json(str(tmp_path), "processor_config.json") is None

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,6 +151,17 @@ def test_prints_go_to_stderr_and_never_into_the_protocol(file, capfd):
     out, err = capfd.readouterr()
     assert out == ""
     assert all(word in err for word in ("hello", "raw", "child"))
+
+
+def test_a_flood_of_prints_is_kept_up_to_a_limit_and_counted(file, capfd):
+    with RewardPool(Rewards(reward_funcs=[f"{file}:act"])) as pool:
+        for i in range(3):
+            submit(pool, i, "print('x' * 99 * 1000)\nfor _ in range(30): print('y' * 99_999)")
+            assert one(pool)[1][0][1] == 1.0
+    err = capfd.readouterr().err
+    assert 1 << 20 <= len(err) < (1 << 20) + 500
+    assert err.count("tandem: rewards printed more than 1 MiB: what follows is counted, and not kept\n") == 1
+    assert re.search(r"tandem: rewards printed 9,[0-9,]+ bytes, of which 1,048,576 were kept\n$", err)
 
 
 def pid_of(pool):
