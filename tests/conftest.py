@@ -8,7 +8,9 @@ prints what RELIABILITY.md may say of the last run (pytest -s shows it).
 import gc
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import psutil
 import pytest
 import pytest_timeout
 
+from launcher.processes.processes import MARK, Guard
 from tests.support.namespaces import hosts  # noqa: F401  a fixture, as the next ones
 from tests.support.processor import library  # noqa: F401
 from tests.support.slurm import cluster  # noqa: F401
@@ -72,6 +75,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test file is imported, in every worker: tests.support.tier reads it."""
     if config.getoption("--all"):
         os.environ["TANDEM_TEST_ALL"] = "1"
+    if not hasattr(config, "workerinput"):  # once: the workers have our environment
+        guard = Guard()
+        os.environ[MARK] = guard.mark
+        config.add_cleanup(lambda: guard.__exit__())
+        config.add_cleanup(_own_temporary_folder())
+
+
+def _own_temporary_folder() -> Callable[[], None]:
+    """Makes it, and removes those of tests that were killed. What pytest keeps of a failed test is beside it."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    for stale in Path(tempfile.gettempdir()).glob("tandem-tests-*"):
+        if not Path("/proc", stale.name.rpartition("-")[2]).exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.gettempdir(), f"tandem-tests-{os.getpid()}")
+    folder.mkdir(mode=0o700)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    return lambda: shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -49,7 +49,7 @@ class Commands:
             env=_environment(place.env),
             log=self._logs / f"{name}.log",
             cores=place.cores,
-            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{self._temporary}/{self._tag}-reload-{PID}"),
+            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{self._temporary}/{self._tag}-*-{PID}"),
         )
 
     def trainer(self, *extra: str) -> Child:

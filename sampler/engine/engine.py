@@ -20,13 +20,13 @@ from common.errors import UserError
 from common.processes.certain_errors import raising_permanent_errors
 from common.processes.watchdog import report_progress
 from common.types import EncodedImage
-from model import cpu
 from model.files.folder import load_config
 from model.files.images import as_picture, vision_of
 from sampler.engine import routing, vllm_insides
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.completions import Completion, SamplingParams, completions_of
 from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, has_tower, set_environment
+from sampler.engine.fetch import vllm_dir
 from sampler.engine.in_flight import InFlight
 from sampler.engine.weight_loader import WeightLoader
 
@@ -44,6 +44,7 @@ class _Scored:
 
 def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
     """Patches the parts of vLLM that are wrong for this model, before vLLM loads it."""
+    vllm_insides.keep_files_in(vllm_dir(config))
     vllm_insides.rotate_every_head()
     if "enable_lora" in arguments:
         vllm_insides.run_experts_without_adapters()
@@ -64,9 +65,6 @@ class Engine:
         self._vllm = vllm
         self._vision = vision_of(config)
         arguments = engine_arguments(config, self.on_cpu)
-        unknown = sorted(set(config.vllm) - set(vllm.EngineArgs.__dataclass_fields__))
-        if unknown:
-            raise UserError(f"vllm.{unknown[0]}: vLLM {vllm.__version__} has no such engine argument")
         with raising_permanent_errors(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
             try:
                 _mend_vllm(config, arguments)
@@ -76,16 +74,8 @@ class Engine:
             except ValidationError as error:
                 raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
-        if self._engine.vllm_config.parallel_config.world_size > 1:  # the workers are processes of their own
-            self._llm.collective_rpc("end_with_engine")
-        else:
-            self._llm.collective_rpc("spare_other_models")
-        if self.on_cpu:
-            self._llm.collective_rpc("report_layers")
-        if self.on_cpu and cpu.is_on():
-            self._llm.collective_rpc("compute_rows_once")
+        self._llm.collective_rpc("prepare", args=(self.on_cpu, config.algorithm.router_replay))
         if config.algorithm.router_replay:
-            self._llm.collective_rpc("record_routing")
             ask = self._llm.collective_rpc
             routing.deliver(self._engine.engine_core, lambda ids: ask("routing_of", args=(ids,))[0])
         self._vocab_size: int = self._engine.model_config.get_vocab_size()
@@ -114,6 +104,10 @@ class Engine:
     ) -> None:
         """Queues params.num_completions completions of one prompt; `step` returns them together under `key`."""
         kinds = self._vllm.sampling_params.RequestOutputKind
+        more = {"min_tokens": 0, **params.more}  # vLLM refuses wrong ones when the run is rehearsed
+        more["min_tokens"] = min(more["min_tokens"], params.max_tokens)
+        if (form := more.get("structured_outputs")) is not None:
+            more["structured_outputs"] = self._vllm.sampling_params.StructuredOutputsParams(**form)
         parameters = self._vllm.SamplingParams(
             n=params.num_completions,
             temperature=params.temperature,
@@ -134,17 +128,9 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(self._ends.texts or params.stop),
             output_kind=kinds.CUMULATIVE if params.hears else kinds.FINAL_ONLY,
-            **self._forbidding(params),
+            **more,
         )
         self._hears[self._add(key, prompt_ids, parameters, images)] = params.hears
-
-    def _forbidding(self, params: SamplingParams) -> dict[str, Any]:
-        """Returns the arguments of sampler.generation_kwargs; vLLM refuses wrong ones when the run is rehearsed."""
-        more = {"min_tokens": 0, **params.more}
-        more["min_tokens"] = min(more["min_tokens"], params.max_tokens)
-        if (form := more.get("structured_outputs")) is not None:
-            more["structured_outputs"] = self._vllm.sampling_params.StructuredOutputsParams(**form)
-        return more
 
     def step(self) -> list[tuple[Any, list[Completion]]]:
         """Runs one engine step. Returns the prompts whose completions are all finished, as (key, completions)."""
@@ -162,9 +148,8 @@ class Engine:
         parameters = self._vllm.SamplingParams(
             temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
-        scored = [_Scored(i) for i in range(len(sequences))]
-        for key, sequence in zip(scored, sequences, strict=True):
-            self._add(key, sequence, parameters, images)
+        for i, sequence in enumerate(sequences):
+            self._add(_Scored(i), sequence, parameters, images)
         scores: dict[int, NDArray[np.float32]] = {}
         while len(scores) < len(sequences):
             report_progress("scoring the canary")

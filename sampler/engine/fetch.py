@@ -27,7 +27,6 @@ from sampler.engine.verify import checked_tensors, copy_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LOOK_S = 0.2
 _SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
 
 
@@ -145,7 +144,7 @@ class Fetcher:
         """Waits for the thread, and reports its reading as this process's progress. Raises the fetch's exception."""
         seen, coming = self._pieces, self._coming
         self._wanted, self._coming = None, Future()  # only the caller keeps the tensors' memory
-        while not wait([coming], timeout=_LOOK_S).done:
+        while not wait([coming], timeout=0.2).done:
             if self._pieces != seen:
                 seen = self._pieces
                 report_progress("verifying weights")
@@ -155,15 +154,18 @@ class Fetcher:
 def scratch_dir(config: Config, size: int = 0) -> Path:
     """Returns this process's private folder, in memory if it fits: the copy lives for one reload."""
     parent = _SCRATCH_PARENTS[0 if has_room(size) else 1]
-    return parent / f"{_scratch_prefix(config)}{os.getpid()}"
+    return parent / f"{durable.run_tag(config.run.output_dir)}-reload-{os.getpid()}"
 
 
-def remove_stale_scratch(config: Config) -> None:
-    """Removes the folders of samplers of this run that were killed during a reload."""
-    for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{_scratch_prefix(config)}*")):
-        if not Path("/proc", path.name.rsplit("-", 1)[-1]).exists():
+def vllm_dir(config: Config) -> Path:
+    """Returns the folder for vLLM's sockets and the file of its process group, which it leaves behind."""
+    return Path(tempfile.gettempdir()) / f"{durable.run_tag(config.run.output_dir)}-vllm-{os.getpid()}"
+
+
+def remove_scratch(config: Config) -> None:
+    """Removes the folders of this process, and of samplers of this run that were killed."""
+    tag = durable.run_tag(config.run.output_dir)
+    for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{tag}-*-*")):
+        pid = path.name.rsplit("-", 1)[-1]
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _scratch_prefix(config: Config) -> str:
-    return f"{durable.run_tag(config.run.output_dir)}-reload-"

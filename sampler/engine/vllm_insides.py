@@ -8,19 +8,22 @@ model/cpu.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.nn import ModuleList
 
-_NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-_SLOT = 0  # slot of the only adapter
+from common.config import MAX_SOCKET_PATH
+from common.processes.watchdog import report_progress
 
 
 def language_model(model: Any) -> Any:
@@ -45,6 +48,16 @@ def attentions_of(worker: Any) -> list[Any]:
     base: Any = AttentionLayerBase
     found = list(get_layers_from_vllm_config(worker.model_runner.vllm_config, base).values())
     return found if all(isinstance(layer, Attention) for layer in found) else []
+
+
+def keep_files_in(folder: Path) -> None:
+    """Makes vLLM keep its sockets and the file of its process group in a folder, which may be removed at the end."""
+    from vllm.utils import network_utils
+
+    if len(f"{folder}/{uuid4()}") <= MAX_SOCKET_PATH:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+        network_utils.tempfile = SimpleNamespace(gettempdir=lambda: str(folder))  # type: ignore[assignment]
 
 
 def spare_other_models(model: Any) -> None:
@@ -75,13 +88,14 @@ def forget_packed_experts(model: Any) -> None:
             method.moe_kernel = None  # type: ignore[union-attr]
 
 
-def by_expert(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def by_expert(model: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields weights for a reload, one expert at a time if the model takes its experts so (gpt-oss).
 
     The model would copy whole experts past vLLM's loader, to memory that a reload drops: the old ones would stay.
     """
     streams = hasattr(getattr(language_model(model), "model", None), "_get_streamed_expert_info")
-    for name, tensor in weights:
+    for name, tensor in weights.items():
+        report_progress("loading weights")
         if streams and (match := re.fullmatch(r"(.+\.experts)\.(\w+)", name)):
             yield from ((f"{match[1]}.{e}.{match[2]}", part) for e, part in enumerate(tensor))
         else:
@@ -158,7 +172,9 @@ def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
 
     Experts [E, rows, columns] and convolutions [rows, 1, columns] that vLLM packed for a CPU are permutations of it.
     """
-    isa, plain = _packed_for(layer), getattr(layer, "_cpu_unpacked_conv_weight", None)
+    experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+    isa = "" if getattr(experts, "_use_zentorch", True) else experts.isa  # instruction set; "" without packed experts
+    plain = getattr(layer, "_cpu_unpacked_conv_weight", None)
     if isa and name in ("w13_weight", "w2_weight"):
         order = _order_of_packed(tensor.shape[1], tensor.shape[2], tensor.dtype, isa)
     elif plain is not None and name == "weight":
@@ -168,12 +184,6 @@ def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
     found = torch.empty_like(tensor)
     found.view(-1, len(order))[:, order] = tensor.reshape(-1, len(order))
     return found
-
-
-def _packed_for(layer: Any) -> str:
-    """Returns the instruction set that a layer's experts were packed for; "" on a GPU, and for other layers."""
-    experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
-    return "" if getattr(experts, "_use_zentorch", True) else experts.isa
 
 
 @cache
@@ -212,11 +222,11 @@ def tensor_parallel_size(layer: Any) -> int:
 def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
     """Returns {layer: {"lora_A": …, "lora_B": …}}: for each part of a layer that may have adapters, [rows, columns].
 
-    They are the loaded adapter's, up to vLLM's largest rank. A LoRA layer stacks them [adapters, 1, rows, columns].
+    They are the only adapter's, up to vLLM's largest rank. A LoRA layer stacks them [adapters, 1, rows, columns].
     """
 
     def parts(stacked: Any) -> tuple[Tensor, ...]:
-        return tuple(stack[_SLOT, 0] for stack in (stacked if isinstance(stacked, tuple) else (stacked,)))
+        return tuple(stack[0, 0] for stack in (stacked if isinstance(stacked, tuple) else (stacked,)))
 
     return {
         path: {"lora_A": parts(layer.lora_a_stacked), "lora_B": parts(layer.lora_b_stacked)}
@@ -261,8 +271,7 @@ def rotate_every_head() -> None:
     def flat(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if query.dim() == 2:
             return rotate(self, positions, query, key)
-        rows = len(query)
-        found = rotate(self, positions, query.reshape(rows, -1), None if key is None else key.reshape(rows, -1))
+        found = rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
         return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
 
     RotaryEmbedding.forward_cpu = flat  # type: ignore[method-assign]
@@ -304,7 +313,7 @@ def _stand_in_for_torchvision() -> None:
     """Replaces torchvision's image code by transformers' for PIL and numpy: no video is shown."""
     pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     pil.Qwen2VLImageProcessor = pil.Qwen2VLImageProcessorPil  # type: ignore[attr-defined]
-    sys.modules[_NEEDS_TORCHVISION] = pil
+    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
 
 
 def show_images_alone() -> None:
@@ -335,12 +344,10 @@ def _without_videos(info: Any, kind: Any) -> None:
     def start(  # transformers reads from the parameter names which parts to load
         self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any
     ) -> None:
-        for name in ("image", "video"):
-            setattr(self, f"{name}_token", f"<|{name}_pad|>")
-            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
-        for name in ("vision_start", "vision_end"):  # Qwen3-VL reads these, too
-            setattr(self, f"{name}_token", f"<|{name}|>")
-            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
+        for mark in ("image_pad", "video_pad", "vision_start", "vision_end"):  # Qwen3-VL reads the last two
+            name = mark.removesuffix("_pad")
+            setattr(self, f"{name}_token", f"<|{mark}|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     processor = type("ImageTextProcessor", (kind,), {"__init__": start, "__module__": kind.__module__})

@@ -5,7 +5,7 @@ vLLM loads it by name through `worker_extension_cls`, and mixes it into its work
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from common.files.weights import TensorInfo
 from common.processes.exits import die_with_parent
 from common.processes.watchdog import report_progress
+from model import cpu
 from model.checksum import checksum
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
 from sampler.engine import vllm_insides
@@ -32,23 +33,28 @@ class WeightExtension:
     routing: Routing
     layout: Layout | None = None  # layout of the published tensors in this model, since the first load
 
-    def report_layers(self) -> None:
-        """Makes each layer report progress: a forward pass on a CPU may exceed the allowed silence."""
-        for layer in vllm_insides.layers_of(self.model_runner.model):
-            layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+    def prepare(self, on_cpu: bool, records_routing: bool) -> None:
+        """Prepares the worker for the run, once the model is loaded.
 
-    def spare_other_models(self) -> None:
-        vllm_insides.spare_other_models(self.model_runner.model)
-
-    def end_with_engine(self) -> None:
-        """Ends this worker, which is a process of its own, when its parent ends.
-
-        When its engine is killed, vLLM's worker ends by itself unless it is stopped, or waits for ever while it
-        notifies its own reader (SpinCondition.cancel): then it would keep its GPU.
+        A worker that is a process of its own ends when its parent ends. When its engine is killed, vLLM's worker ends
+        by itself unless it is stopped, or waits for ever while it notifies its own reader (SpinCondition.cancel): then
+        it would keep its GPU. On a CPU each layer reports progress: a forward pass may exceed the allowed silence.
         """
-        die_with_parent()
+        model = self.model_runner.model
+        if self.model_runner.vllm_config.parallel_config.world_size > 1:
+            die_with_parent()
+        else:
+            vllm_insides.spare_other_models(model)
+        if on_cpu:
+            for layer in vllm_insides.layers_of(model):
+                layer.register_forward_pre_hook(lambda *_: report_progress("generating"))
+        if on_cpu and cpu.is_on():
+            self._compute_rows_once()
+        if records_routing:
+            whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
+            self.routing = Routing(self.model_runner, step_context, whole)
 
-    def compute_rows_once(self) -> None:
+    def _compute_rows_once(self) -> None:
         """Makes a model on a CPU compute equal rows once (repeated_rows.py): rows cost time, comparing does not."""
         settings = self.model_runner.vllm_config
         decoder = getattr(vllm_insides.language_model(self.model_runner.model), "model", None)
@@ -57,10 +63,6 @@ class WeightExtension:
         if takes_rows(decoder) and (attentions := vllm_insides.attentions_of(self)):
             block_size = settings.cache_config.block_size
             self.repeated_rows = RepeatedRows(decoder, attentions, lambda: step_context().attn_metadata, block_size)
-
-    def record_routing(self) -> None:
-        whole = self.repeated_rows.whole if self.repeated_rows else lambda rows: rows
-        self.routing = Routing(self.model_runner, step_context, whole)
 
     def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
         return [self.routing.of_request(request_id) for request_id in request_ids]
@@ -87,15 +89,9 @@ class WeightExtension:
         model = self.model_runner.model
         spoil(model, layout)
         vllm_insides.forget_packed_experts(model)
-        self.reload_weights(weights_iterator=vllm_insides.by_expert(model, _one_by_one(weights)))
+        self.reload_weights(weights_iterator=vllm_insides.by_expert(model, weights))
         vllm_insides.copy_sinks(model, weights)
         vllm_insides.tie_again(model)
 
     def compare_adapter(self, adapter: Mapping[str, TensorInfo] | None) -> Proof:
         return prove_adapters(self.model_runner.model, adapter) if adapter else Proof()
-
-
-def _one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for item in tensors.items():
-        report_progress("loading weights")
-        yield item

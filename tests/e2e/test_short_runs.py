@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from common.config import load
+from common.durable import run_tag
 from common.paths import ROOT
 from common.wire.ports import free_port
 from examples.calculator import Calculator
@@ -41,10 +43,16 @@ def few_letters(completions, **columns):
 
 
 def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
-    """Runs it in folder/run. Its metrics, of every step once, with weights that the sampler has proved."""
+    """Runs it in folder/run. Its metrics, of every step once, with weights that the sampler has proved.
+
+    Nothing is left elsewhere, also of processes that were killed: no file, socket or memory, of ours or of vLLM.
+    """
     (folder / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "launcher.run", config, f"run.output_dir={folder}/run", *words]
-    own_process.run(command, 400, env=env)
+    with tempfile.TemporaryDirectory(prefix="t-") as elsewhere:
+        own_process.run(command, 400, env={**env, "TMPDIR": elsewhere})
+        memory = Path("/dev/shm").glob(f"{run_tag(folder / 'run')}*")
+        assert [*Path(elsewhere).iterdir(), *memory] == []
     metrics = read_jsonl(folder / "run" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1))
     # a trainer that finds all groups of a step kept does not hear of a sampler in it

@@ -1,0 +1,33 @@
+"""A test run that is killed ends what its tests started; the next one removes its temporary files."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.paths import ROOT
+from tests.support import own_process
+from tests.support.speed import is_gone, until
+
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "python_functions=victim", __file__)
+TOLD = "TANDEM_TEST_VICTIM"
+
+
+def victim() -> None:
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(os.environ[TOLD]).write_text(f"{process.pid} {tempfile.gettempdir()} .")
+    process.wait()
+
+
+def test_a_test_run_that_is_killed_leaves_nothing_for_long(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    pytest = subprocess.Popen(PYTEST, cwd=ROOT, env={**os.environ, TOLD: str(told)}, stdout=subprocess.DEVNULL)
+    until(lambda: told.exists() and told.read_text().endswith("."), 60.0)
+    pid, folder, _ = told.read_text().split()
+    pytest.kill()
+    pytest.wait()
+    until(lambda: is_gone(int(pid)), 10.0)
+    assert Path(folder).is_dir()
+    own_process.run([*PYTEST, "--collect-only"], 60)
+    assert not Path(folder).exists()
