@@ -25,10 +25,9 @@ from rewards.gold_answers import Findings, check_gold
 from rewards.probes import Probe
 from rewards.tally import GoldRow
 from sampler.prompts.dataset import by_source, load_data, whole_row
-from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.messages import shown_to_rewards
 from sampler.prompts.reading import logged_reader, stop_conditions
-from sampler.start import rows_with_gold
+from sampler.start import prompts_of, rows_with_gold
 from sampler.turns.multi_turn import open_multi_turn
 
 
@@ -143,8 +142,7 @@ def _round_trip(config: Config, problems: Sequence[Problem]) -> _RoundTrip | Non
         return None  # the tokenizer would have to be downloaded or built first
     tokenizer = load_tokenizer(path, revision, config.model.trust_remote_code)
     with open_multi_turn(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
-        tools = multi_turn.pool.tools if multi_turn else None
-        made = [] if config.data.image_key else make_prompts(problems, tokenizer, config, None, tools)[0]
+        made = [] if config.data.image_key else prompts_of("data.train", problems, tokenizer, config, multi_turn)
     prompts = {prompt.problem.index: prompt for prompt in made}  # answers to rows with images are tried without one
     return _RoundTrip(tokenizer, logged_reader(config, tokenizer), stop_conditions(config, tokenizer), prompts)
 

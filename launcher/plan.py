@@ -28,15 +28,14 @@ from model.files.images import digest, vision_of
 from model.tokenizer import load_tokenizer
 from report.escape import one_line
 from sampler.prompts.dataset import by_source, load_data
-from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.reading import logged_reader, stop_conditions
+from sampler.start import prompts_of
 from sampler.turns.multi_turn import open_multi_turn
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config
 
 CANNOT = 1
 _ROWS = 1000  # rows of which prompts are made
-_GPUS = re.compile(r"(\d+)x(\d+)")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,14 +87,11 @@ def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple
     tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
     limit = config.data.max_prompt_length
     with open_multi_turn(config, tokenizer, problems[0], problems[0].columns) as multi_turn:
-        tools = multi_turn.pool.tools if multi_turn else None
-        prompts, num_left_out = make_prompts(tried, tokenizer, config, vision, tools)
+        prompts = prompts_of(f"data.train (of {len(tried)} rows tried)", tried, tokenizer, config, multi_turn)
     logged_reader(config, tokenizer)
     prompt = prompts[0]
     yield "prompt", f"row {prompt.problem.index}, {len(prompt.token_ids)} tokens of at most {limit}"
     yield from (("", f"| {one_line(line)}") for line in prompt.text.split("\n"))
-    if num_left_out:
-        yield "left out", f"{num_left_out} of {len(tried)} prompts tried, with more than {limit} tokens"
     if prompt.turn_prefix:
         yield "begun", f"the model's turn begins with {prompt.turn_prefix!r}, which rewards read before what it writes"
     if not config.sampler.ignore_eos:
@@ -114,7 +110,7 @@ def _machine(wanted: str | None) -> Machine:
     """Returns this machine, or the one of --gpus, of which nothing else is known."""
     if wanted is None:
         return this_machine(len(visible_gpus(os.environ)))
-    match = _GPUS.fullmatch(wanted)
+    match = re.fullmatch(r"(\d+)x(\d+)", wanted)
     if match is None:
         raise UserError(f"--gpus {wanted} is not COUNTxGIB; write for example --gpus 8x80")
     return Machine(int(match[1]), int(match[2]) * GIB, memory=math.inf)

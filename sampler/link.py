@@ -74,7 +74,15 @@ class Link:
                 self.counters[f"refused/{error.reason}"] += 1
                 if error.reason not in _EXPECTED and self.counters[f"refused/{error.reason}"] == 1:
                     say(f"a message of the trainer is refused: {error}. Further ones of this kind are not reported")
-        self._check_deadline()
+        silent = time.monotonic() - self._heard_at
+        channel_config = self._config.channel
+        deadline = channel_config.connect_timeout_s if self.credit is None else channel_config.stall_timeout_s
+        if silent > deadline:
+            raise Retryable(
+                f"the trainer has not answered on {endpoint(self._config)} for {silent:.0f} s. "
+                "Is `deepspeed training_worker.py` running with the same --config? "
+                f"Its log: {self._trainer_log}.{last_lines(self._trainer_log)}"
+            )
         return is_new_trainer
 
     def _handle(self, envelope: wire.Envelope, message: wire.WireMessage) -> bool:
@@ -90,34 +98,18 @@ class Link:
             raise WireError("outdated")  # overtaken on the way by the credit of a later step
         self._heard_at = time.monotonic()
         if is_new_trainer:
-            if self._envelope.incarnation:
-                self._past_incarnations.add(self._envelope.incarnation)
+            self._past_incarnations.add(self._envelope.incarnation)
             self._envelope = wire.Envelope(envelope.run_id, incarnation, self._envelope.sampler_id)
             self._outbox.clear()
         self.credit = message
         self._outbox = {g: entry for g, entry in self._outbox.items() if g >= message.cursor}
-        self._resend(message)
-        return is_new_trainer
-
-    def _resend(self, credit: wire.Credit) -> None:
-        now = time.monotonic()
-        for group_id in credit.lease:
+        for group_id in message.lease:
             frames, sent_at = self._outbox.get(group_id, (None, 0.0))
-            if frames is not None and now - sent_at > _RESEND_AFTER_S:
+            if frames is not None and self._heard_at - sent_at > _RESEND_AFTER_S:
                 self.counters["resent"] += 1
-                self._outbox[group_id] = (frames, now)
+                self._outbox[group_id] = (frames, self._heard_at)
                 self._send(frames)
-
-    def _check_deadline(self) -> None:
-        silent = time.monotonic() - self._heard_at
-        channel_config = self._config.channel
-        deadline = channel_config.connect_timeout_s if self.credit is None else channel_config.stall_timeout_s
-        if silent > deadline:
-            raise Retryable(
-                f"the trainer has not answered on {endpoint(self._config)} for {silent:.0f} s. "
-                "Is `deepspeed training_worker.py` running with the same --config? "
-                f"Its log: {self._trainer_log}.{last_lines(self._trainer_log)}"
-            )
+        return is_new_trainer
 
     def has_result(self, group_id: int) -> bool:
         return group_id in self._outbox

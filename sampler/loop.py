@@ -37,7 +37,6 @@ from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewa
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
-_MAX_BAD_WEIGHTS = 3
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 
 
@@ -111,9 +110,10 @@ class Sampler:
         if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
+        # held-out problems keep to one version; without the setting a group does, from its first turn to its last
         evaluates = any(isinstance(key, EvalKey) for key in self._decoding)
-        # otherwise a group is sampled by one version, from its first turn to its last
-        if self.turns.num_running and not in_flight.may_load(self.config, self._fetcher, published, evaluates):
+        may_load = self.config.sampler.in_flight_updates and not evaluates and self._fetcher.has(published)
+        if self.turns.num_running and not may_load:
             self._fetcher.start(published)
             return
         try:
@@ -131,7 +131,7 @@ class Sampler:
             self.stats["total/refused_weights"] += 1
             self.phase = f"refused version {credit.version}: {error}"
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
-            if self._bad_weights >= _MAX_BAD_WEIGHTS:
+            if self._bad_weights >= 3:
                 raise permanent_error(self.phase) if credit.version == 0 else Retryable(self.phase) from None
             time.sleep(1.0)
 
@@ -173,17 +173,14 @@ class Sampler:
             if isinstance(key, GroupKey):
                 failpoint("sampler.leased")
             report_progress(self.phase)
-            self._submit(key)
-
-    def _submit(self, key: Key) -> None:
-        self._working[key], prompt = None, self.task.prompt(key, self.config)
-        try:
-            self.turns.start(key, prompt, sampling_params(key, self.config))
-        except Exception as error:
-            if not would_repeat(error):
-                raise
-            self._working[key] = Sampled(prompt, ())
-            self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:MAX_REASON])
+            self._working[key], prompt = None, self.task.prompt(key, self.config)
+            try:
+                self.turns.start(key, prompt, sampling_params(key, self.config))
+            except Exception as error:
+                if not would_repeat(error):
+                    raise
+                self._working[key] = Sampled(prompt, ())
+                self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:MAX_REASON])
 
     def generate(self) -> None:
         """Runs one engine step and submits finished prompts for rewards, which run while the engine goes on."""

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -45,26 +45,23 @@ _ROWS_NAMED = 10
 
 
 def run(config: Config, sampler_id: str) -> None:
-    """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded."""
+    """Samples until the trainer says goodbye. Raises UserError, Retryable or PeerEnded.
+
+    It locks its id: two samplers would take each other's messages. The lock is shared through the run folder.
+    """
     require_models(config)
-    limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_locked(config, sampler_id))
-        stack.enter_context(Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log))
-        _run(config, sampler_id)
-
-
-def _locked(config: Config, sampler_id: str) -> contextlib.AbstractContextManager[None]:
-    """Returns the lock of an id: two samplers would take each other's messages. It is shared through the run folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", sampler_id):
         raise UserError(f"--id {sampler_id!r}: use at most 64 letters, digits, '.', '_' and '-', such as sampler-1")
-    return durable.lock(
+    lock = durable.lock(
         config.run.output_dir / f"lock.{sampler_id}",
         lambda holder: UserError(
             f"a sampler with the id {sampler_id!r} serves this run already ({holder}); "
             f"give this one another: --id {sampler_id}-b"
         ),
     )
+    limits, log = config.channel, config.run.output_dir / "logs" / "trainer.log"
+    with lock, Watchdog(f"sampler {sampler_id}", limits.stall_timeout_s, limits.connect_timeout_s, log):
+        _run(config, sampler_id)
 
 
 def _run(config: Config, sampler_id: str) -> None:
@@ -136,23 +133,25 @@ def _sample(
     from model import devices
     from model.reference import Reference
     from sampler.engine.engine import Engine
-    from sampler.engine.fetch import remove_stale_scratch
+    from sampler.engine.fetch import remove_scratch
     from sampler.loop import Sampler
     from sampler.rehearsal import rehearse
     from sampler.turns.mixed_turns import turns_of
 
-    remove_stale_scratch(config)
+    remove_scratch(config)
     remove_orphans()  # shared memory of an engine that was killed
-    num_gpus = devices.count()
     reference = None
     with raising_permanent_errors(f"the sampler does not start with {config.model.path}"):
         if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
             reference = Reference(config, devices.first())
             reference.check_vocabulary(vocab_size)
-        engine = Engine(config, num_gpus)
+        engine = Engine(config, devices.count())
         rehearse(config, task, engine, reference)
         turns = turns_of(engine, task.decode, multi_turns)
-    Sampler(config, task, engine, link, pool, reference, turns).run()
+    try:
+        Sampler(config, task, engine, link, pool, reference, turns).run()
+    finally:
+        remove_scratch(config)
 
 
 def rows_with_gold(option: str, problems: list[Problem], config: Config) -> list[Problem]:
@@ -213,7 +212,7 @@ def try_rewards(pool: RewardPool, problems: list[Problem], config: Config) -> No
 
 
 def prompts_of(
-    source: str, problems: list[Problem], tokenizer: Any, config: Config, multi_turn: MultiTurn | None = None
+    source: str, problems: Sequence[Problem], tokenizer: Any, config: Config, multi_turn: MultiTurn | None = None
 ) -> Prompts:
     """Returns problems as prompts, with the tools of several turns. Logs how many were too long."""
     if not problems:

@@ -211,10 +211,9 @@ class Algorithm(Section):
             yield f"vllm_importance_sampling_mode sequence_… needs the ratio of every token; use token_…, or {remedy}"
 
     def _contradictions_of_kl(self) -> Iterator[str]:
-        if self.beta_of_loss == 0 and self.kl_estimator != "k3":
-            yield "kl_estimator without a KL term in the loss does nothing; remove it, or set algorithm.beta"
-        if self.beta_of_loss == 0 and self.use_bias_correction_kl:
-            yield "use_bias_correction_kl without a KL term in the loss does nothing; remove it, or set algorithm.beta"
+        for name in ("kl_estimator", "use_bias_correction_kl"):
+            if self.beta_of_loss == 0 and self.changes(name):
+                yield f"{name} without a KL term in the loss does nothing; remove it, or set algorithm.beta"
         if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
             yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
         if self.kl_in_reward and self.beta == 0:

@@ -131,6 +131,8 @@ def _rollouts(config: Settings) -> Iterator[str]:
     rollout = config.rollout
     has_environment_reward = "environment" in config.rewards.reward_funcs
     if not rollout.is_multi_turn:
+        if config.data.prompt_key is None and config.prompt.format_prompt is None:
+            yield "data.prompt_key null needs prompt.format_prompt, which makes one of a row: 'Add {{ a }} to {{ b }}.'"
         if changed := [name for name in Rollouts.model_fields if rollout.changes(name)]:
             remedy = "set rollout.tools=[my.py:calculator], or remove it"
             yield f"rollout.{min(changed)} does nothing without an environment or tools; {remedy}"

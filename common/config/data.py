@@ -61,8 +61,8 @@ class Data(Section):
     """Hub data set (`openai/gsm8k:main@train[:512]`), file, folder, list; a mix: docs/data.md#several-sources."""
     eval: Rows | None = None
     """Held-out problems, or sets {easy: a.jsonl, hard: b.jsonl}; `test.jsonl@train[:96]` is a file's first 96."""
-    prompt_key: str = "question"
-    """Column of problems; `extra_info.question` looks inside."""
+    prompt_key: str | None = "question"
+    """Column of problems; `extra_info.question` looks inside. null: prompt.format_prompt makes them of others."""
     answer_key: str | None = "answer"
     """Column of the rewards' `answer`."""
     rename: dict[str, str] = {}

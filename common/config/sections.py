@@ -14,7 +14,6 @@ from common.paths import here_or_ours
 from common.user_code import functions
 
 MAX_SOCKET_PATH = 107  # bytes, by sockaddr_un
-SINKS = ("tensorboard", "wandb")
 MAX_LORA_RANK = 512  # vLLM's limit
 
 
@@ -25,6 +24,8 @@ class Section(BaseModel):  # use_attribute_docstrings costs each start 0.1 s: re
     @classmethod
     def _in_the_home_folder(cls, value: Any) -> Any:
         """Expands the ~ of a path, which no shell does in YAML or after `option=`, and finds Tandem's own files."""
+        if isinstance(value, str) and value.startswith("~/"):
+            return str(Path(value).expanduser())
         return here_or_ours(value.expanduser()) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
@@ -75,7 +76,7 @@ class Run(Section):
     @classmethod
     def _names_sinks(cls, value: list[str]) -> list[str]:
         for name in value:
-            require_own_function(name, SINKS)
+            require_own_function(name, ("tensorboard", "wandb"))
         return value
 
 
@@ -145,12 +146,19 @@ class PromptTemplate(Section):
     """System message."""
     examples: list[dict[Literal["user", "assistant"], str]] = []
     """[{user: a problem, assistant: its answer}]."""
-    format_prompt: Path | None = None
-    """User message in Jinja; `content` is the problem."""
+    format_prompt: Path | str | None = None
+    """User message in Jinja, a file or `"Use {{ nums }} to make {{ target }}."`; `content` is the problem."""
     chat_template: Path | None = None
     """Jinja file; base models need one."""
     chat_template_kwargs: dict[str, Any] = {}
     """Such as {enable_thinking: false}."""
+
+    @field_validator("format_prompt")
+    @classmethod
+    def _template_or_file(cls, value: Path | str | None) -> Path | str | None:
+        if isinstance(value, str) and "{{" not in value and "{%" not in value:
+            return here_or_ours(Path(value).expanduser())
+        return value
 
     @field_validator("examples")
     @classmethod

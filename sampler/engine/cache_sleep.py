@@ -21,8 +21,6 @@ from typing import Any
 
 from common.errors import Retryable
 
-_SETTLING_STEPS = 4  # one step reports what finished; each step takes one of the up to two batches on their way
-
 
 class CacheSleep:
     """Frees and restores the cache of `llm`, a vllm.LLM whose engine runs in this process."""
@@ -35,7 +33,7 @@ class CacheSleep:
         """Frees the cache's memory. No sequence may be queued or running."""
         if self.is_asleep:
             return
-        for _ in range(_SETTLING_STEPS):
+        for _ in range(4):  # one reports what finished; each takes one of the up to two batches on their way
             self._llm.llm_engine.step()
         self._llm.sleep(level=0, mode="keep")
         self._llm.release_kv_cache_memory()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
 
-_MISSING_MASS = 1e-3
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -107,4 +105,4 @@ def kept_tokens(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[
     mass = np.where(kept, np.exp(logprobs.astype(np.float64)), 0.0).sum(1)
     order = np.argsort(~kept, axis=1, kind="stable")[:, : kept.sum(1).max()]
     sampling_mask = np.take_along_axis(np.where(kept, ids, -1), order, 1)
-    return sampling_mask, int((np.abs(mass - 1) > _MISSING_MASS).sum())
+    return sampling_mask, int((np.abs(mass - 1) > 1e-3).sum())

@@ -11,7 +11,6 @@ from model.files.images import sees_images, vision_of
 from model.tokenizer import load_tokenizer
 from sampler.prompts.reading import Ends, stop_conditions
 
-_MAX_CPU_CACHE = 16 << 30  # bytes
 _CANARY_IMAGE_TOKENS = 4  # tokens of the canary's image
 _CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
 
@@ -50,8 +49,7 @@ def max_num_seqs(config: Config) -> int:
 
 def max_model_len(config: Config) -> int:
     """Returns the tokens of the longest sequence, unless `vllm:` sets it."""
-    completion = config.sampler.max_completion_length
-    return max(config.data.max_prompt_length + completion, _CANARY_LENGTH)
+    return max(config.data.max_prompt_length + config.sampler.max_completion_length, _CANARY_LENGTH)
 
 
 def has_right_prefix_cache(model: Any) -> bool:
@@ -118,7 +116,7 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
             arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
-            arguments["kv_cache_memory_bytes"] = _MAX_CPU_CACHE
+            arguments["kv_cache_memory_bytes"] = 16 << 30  # at most
     if config.algorithm.router_replay:
         arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
     if config.sampler.in_flight_updates:  # asynchronous scheduling could run a step on old weights during a load

@@ -243,8 +243,7 @@ def spoil(model: Any, layout: Layout) -> None:
 
 def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> list[Part]:
     """Compares one of the engine's tensors with its parts. Returns the parts that it holds in another order."""
-    tensor = engine.tensors[name]
-    if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
+    if why := _not_comparable(engine.module(name), engine.tensors[name], [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         if why is PACKED:
             others = [part for part in parts if not engine.multiplies_by(name, part)]

@@ -18,12 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.config import Config
-from common.files.weights import Published
 from common.types import Rollout, oldest_version
-from sampler.engine.fetch import Fetcher
-
-_FIRST = -1  # priority of the canary, which need not queue; the others have 0
 
 
 class InFlight:
@@ -41,17 +36,12 @@ class InFlight:
     def request(self, prompt: Any, is_canary: bool) -> Mapping[str, Any]:
         """Returns more arguments of add_request: a canary does not queue, and shares no cached prefix."""
         prompt["cache_salt"] = f"canary {self._version}" if is_canary else f"version {self._version}"
-        return {"priority": _FIRST if is_canary else 0}
+        return {"priority": -1 if is_canary else 0}  # the least goes first
 
 
 def spans_of(output: Any) -> tuple[tuple[int, int], ...]:
     """Returns Rollout.version_spans of a CompletionOutput; () if vLLM was given none: its own label is a word."""
     return tuple((s.start, int(s.version)) for s in output.weight_versions or () if s.version.isdecimal())
-
-
-def may_load(config: Config, fetcher: Fetcher, published: Published, evaluates: bool) -> bool:
-    """Returns whether a fetched version may be loaded while sequences decode; held-out problems keep to one version."""
-    return config.sampler.in_flight_updates and not evaluates and fetcher.has(published)
 
 
 def with_oldest_version(version: int, rollouts: tuple[Rollout, ...]) -> tuple[int, tuple[Rollout, ...]]:

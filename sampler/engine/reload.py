@@ -31,7 +31,6 @@ from common.processes.exits import say
 from common.types import EncodedImage
 from model.files.folder import expert_counts
 from sampler.engine.engine import Engine
-from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetched, Fetcher, fetch
 
 # Bounds of the canary's differences: RMS, largest. float32: 1e-6 and 1e-5 are normal, TF32 in attention has 5e-4 and
@@ -54,7 +53,10 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         expected = expected_tensors(fetched, config)
         proof = engine.weights.load(fetched.folder, expected, fetched.tensors, published.version)
         loaded_s = time.monotonic()
-        _require_proof(proof, published.version)
+        if proof.wrong:
+            more = f" and {len(proof.wrong) - 3} more" if len(proof.wrong) > 3 else ""
+            wrong, version = f"{'; '.join(proof.wrong[:3])}{more}", published.version
+            raise _refused(version, f"after its reload the engine does not hold version {version}: {wrong}")
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
     except (Retryable, UserError):
         raise
@@ -100,14 +102,6 @@ def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
 
     scaled = {name: describe(t * scale) for name, t in fetched.tensors.items() if ".lora_B." in name}
     return fetched.manifest.tensors | scaled
-
-
-def _require_proof(proof: Proof, version: int) -> None:
-    if proof.wrong:
-        more = f" and {len(proof.wrong) - 3} more" if len(proof.wrong) > 3 else ""
-        raise _refused(
-            version, f"after its reload the engine does not hold version {version}: {'; '.join(proof.wrong[:3])}{more}"
-        )
 
 
 def _require_canary(

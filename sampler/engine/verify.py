@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_CHUNK = 1 << 22
 _MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # errors of a network file system for a file it does not know yet
 
 
@@ -45,7 +45,10 @@ def copy_files(
     for name, expected in manifest.files.items():
         source, target = Path(published.weights_dir) / name, private_dir / name
         try:
-            if not (name.startswith("model-") and _link(source, target)):
+            if name.startswith("model-"):
+                with contextlib.suppress(OSError):  # across file systems, or on one without links
+                    os.link(source, target, follow_symlinks=False)
+            if not os.path.lexists(target):
                 _copy(source, target, progressed)
             found = target.lstat()
         except OSError as error:
@@ -58,20 +61,11 @@ def copy_files(
             raise kind(f"{source} has {found.st_size} bytes, the manifest says {expected}")
 
 
-def _link(source: Path, target: Path) -> bool:
-    """Returns whether a hard link was made: not across file systems, or on one without links."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
 def _copy(source: Path, target: Path, progressed: Callable[[], None]) -> None:
     # the flags refuse symbolic links and do not wait for the writer of a pipe
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
-        while chunk := reader.read(_CHUNK):
+        while chunk := reader.read(1 << 22):
             writer.write(chunk)
             progressed()
 
@@ -90,7 +84,10 @@ def checked_tensors(
     extra = sorted(tensors.keys() - manifest.tensors.keys())
     if missing or extra:
         raise BadWeights(f"tensors missing {missing[:3]} or not expected {extra[:3]}")
-    _require_kind(folder, manifest, config)
+    if config.lora.publishes_adapters:
+        lora.require_expected(folder, manifest.tensors, config)
+    elif lora.SETTINGS in manifest.files:
+        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
     for name, tensor in tensors.items():
         if (found := describe(tensor)) != manifest.tensors[name]:
             raise BadWeights(f"tensor {name} is {found}, expected {manifest.tensors[name]}")
@@ -112,11 +109,3 @@ def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise BadWeights(f"{file.name} is not a whole safetensors file: {error}") from None
     return tensors
-
-
-def _require_kind(folder: Path, manifest: Manifest, config: Config) -> None:
-    """Raises BadWeights unless adapters come to an engine of adapters, and whole weights to another."""
-    if config.lora.publishes_adapters:
-        lora.require_expected(folder, manifest.tensors, config)
-    elif lora.SETTINGS in manifest.files:
-        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")

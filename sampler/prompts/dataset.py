@@ -52,7 +52,7 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
             check_images(option, named, data)
         bad |= unreadable(option, named)
     for problem in problems:
-        for name in (data.prompt_key, "answer"):
+        for name in (data.prompt_key or "", "answer"):
             if not all_whole(problem.columns.get(name)):
                 bad[problem.index] = f"{HALF} in {name!r}"
     problems = usable(option, problems, bad, data)
@@ -84,8 +84,8 @@ def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], di
     for source in given:
         require_source(source.path)  # all paths are checked before the first is read
     tables = [_named(read_rows(s.path), s.path, data, {**data.rename, **s.rename}) for s in given]
-    if image_key is not None and all(look_up(table[0], image_key, _ABSENT) is _ABSENT for table in tables):
-        _check_column("data.image_key", image_key, tables[0][0], given[0].path)
+    if image_key is not None and not any(_has(table, image_key) for table in tables):
+        _check_column("data.image_key", image_key, tables[0], given[0].path)
     columns = dict.fromkeys(name for table in tables for name in table[0] if name != image_key)
     scored_by = {entry.label: tuple(entry.rewards or ()) for entry in [*entries(data.eval), *entries(data.train)]}
     problems, bad = list[Problem](), dict[int, str]()
@@ -141,7 +141,7 @@ def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) ->
     # a rename away from a reserved name applies only to data sets that have the column
     rename = {old: new for old, new in rename.items() if old in rows[0] or old not in _RESERVED}
     for old, new in rename.items():
-        _check_column("data.rename", old, rows[0], spec)
+        _check_column("data.rename", old, rows, spec)
         if new in rows[0] and new not in rename:
             raise UserError(f"data.rename: {spec} has a column {new!r} already; rename that too, or use another name")
     if rename:
@@ -155,13 +155,14 @@ def _named(rows: list[Row], spec: str, data: Data, rename: Mapping[str, str]) ->
         )
     if data.answer_key not in (None, "answer", rename.get("answer")) and "answer" in rows[0]:
         say(f"{spec}: rewards get {data.answer_key!r} as their `answer`, in the place of the column 'answer'")
-    wanted = [("data.prompt_key", data.prompt_key, data.prompt_key), ("data.answer_key", data.answer_key, "answer")]
-    for option, key, name in wanted:
+    keys = ("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)
+    for option, key in keys:
         if key is None:
             continue
-        if look_up(rows[0], key, _ABSENT) is _ABSENT:
+        name = "answer" if option == "data.answer_key" else key
+        if not _has(rows, key):
             key = rename.get(key, key)  # the option may still use the column's old name
-        _check_column(option, key, rows[0], spec)
+        _check_column(option, key, rows, spec)
         if key != name:
             rows = [{**row, name: look_up(row, key)} for row in rows]
     return rows
@@ -172,10 +173,16 @@ def _rename(row: Row, rename: Mapping[str, str]) -> Row:
     return kept | {new: look_up(row, old) for old, new in rename.items()}
 
 
-def _check_column(option: str, key: str, row: Row, spec: str) -> None:
-    """Raises UserError, which suggests a similar column, unless the row has one of this name."""
-    if look_up(row, key, _ABSENT) is not _ABSENT:
+def _has(rows: Sequence[Row], key: str) -> bool:
+    """Returns whether a row has the key: what it looks into may be null in others."""
+    return any(look_up(row, key, _ABSENT) is not _ABSENT for row in rows)
+
+
+def _check_column(option: str, key: str, rows: Sequence[Row], spec: str) -> None:
+    """Raises UserError, which suggests a similar column, unless a row has one of this name."""
+    if _has(rows, key):
         return
+    row = rows[0] | {name: value for row in rows for name, value in row.items() if value is not None}
     alike = {name for group in _SYNONYMS if key in group for name in group}
     near = [name for name in row if name in alike] or difflib.get_close_matches(key, row, n=1)
     inside = [f"{name}.{part}" for name, value in row.items() if isinstance(value, Mapping) for part in value]

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +17,13 @@ from common.config import Config
 from common.errors import UserError
 from common.processes.exits import say
 from common.types import Problem, Prompt
+from model.files.images import Vision
 from sampler.prompts.bad_rows import usable
 from sampler.prompts.chat_template import about_first_token
 from sampler.prompts.messages import leaves_gold_off
 from sampler.prompts.pictures import image_size
 from sampler.prompts.progress import counted
 from sampler.prompts.prompts import make_prompt, rendered
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from model.files.images import Vision
 
 _AT_ONCE = 1000  # prompts that are tokenised together
 
@@ -69,7 +66,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def make_prompts(
     problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     config: Config,
     vision: Vision | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -97,6 +94,8 @@ def make_prompts(
         )
     if text := about_first_token(tokenizer, config.prompt, short[0].text):
         say(text)
+    if not vision and (text := _about_lost_text(tokenizer, short[0])):
+        say(text)
     if answered := [problem.index for problem in problems if leaves_gold_off(problem, config.data)]:
         say(
             f"{len(answered)} of {len(problems)} rows end in an assistant's message that holds the gold answer (row "
@@ -105,9 +104,19 @@ def make_prompts(
     return short, len(every) - len(short)
 
 
+def _about_lost_text(tokenizer: Any, prompt: Prompt) -> str:
+    """Returns a note if the prompt's tokens are another text than it, such as one without spaces; else ""."""
+    read = tokenizer.decode(prompt.token_ids, clean_up_tokenization_spaces=False)
+    at = next((i for i, (a, b) in enumerate(zip_longest(prompt.text, read)) if a != b), None)
+    if at is None:
+        return ""
+    written, kept = (text[max(0, at - 20) : at + 20] for text in (prompt.text, read))
+    return f"the tokenizer changes row {prompt.problem.index}'s prompt: {written!r} becomes {kept!r}, which is trained"
+
+
 def _sizes(
     problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     config: Config,
     vision: Vision | None,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -131,7 +140,7 @@ def _sizes(
     return [(len(ids) + more, max(ids, default=0)) for ids, more in zip(_ids(tokenizer, texts), added, strict=True)]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Tokenises on all cores, without the masks that transformers makes in Python, which take as long again."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return list(tokenizer(texts, add_special_tokens=False)["input_ids"])

@@ -26,7 +26,7 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Message]:
     """Returns the messages for the chat template. Raises UserError for a row that is neither text nor chat messages."""
-    raw = problem.columns[data.prompt_key]
+    raw = raw_prompt(problem, data)
     messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else _checked(raw, problem, data)
     if prompt.format_prompt is not None:
         messages = _formatted(messages, problem, prompt.format_prompt)
@@ -36,6 +36,12 @@ def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Me
     return [*(own_system or given_system), *turns, *messages[len(own_system) :]]
 
 
+def raw_prompt(problem: Problem, data: Data) -> Any:
+    """Returns the row's prompt: text or chat messages, a number as text; "" if prompt.format_prompt makes it."""
+    raw = "" if data.prompt_key is None else problem.columns[data.prompt_key]
+    return str(raw) if isinstance(raw, int | float) else raw
+
+
 def shown_to_rewards(problem: Problem, config: Config) -> str | list[Message]:
     """Returns the prompt that reward functions get as `prompts`."""
     return for_rewards(problem, config, as_messages(problem, config.data, config.prompt))
@@ -43,7 +49,7 @@ def shown_to_rewards(problem: Problem, config: Config) -> str | list[Message]:
 
 def for_rewards(problem: Problem, config: Config, messages: list[Message]) -> str | list[Message]:
     """Returns the row's string, or all messages if the row has a list or rollouts have several turns."""
-    raw = problem.columns[config.data.prompt_key]
+    raw = raw_prompt(problem, config.data) or messages[-1]["content"]
     return raw if isinstance(raw, str) and not config.rollout.is_multi_turn else messages
 
 
@@ -76,8 +82,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Message]:
-    """Returns the messages, the last user message rendered by the Jinja file from its content and the row's columns."""
+def _formatted(messages: list[Message], problem: Problem, path: Path | str) -> list[Message]:
+    """Returns the messages, the last user message rendered by the template from its content and the row's columns."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
         raise UserError(f"row {problem.index}: prompt.format_prompt {path} needs a user message, and there is none")
@@ -93,9 +99,10 @@ def _formatted(messages: list[Message], problem: Problem, path: Path) -> list[Me
 
 
 @functools.lru_cache(maxsize=4)
-def _format_prompt(path: Path) -> Template:
+def _format_prompt(given: Path | str) -> Template:
+    text = given if isinstance(given, str) else read("prompt.format_prompt", given)
     # The sandbox is that of chat templates: both kinds of file are passed around with data and models.
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(read("prompt.format_prompt", path))
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
 
 
 def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
@@ -120,7 +127,9 @@ def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
                 f"{str(raw[place] if is_list else raw)[:80]!r}, expected text or a list of "
                 '{"role": …, "content": …} or {"from": …, "value": …} with text content'
             )
-        if data.image_key is None and _shows_an_image(raw[place]):
+        content = _content(raw[place])
+        shows_an_image = _is_parts(content) and any(part.get("type") in _IMAGE_PARTS for part in content)
+        if data.image_key is None and shows_an_image:
             raise UserError(
                 f"row {problem.index}: a message of data.prompt_key {data.prompt_key!r} shows an image; set "
                 "data.image_key to the column with the images, or take the part out"
@@ -130,7 +139,7 @@ def _checked(raw: Any, problem: Problem, data: Data) -> list[Message]:
 
 def leaves_gold_off(problem: Problem, data: Data) -> bool:
     """Returns whether the row's last message contains its gold answer, and is therefore left out of the prompt."""
-    raw = problem.columns[data.prompt_key]
+    raw = raw_prompt(problem, data)
     last = _message(raw[-1]) if isinstance(raw, list | tuple) and len(raw) > 1 else {}
     return last.get("role") == "assistant" and "from" not in raw[-1] and _holds_gold(last["content"], problem)
 
@@ -138,9 +147,8 @@ def leaves_gold_off(problem: Problem, data: Data) -> bool:
 def _holds_gold(content: Any, problem: Problem) -> bool:
     """Returns whether an assistant's content ends in the gold answer: continuing it would solve no problem."""
     end = str(content).rstrip(" \n.*$})").removesuffix("</answer>").rstrip(" \n.*$})")
-    return any(
-        end.endswith(gold.rstrip(" .")) for gold in gold_texts(problem.columns.get("answer")) if gold.rstrip(" .")
-    )
+    golds = [gold.rstrip(" .") for gold in gold_texts(problem.columns.get("answer"))]
+    return any(gold and end.endswith(gold) for gold in golds)
 
 
 def _message(message: Any) -> Message:
@@ -174,11 +182,6 @@ def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _is_parts(content: Any) -> bool:
     return isinstance(content, list | tuple) and len(content) > 0 and all(isinstance(part, Mapping) for part in content)
-
-
-def _shows_an_image(message: Mapping[str, Any]) -> bool:
-    content = _content(message)
-    return _is_parts(content) and any(part.get("type") in _IMAGE_PARTS for part in content)
 
 
 def _joined(content: Any) -> Any:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from common.config import Data
@@ -26,9 +26,6 @@ from common.types import EncodedImage, ImageFile, Problem
 from model.files.images import MAX_ASPECT, ImageFormat, encode_image
 from sampler.prompts.progress import counted
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 MAX_PIXELS = 1 << 26  # pixels of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
 MAX_BYTES = 1 << 26  # bytes of a file
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -37,7 +34,6 @@ _IN_MAPPINGS = ("bytes", "path", "url", "image_url", "image", "base64", "data") 
 _SCHEME = re.compile(r"data(?=:)|[a-z][a-z0-9+.-]+(?=://)", re.IGNORECASE)
 _ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")  # base64 of PNG, JPEG, GIF, …
 _URL_SAFE = str.maketrans("-_", "+/")
-_LONGEST_PATH = 4096  # the limit of Linux
 _ORIENTATION = 0x0112  # tag in EXIF
 
 
@@ -68,6 +64,8 @@ def _source(value: Any, folder: Path) -> ImageFile:
 
 def _text_source(text: str, folder: Path) -> ImageFile:
     """Returns the file of a path, a data: URI or base64. Raises ValueError."""
+    if not text.strip():
+        raise ValueError(f"{text!r} names no image; a row without one has null or []")
     scheme = found[0].lower() if (found := _SCHEME.match(text)) else ""
     if scheme == "data":
         return _decoded(text.partition(",")[2], text)
@@ -77,7 +75,7 @@ def _text_source(text: str, folder: Path) -> ImageFile:
         raise ValueError(f"{text[:80]!r} is a URL, and nothing is fetched in a run: download it and give its path")
     if (path := _file(text, folder)) is not None:
         return path
-    if len(text) > _LONGEST_PATH or _ENCODED.match(text):
+    if len(text) > 4096 or _ENCODED.match(text):  # no path of Linux is longer
         return _decoded(text, text)
     raise ValueError(f"{text[:200]}: no such file in {folder} or {Path.cwd()}")
 
@@ -103,17 +101,16 @@ def read_file(source: ImageFile) -> bytes:
     return source.read_bytes() if isinstance(source, Path) else bytes(source)
 
 
-def open_picture(source: ImageFile) -> Image:
+def open_picture(source: ImageFile) -> Any:
     """Returns an undecoded picture. Raises ValueError for no picture, or for one of more than MAX_PIXELS."""
-    from PIL import Image as images
-    from PIL import UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         file = read_file(source)
-        picture = images.open(io.BytesIO(file), formats=_FORMATS)
+        picture = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"{len(file)} bytes that are no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}") from None
-    except (OSError, SyntaxError, images.DecompressionBombError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from None
     if picture.width * picture.height > MAX_PIXELS:
         raise ValueError(f"{picture.width} × {picture.height} pixels, more than {MAX_PIXELS:,}")

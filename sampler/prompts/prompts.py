@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,11 @@ from common.errors import UserError
 from common.outcomes import is_whole
 from common.types import Problem, Prompt
 from environments import Message
+from model.files.images import Vision
 from sampler.prompts.bad_rows import HALF
 from sampler.prompts.chat_template import render
 from sampler.prompts.messages import arguments_of, as_messages, for_rewards, tools_of, with_image_places
 from sampler.prompts.pictures import encode_problem
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from model.files.images import Vision
 
 # A tag at the very end that opens a thought or an answer: <think>, [THINK], <seed:think>, <|START_THINKING|>
 _OPENED = re.compile(
@@ -36,7 +32,7 @@ _OPENED = re.compile(
 
 def make_prompt(
     problem: Problem,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     config: Config,
     vision: Vision | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -54,7 +50,7 @@ def make_prompt(
 
 def rendered(
     problem: Problem,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     config: Config,
     vision: Vision | None,
     tools: Sequence[Mapping[str, Any]] | None,

@@ -8,6 +8,7 @@ tokens are not text. Other special tokens are kept if a function looks for them:
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from common.errors import UserError
 from common.processes.exits import say
 from common.user_code import functions
 from model.files.hub import model_json
-from rewards.find import BUILT_IN
+from rewards.find import BUILT_IN, JUDGES
+from rewards.mathematics.reading import behind_thoughts
 from sampler.prompts.chat_template import TURN_MARK, render
 
 _ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # roles of special tokens that pad, begin and end texts
 _TAG = re.compile(r"(<|\[)/?([A-Za-z_]\w*)(>|\])")
-_LOOKS_LIKE_AN_END = re.compile(r"<\S+?>")
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,8 @@ class Reader:
 
 def stop_conditions(config: Config, tokenizer: Any) -> Ends:
     """Returns the ends of a completion. Raises UserError if there is none, or for a sampler.stop that is no token."""
-    given = (model_json(config.model.path, "generation_config.json", config.model.revision) or {}).get("eos_token_id")
-    named = given if isinstance(given, list | tuple) else [given]
     behind = _behind_a_turn(config, tokenizer)
-    own = [*named, tokenizer.eos_token_id, _added(tokenizer, behind)]
+    own = [*_named_ends(config), tokenizer.eos_token_id, _added(tokenizer, behind)]
     own = list(dict.fromkeys(int(i) for i in own if i is not None))
     if not own and not config.sampler.stop:
         raise UserError(f"{config.model.path} names no end-of-sequence token; set eos_token_id in its config")
@@ -68,10 +67,16 @@ def stop_conditions(config: Config, tokenizer: Any) -> Ends:
     return Ends(tuple(own), tuple(dict.fromkeys([*own, *more])), tuple(texts))
 
 
+def _named_ends(config: Config) -> list[int | None]:
+    """Returns the end tokens of the model's generation_config.json."""
+    given = (model_json(config.model.path, "generation_config.json", config.model.revision) or {}).get("eos_token_id")
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def unwritten_end(config: Config, tokenizer: Any) -> str | None:
     """Returns advice if the tokenizer cannot write the chat template's end of a turn as one token, else None."""
     behind = _behind_a_turn(config, tokenizer).lstrip()
-    mark = _LOOKS_LIKE_AN_END.match(behind)
+    mark = re.match(r"<\S+?>", behind)
     if mark is None or _added(tokenizer, behind) is not None or mark.group() in config.sampler.stop:
         return None
     return (
@@ -100,6 +105,13 @@ def logged_reader(config: Config, tokenizer: Any) -> Reader:
         say(f"texts keep the special tokens {', '.join(made.kept)} (rewards.special_tokens)")
     if advice := unwritten_end(config, tokenizer):
         say(advice)
+    ends, named = stop_conditions(config, tokenizer).own, _named_ends(config)
+    if lacking := [i for i in ends if i not in (*named, tokenizer.eos_token_id)]:
+        say(
+            f"completions also end at {tokenizer.convert_ids_to_tokens(lacking[0])}, which the model's own "
+            f"generation_config.json lacks, and so that of final/: before you serve it, write there "
+            f'"eos_token_id": {json.dumps(list(ends))}'
+        )
     return made
 
 
@@ -117,7 +129,10 @@ def _looked_for(tokens: dict[int, str], config: Config) -> dict[int, str]:
 
 def _sources(config: Config) -> Iterator[str]:
     """Yields the source texts of the user's functions, without importing them: their own process does that."""
-    specs: Iterable[str] = [BUILT_IN.get(name, name) for name in map(functions.unnamed, config.rewards.reward_funcs)]
+    names = [*map(functions.unnamed, config.rewards.reward_funcs)]
+    specs: Iterable[str] = [BUILT_IN.get(name, name) for name in names]
+    if not JUDGES.keys().isdisjoint(names):  # they look for the marks of thoughts
+        specs = [*specs, f"{behind_thoughts.__module__}.{behind_thoughts.__name__}"]
     given = [one.rollout for one in config.of_sources.values()]
     of_rollouts = [s for r in given for s in [*r.tools, r.environment, r.agent] if isinstance(s, str)]
     for spec in [*specs, *of_rollouts]:

@@ -1,21 +1,25 @@
-"""Reads the rows of a data source: hub ids, .jsonl, .json and .parquet files, folders of them, save_to_disk folders.
+"""Reads the rows of a data source: hub ids, files of the formats below, folders of them, save_to_disk folders.
 
-A .jsonl or .json file is read unchanged: the `datasets` library, which reads all other sources (a git clone of a hub
-repository is a folder too), would make times of strings that look like dates, and floats of large integers. NaN, which
-pandas writes for a cell without a value, becomes None. Left out: streaming (group g must be addressable).
+A .jsonl or .json file, compressed or not, is read unchanged: the `datasets` library, which reads all other sources (a
+git clone of a hub repository is a folder too), would make times of strings that look like dates, and floats of large
+integers. NaN, which pandas writes for a cell without a value, becomes None. Left out: streaming (group g must be
+addressable).
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import difflib
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from common.errors import UserError
+from common.hub import work_offline_without_hub
 from common.paths import did_you_mean
 from model.files.hub import not_available_error
 from sampler.prompts.progress import counted
@@ -26,10 +30,13 @@ if TYPE_CHECKING:
 
 Table: TypeAlias = "list[dict[str, Any]] | Dataset"
 
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_COMPRESSED = (".gz", ".zst", ".bz2")  # behind any of them
 _NO_JSON = (ValueError, RecursionError)
 _JSON = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 _SPLIT = re.compile(r"[\w.]+(\[[^\]]*\])?(\([\w]+\))?(\+[\w.]+(\[[^\]]*\])?(\([\w]+\))?)*")
+_CUT = re.compile(r"([^@]+)(\[[^\]]*\])")
 _SUBSETS_THERE = re.compile(
     r"(?:pick one among the available configs|Available|Available configs in the cache): (\[[^\]]*\])"
 )
@@ -53,23 +60,34 @@ def require_source(spec: str) -> None:
     """Raises UserError for a local file or folder that does not exist or has no format we read. Imports nothing."""
     path, _ = _path_and_subset(_source_and_split(spec)[0])
     name = str(path)
-    looks_local = spec.startswith((".", "/", "~")) or path.suffix in _FORMATS or name.count("/") > 1
+    looks_local = spec.startswith((".", "/", "~")) or _suffix(path) in _FORMATS or name.count("/") > 1
     if looks_local and not path.exists():
         raise UserError(f"data: no file or folder {name}.{did_you_mean(path)}")
-    if path.is_file() and path.suffix not in _FORMATS:
-        raise UserError(f"data: {name} is not one of {', '.join(_FORMATS)}; convert it, for example to .jsonl")
+    if path.is_file() and _suffix(path) not in _FORMATS:
+        known = f"{', '.join(_FORMATS)}, nor one of them behind which {', '.join(_COMPRESSED)} stands"
+        raise UserError(f"data: {name} is not one of {known}; convert it, for example to .jsonl")
     if path.is_dir() and not (path / "README.md").is_file():
-        kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FORMATS})
+        kinds = sorted({_suffix(file) for file in path.iterdir() if _suffix(file) in _FORMATS})
         if ".parquet" in kinds and len(kinds) > 1:  # `datasets` would read the commonest kind and ignore the others
             raise UserError(
                 f"data: folder {name} holds {' and '.join(kinds)} files; name one file, or split the folder"
             )
 
 
+def _suffix(path: Path) -> str:
+    """Returns the suffix of the format: ".jsonl" of rows.jsonl.gz."""
+    return Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix
+
+
 def _source_and_split(spec: str) -> tuple[str, str | None]:
-    """Splits "openai/gsm8k:main@train[:512]" into ("openai/gsm8k:main", "train[:512]"); paths may have an @."""
+    """Splits "openai/gsm8k:main@train[:512]" into ("openai/gsm8k:main", "train[:512]"); paths may have an @.
+
+    The rows of a file may be cut without naming its only split: "rows.jsonl[:8]" is ("rows.jsonl", "train[:8]").
+    """
     if Path(spec).expanduser().exists():
         return spec, None
+    if (cut := _CUT.fullmatch(spec)) and Path(cut[1]).expanduser().is_file():
+        return cut[1], f"train{cut[2]}"
     source, at, split = spec.rpartition("@")
     return (source, split) if at and _SPLIT.fullmatch(split) else (spec, None)
 
@@ -86,22 +104,37 @@ def _splits(source: str) -> Mapping[str, Table]:
     """Returns all splits of the data set. Raises UserError."""
     require_source(source)
     path, subset = _path_and_subset(source)
-    if path.is_file() and _FORMATS[path.suffix] == "json":
+    if path.is_file() and _FORMATS[_suffix(path)] == "json":
         return {"train": _rows_of_json(path)}
 
+    if not path.exists():
+        work_offline_without_hub()
     import datasets  # costs half a second; user errors above come first
 
     try:
         if path.exists():
             datasets.disable_progress_bars()  # local files take a moment; a download keeps its bar
         if path.is_file():
-            return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
+            options = _as_text([path]) | ({"sep": "\t"} if _suffix(path) == ".tsv" else {})
+            return datasets.load_dataset(_FORMATS[_suffix(path)], data_files=str(path), **options)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
             return {str(saved.split or "train"): saved} if isinstance(saved, datasets.Dataset) else saved
-        return datasets.load_dataset(str(path), subset or None)
+        return datasets.load_dataset(str(path), subset or None, **_as_text(path.rglob("*")))
     except Exception as error:
         raise _data_set_error(error, str(path), subset, is_local=path.exists()) from error
+
+
+def _as_text(files: Iterable[Path]) -> dict[str, Any]:
+    """Returns the options with which the cells of tables in text are read as they stand, also 007, None and NA."""
+    tables = [file for file in files if _suffix(file) in _FORMATS]
+    if not tables or any(_suffix(table) not in _SEPARATORS for table in tables):
+        return {}
+    import datasets
+
+    with _opened(tables[0]) as file:
+        names = next(csv.reader(file, delimiter=_SEPARATORS[_suffix(tables[0])]), [])
+    return {"features": datasets.Features({name: datasets.Value("string") for name in names}), "keep_default_na": False}
 
 
 def folder_of(spec: str) -> Path:
@@ -130,14 +163,13 @@ def _rows_of_json(path: Path) -> list[dict[str, Any]]:
 
 def _values(path: Path) -> Iterator[Any]:
     """Yields the values of a file with one per line, which is never held whole, or with one list of them."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:  # JSON may contain other ends of lines, such as U+2028
-        first = next((line for line in file if line.strip()), "")
-        file.seek(0)
-        if first.lstrip().startswith("["):
-            with contextlib.suppress(*_NO_JSON):  # otherwise the file has one list per line
-                yield from _JSON.decode(file.read())
-                return
-            file.seek(0)
+    with _opened(path) as file:
+        is_list = next((line for line in file if line.strip()), "").lstrip().startswith("[")
+    if is_list:
+        with contextlib.suppress(*_NO_JSON), _opened(path) as file:  # otherwise the file has one list per line
+            yield from _JSON.decode(file.read())
+            return
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -146,6 +178,15 @@ def _values(path: Path) -> Iterator[Any]:
                     raise UserError(
                         f"data: {path}, line {number}, cannot be read: {error}; write one object per line, or a list"
                     ) from None
+
+
+def _opened(path: Path) -> IO[str]:
+    """Opens a file, compressed or not, whose lines end with "\\n" alone: JSON may contain other ends, as U+2028."""
+    if path.suffix not in _COMPRESSED:
+        return path.open(encoding="utf-8-sig", newline="\n")
+    import pyarrow
+
+    return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8-sig", newline="\n")
 
 
 def _data_set_error(error: Exception, name: str, subset: str, is_local: bool) -> UserError:

@@ -113,11 +113,10 @@ class Episode:
         ends = np.cumsum([len(_ids(part)) for part in self.parts]).tolist()
         spans = zip([0, *ends], ends, self.parts, strict=False)
         by_turn = [math.fsum(reward for at, reward in self.rewards if at == turn) for turn in range(self.num_turns)]
+        logprobs = [p.logprobs if isinstance(p, Completion) else np.zeros(len(p), np.float32) for p in self.parts]
         return PlayedCompletion(
             self.token_ids,
-            np.concatenate(
-                [p.logprobs if isinstance(p, Completion) else np.zeros(len(p), np.float32) for p in self.parts]
-            ),
+            np.concatenate(logprobs),
             self.finish_reason,
             _joined_masks(self.parts),
             sum(turn.incomplete_support for turn in turns),
@@ -152,11 +151,10 @@ def as_rollout(
         ref_logprobs = ref_logprobs.copy()
         for start, end in c.observed:
             ref_logprobs[start:end] = 0.0
+    turn_rewards = c.turn_rewards if isinstance(c, PlayedCompletion) and weight else ()
     same: dict[str, Any] = {name: getattr(c, name) for name in _SAME_IN_ROLLOUT} | {
         "routing": None if c.routing is None else c.routing[prompt:],
-        "turn_rewards": tuple(weight * given for given in c.turn_rewards)
-        if isinstance(c, PlayedCompletion) and weight
-        else (),
+        "turn_rewards": tuple(weight * given for given in turn_rewards),
     }
     return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, **same)
 

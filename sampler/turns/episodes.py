@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rewards.pool import RewardPool
     from sampler.engine.engine import Engine
 
-PATIENCE_S = 0.05  # wait for a reply while nothing decodes
 MIN_ROLLOUTS = 2  # rollouts of a group; fewer have no standard deviation and train nothing
 MAX_REASON = 500  # characters, the limit of the wire format
 
@@ -134,7 +133,7 @@ class Episodes:
             turns = self._engine.step() if self._engine.num_running else []
         for (key, i), [completion] in turns:
             self._sampled(key, i, completion)
-        replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else PATIENCE_S)
+        replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else 0.05)
         for (key, i), reply in replies:
             self._answered(key, i, reply)
         self.num_events = len(turns) + len(replies)
@@ -155,13 +154,12 @@ class Episodes:
 
     def _sampled(self, key: Any, i: int, completion: Completion) -> None:
         """Stores a finished turn and passes it to the environment, or tells it that the tokens are used up."""
-        ended = completion.finish_reason == "stop"
         group = self._groups[key]
         ids, template = completion.token_ids.tolist(), self._template.of_row(group.prompt.problem)
         turn_prefix = template.turn_prefix if group.running[i].num_turns else group.prompt.turn_prefix
         text = turn_prefix + self._decode([ids])[0]
         group.running[i] = group.running[i].sampled(completion, text)
-        if ended:
+        if completion.finish_reason == "stop":
             self._pool.step((key, i), text, template.calls(text, turn_prefix, ids))
         else:
             self._pool.finish((key, i))
@@ -187,16 +185,19 @@ class Episodes:
                 episode = episode.asked(group.prompt.token_ids, ids)
             else:
                 episode = episode.observed(template.continuation(int(episode.token_ids[-1]), reply.messages))
-        except Exception as error:  # the template may fail on messages of an environment
-            self._pool.close((key, i))
-            del group.running[i]
-            group.failures[i] = f"the chat template fails on what the environment answered: {error}"[:MAX_REASON]
+            group.running[i] = episode
+            if episode.finish_reason != "length":
+                self._submit(key, group, i)
+        except Exception as error:  # the template, or the engine, may fail on messages of an environment
+            self._fail(key, group, i, f"the next turn fails on what the environment answered: {error}")
             return
-        group.running[i] = episode
         if episode.finish_reason == "length":
             self._pool.finish((key, i))
-        else:
-            self._submit(key, group, i)
+
+    def _fail(self, key: Any, group: RunningGroup, i: int, reason: str) -> None:
+        self._pool.close((key, i))
+        group.running.pop(i, None)
+        group.failures[i] = reason[:MAX_REASON]
 
     def _submit(self, key: Any, group: RunningGroup, i: int) -> None:
         episode, prompt = group.running[i], group.prompt
@@ -222,12 +223,11 @@ class Episodes:
                     raise ValueError(
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
-            except Exception as error:  # the template may fail on messages of an environment
-                self._pool.close((key, j))
-                group.failures[j] = str(error)[:MAX_REASON]
-                continue
-            group.running[j] = Episode(self._config.rollout.max_turns, group.params.max_tokens, seconds=reset.seconds)
-            self._submit(key, group, j)
+                limits = self._config.rollout.max_turns, group.params.max_tokens
+                group.running[j] = Episode(*limits, seconds=reset.seconds)
+                self._submit(key, group, j)
+            except Exception as error:  # the template, or the engine, may fail on messages of an environment
+                self._fail(key, group, j, str(error))
 
 
 def too_few_reason(key: Hashable, sampled: Sampled) -> str | None:

@@ -50,8 +50,7 @@ class MultiTurn:
             return cls(config, tokenizer, pool, TurnTemplate(rendered, tokenize))
         messages = as_messages(problem, config.data, config.prompt)
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
-        role = "tool" if pool.tools else "user"
-        template = TurnTemplate.of(rendered, tokenize, asked, [role])
+        template = TurnTemplate.of(rendered, tokenize, asked, ["tool" if pool.tools else "user"])
         parser = ""
         if pool.tools:
             source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))

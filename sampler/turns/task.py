@@ -19,7 +19,6 @@ from sampler.prompts.dataset import mixed_index, sampling_seed
 from sampler.prompts.many_prompts import Prompts
 
 Decode = Callable[[list[list[int]]], list[str]]  # token ids -> text, without special tokens
-_EVAL_SEED_OFFSET = 1_000_003  # held-out samples must not share seeds with training groups
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def sampling_params(key: Key, config: Config) -> SamplingParams:
 def held_out_params(config: Config, problem: int) -> SamplingParams:
     """Returns the sampling parameters of a held-out problem, by its index in the evaluation data."""
     length = config.sampler.max_completion_length
-    seed = sampling_seed(config.run.seed + _EVAL_SEED_OFFSET, problem)
+    seed = sampling_seed(config.run.seed + 1_000_003, problem)  # no seed of a training group
     top_k = max(0, config.eval.top_k or 0)
     params = config.eval.temperature, length, config.eval.num_generations, seed, config.eval.top_p, top_k
     return SamplingParams(*params, more=config.sampler.generation_kwargs)

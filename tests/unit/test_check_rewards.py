@@ -260,7 +260,7 @@ THINKING = "tests/support/templates/qwen3_thinking.jinja"
 
 def checked(folder, template=CHATML, marks=(), reward_funcs=("answer", "format"), rewards=(), **sections):
     byte_tokenizer("<|im_start|>", "<|im_end|>", *marks).save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 300}))
     problems = [Problem(i, {"question": f"{i}?", "answer": str(i + 4)}) for i in range(2)]
     rewards = {"reward_funcs": list(reward_funcs), "reward_weights": [1.0, 0.5][: len(reward_funcs)], **dict(rewards)}
     config = config_of(model={"path": str(folder)}, prompt={"chat_template": template}, rewards=rewards, **sections)

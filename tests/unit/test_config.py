@@ -74,6 +74,9 @@ def test_overrides_have_the_type_that_yaml_gives_them(tmp_path: Path, monkeypatc
         "data.train=offline.jsonl": "offline.jsonl",
         "run.output_dir=1e-6_sweep": Path("1e-6_sweep"),
         "weights.dir=~/weights": Path("/home/me/weights"),
+        "model.path=~/models/x": "/home/me/models/x",
+        "reference.path=~/x": "/home/me/x",
+        "data.eval=~/x.jsonl@train[:8]": "/home/me/x.jsonl@train[:8]",
     }.items():
         found: Any = loaded(tmp_path, override)
         for name in override.partition("=")[0].split("."):

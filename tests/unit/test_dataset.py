@@ -1,8 +1,11 @@
 """Every notation of data.train, the messages for what can go wrong with it, and the order of the run's groups."""
 
+import bz2
+import gzip
 import json
 import math
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from common.types import Problem
 from sampler.prompts.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
 from sampler.prompts.sources import read_rows
 
+ODD = [{"question": f"{i}+1?", "answer": answer} for i, answer in enumerate(["1", "007", "None", "NA", "null", "1e5"])]
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
 
 
@@ -57,7 +61,7 @@ def message(spec, **keys):
 
 BAD = {
     "bad.jsonl": "{not json\n",
-    "x.csv": "question,answer\n1,2\n",
+    "x.txt": "question,answer\n1,2\n",
     "torn.jsonl": '{"a": 1}\n{"a": \n',
     "deep.jsonl": "[" * 5000 + "]" * 5000 + "\n",
     "text.jsonl": '{"a": 1}\n"text"\n',
@@ -68,13 +72,22 @@ BAD = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """One data set in every form that is read: files, folders, saved by `datasets`, and a clone of a hub repository."""
+    import pyarrow
     from datasets import Dataset, DatasetDict
 
     root = tmp_path_factory.mktemp("data")
-    write_jsonl(root / "x.jsonl")
     (root / "x.json").write_text(json.dumps(ROWS))
     write_parquet(root / "x.parquet")
     write_jsonl(root / "me@host" / "x.jsonl")
+    text = Path(write_jsonl(root / "x.jsonl")).read_bytes()
+    (root / "x.jsonl.gz").write_bytes(gzip.compress(text))
+    (root / "x.json.bz2").write_bytes(bz2.compress((root / "x.json").read_bytes()))
+    (root / "x.jsonl.zst").write_bytes(pyarrow.compress(text, "zstd", asbytes=True))
+    (root / "tables").mkdir()
+    for separator, name in (",", "x.csv"), ("\t", "x.tsv"), (",", "tables/train.csv"):
+        lines = [ODD[0], *(row.values() for row in ODD)]
+        (root / name).write_text("".join(separator.join(map(str, line)) + "\n" for line in lines))
+    (root / "x.csv.gz").write_bytes(gzip.compress((root / "x.csv").read_bytes()))
     write_jsonl(root / "folder" / "train.jsonl")
     write_jsonl(root / "folder" / "test.jsonl", ROWS[:2])
     write_jsonl(root / "mixed" / "train.jsonl")
@@ -108,6 +121,11 @@ def data(tmp_path_factory):
         ("x.jsonl@train[:3]", [0, 1, 2]),
         ("x.jsonl@train[-20%:]", [8, 9]),
         ("x.jsonl@train[:1]+train[-1:]", [0, 9]),
+        ("x.jsonl.gz", range(10)),
+        ("x.json.bz2@train[:2]", range(2)),
+        ("x.jsonl.zst", range(10)),
+        ("x.jsonl[:3]", range(3)),
+        ("x.parquet[-20%:]", [8, 9]),
         ("me@host/x.jsonl", range(10)),
         ("me@host/x.jsonl@train[:4]", range(4)),
         ("folder", range(10)),
@@ -123,6 +141,22 @@ def test_a_notation_reads_these_rows_each_with_its_place_and_all_its_columns(dat
     assert load_problems(f"{data}/{spec}") == [Problem(place, ROWS[i]) for place, i in enumerate(wanted)]
 
 
+@pytest.mark.parametrize("spec", ["x.csv", "x.csv.gz[:4]", "x.tsv", "tables", "tables[:4]"])
+def test_cells_of_a_table_are_text_as_it_stands(data, spec):
+    wanted = [{name: str(value) for name, value in row.items()} for row in ODD[: 4 if "[" in spec else None]]
+    assert [problem.columns for problem in load_problems(f"{data}/{spec}".replace("[", "@train["))] == wanted
+
+
+@pytest.mark.parametrize("key", ["extra_info.answer", "answer"])
+@pytest.mark.parametrize("write", [lambda *a: write_parquet(*a), lambda *a: write_jsonl(*a)])
+def test_a_column_that_is_null_in_the_first_row_is_found(tmp_path, write, key):
+    rows = [{"question": "1", "extra_info": None}, {"question": "2", "extra_info": {"answer": "4"}}]
+    path = write(tmp_path / ("x.jsonl" if "jsonl" in write.__code__.co_names[0] else "x.parquet"), rows)
+    rename = {"extra_info.answer": "answer"} if key == "answer" else {}
+    found = load_problems(path, answer_key=key, rename=rename)
+    assert [problem.columns["answer"] for problem in found] == [None, "4"]
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -135,7 +169,7 @@ def test_a_notation_reads_these_rows_each_with_its_place_and_all_its_columns(dat
         ("x.jsonl@train[:0]", "has no rows"),
         ("bad.jsonl", "cannot be read"),
         ("deep.jsonl", "deep.jsonl, line 1, cannot be read: maximum recursion depth"),
-        ("x.csv", ".jsonl, .json, .parquet"),
+        ("x.txt", ".jsonl, .json, .parquet, .csv, .tsv, nor one of them behind which .gz, .zst, .bz2 stands"),
         ("torn.jsonl", "torn.jsonl, line 2, cannot be read: Expecting value"),
         ("text.jsonl", "text.jsonl: row 2 is 'text', not an object"),
         ("numbers.jsonl", "numbers.jsonl: row 1 is 1, not an object"),

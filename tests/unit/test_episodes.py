@@ -213,6 +213,27 @@ def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2)
     assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two) is not None, "a mean over all, or none"
 
 
+@pytest.mark.parametrize("later", [True, False])
+def test_a_prompt_that_the_engine_refuses_costs_its_rollout_and_not_the_sampler(play: Played2, later: bool) -> None:
+    submit = play.engine.submit
+    if later:
+        play.begin()
+        play.sampled(0, turn(30, END))
+
+    def refuse(key: Any, *rest: Any) -> None:
+        if key == (KEY, 0):
+            raise ValueError("The decoder prompt (length 99) is longer than 96")
+        submit(key, *rest)
+
+    play.engine.submit = refuse  # type: ignore[method-assign]
+    play.reply(0, seen()) if later else play.begin()
+    play.sampled(1, turn(31, END))
+    play.reply(1, Done(1.0))
+    [reason] = play.out[KEY].failures
+    assert "(length 99) is longer" in reason and play.pool.closed == [(KEY, 0)]
+    assert [c.token_ids.tolist() for c in play.out[KEY].completions] == [[31, END]]
+
+
 def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:
     play.reply(0, Turn([{"role": "user", "content": "longer"}]))
     play.reply(1, Turn([{"role": "user", "content": "another"}]))

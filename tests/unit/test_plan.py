@@ -126,4 +126,4 @@ def test_a_plan_shows_tools_long_prompts_and_ends_of_answers(task: Path, capsys:
     said = "".join(capsys.readouterr())
     assert '"name": "calculator"' in said and "a completion ends at <|im_end|>" in said
     assert plan.main([*given, "data.max_prompt_length=18"]) == 0
-    assert "30 of 40 prompts tried, with more than 18 tokens" in "".join(capsys.readouterr())
+    assert "30 of 40 prompts have more than 18 tokens" in "".join(capsys.readouterr())

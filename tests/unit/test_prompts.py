@@ -1,5 +1,6 @@
 """Problems through the chat template: text, token ids, what rewards get as prompts, and what is filtered."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from common.config import Config
 from common.errors import UserError
 from common.paths import ROOT
 from common.types import Problem
+from launcher import check_rewards, plan
 from model.tokenizer import load_tokenizer
 from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.prompts import make_prompt
@@ -92,12 +94,39 @@ def test_token_ids_are_the_text_one_to_one_without_added_tokens(tokenizer):
     assert tokenizer.decode(prompt.token_ids) == prompt.text
 
 
+def test_a_tokenizer_that_loses_spaces_is_told_of(capsys):
+    from tokenizers import pre_tokenizers
+
+    made, rows = byte_tokenizer("<|im_start|>", "<|im_end|>"), [problem("2 + 2 ?")]
+    make_prompts(rows, made, config_of(prompt={"chat_template": CHATML}))
+    assert "becomes" not in capsys.readouterr().err
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    make_prompts(rows, made, config_of(prompt={"chat_template": CHATML}))
+    assert "the tokenizer changes row 0's prompt: '<|im_start|>user\\n2 + 2 ?" in capsys.readouterr().err
+
+
 def test_the_prompt_column_and_template_arguments_come_from_the_config(tokenizer, tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages[0].content }}{{ mood }}")
     template = {"chat_template": path, "chat_template_kwargs": {"mood": "!"}}
     row = Problem(0, {"ask": "2+2", "answer": "4"})
     assert make_prompt(row, tokenizer, config_of(data={"prompt_key": "ask"}, prompt=template)).text == "2+2!"
+
+
+@pytest.mark.parametrize(("prompt_key", "content"), [(None, "Use [1, 5, 7] to make 12."), ("target", "12, [1, 5, 7].")])
+def test_a_prompt_is_made_of_any_columns_and_numbers_are_text(tokenizer, prompt_key, content):
+    form = "Use {{ nums }} to make {{ target }}." if prompt_key is None else "{{ content }}, {{ nums }}."
+    row = Problem(0, {"target": 12, "nums": [1, 5, 7]})
+    settings = {"prompt_key": prompt_key, "answer_key": None}
+    config = config_of(data=settings, prompt={"format_prompt": form, "chat_template": CHATML})
+    prompt = make_prompt(row, tokenizer, config)
+    assert f"user\n{content}<" in prompt.text
+    assert prompt.for_rewards == (content if prompt_key is None else "12")
+
+
+def test_a_prompt_of_no_column_needs_a_template():
+    with pytest.raises(ValueError, match=r"data\.prompt_key null needs prompt\.format_prompt"):
+        config_of(data={"prompt_key": None})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +164,7 @@ def test_a_template_that_is_absent_or_fails_is_named(tokenizer, tmp_path, settin
 
 
 WORDLESS = ["", " \n", [{"role": "user", "content": ""}]]
-NO_TEXT = [None, 3, [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]]
+NO_TEXT = [None, [3], [], {}, [{"role": "user"}], ["2+2?"], [{"role": "user", "content": [1]}]]
 
 
 @pytest.mark.parametrize("raw", WORDLESS + NO_TEXT)
@@ -229,6 +258,15 @@ def test_many_end_the_run_with_what_to_do(tmp_path: Path, template: bool) -> Non
     found = rows(40) if template else rows(40, 1, 2, 3, 4)
     with pytest.raises(UserError, match=r"(4|40) prompts .* '<added>' \(rows .*resize_token_embeddings\(\d+\)"):
         prompts_of("data.train", found, tokenizer, config)
+
+
+@pytest.mark.parametrize("command", [lambda *a: list(plan._prompt_lines(*a)), check_rewards._round_trip])
+def test_plan_and_check_say_it_too(tmp_path: Path, command: Callable[..., Any]) -> None:
+    tokenizer, config = added(tmp_path)
+    tokenizer.chat_template = "{{ messages[0].content }}<added>"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"4 prompts of data\.train.* hold a token"):
+        command(config, rows(4))
 
 
 def test_a_token_too_many_is_no_trouble_while_no_row_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

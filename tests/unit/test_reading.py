@@ -14,7 +14,7 @@ from rewards.built_in import format as format_reward
 from sampler.engine.engine_arguments import ends
 from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.prompts import make_prompt, turn_prefix_of
-from sampler.prompts.reading import reader, unwritten_end
+from sampler.prompts.reading import logged_reader, reader, unwritten_end
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 
@@ -180,7 +180,13 @@ def test_prompts_begin_as_the_model_was_trained_once_and_it_is_said(tmp_path, ca
     assert "prompts do not begin with <s>" in capsys.readouterr().err
 
 
-def test_a_completion_ends_at_every_end_that_model_tokenizer_and_template_have(tmp_path):
+def test_marks_of_thoughts_are_text_for_who_judges_answers():
+    made, text = byte_tokenizer("<|channel>", "<channel|>", "<|im_end|>"), "<|channel>thought\nIt is 7<channel|>8"
+    assert read(made, text, reward_funcs=["answer"]) == text
+    assert read(made, text, reward_funcs=["format"]) == "thought\nIt is 78"
+
+
+def test_a_completion_ends_at_every_end_that_model_tokenizer_and_template_have(tmp_path, capsys):
     base = byte_tokenizer("<|im_start|>", "<|im_end|>", "<|endoftext|>", "</answer>")
     base.eos_token = "<|endoftext|>"  # as a base model's, whose template for chats ends in another
     im_end, end, tag = (base.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>", "</answer>"))
@@ -191,6 +197,13 @@ def test_a_completion_ends_at_every_end_that_model_tokenizer_and_template_have(t
     config = config_of(**model, prompt={"chat_template": CHATML}, sampler={"stop": ["</answer>", "\n\n", 9]})
     found = ends(config)
     assert found.own == (end, 7, im_end) and found.ids == (end, 7, im_end, tag, 9) and found.texts == ("\n\n",)
+    logged_reader(config, base)
+    assert "also end at <|im_end|>, which the model's own generation_config.json lacks" in (
+        said := capsys.readouterr().err
+    )
+    assert f'write there "eos_token_id": [{end}, 7, {im_end}]' in said
+    logged_reader(config_of(**model), base)
+    assert "also end" not in capsys.readouterr().err
     assert ends(config_of(**model, sampler={"ignore_eos": True})).ids == ()
     with pytest.raises(UserError, match=r"sampler\.stop: 9000 is no token"):
         ends(config_of(**model, sampler={"stop": [9000]}))

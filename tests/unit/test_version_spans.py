@@ -13,7 +13,7 @@ from common.files.weights import Published
 from common.types import Group, Rollout, Tombstone
 from common.wire import wire
 from sampler.engine.completions import Completion
-from sampler.engine.in_flight import may_load, spans_of, with_oldest_version
+from sampler.engine.in_flight import spans_of, with_oldest_version
 from sampler.turns.episode import as_rollout
 from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
@@ -158,18 +158,20 @@ def test_versions_load_under_groups_but_not_under_evaluation(tmp_path: Path, mon
     versions = [(g.policy_version, g.rollouts[0].version_spans) for g in loop.sent]
     assert versions == [(0, ((0, 0), (1, 1))), (0, ((0, 0), (1, 1))), (1, ())]
     engine._at_once = 0
-    loop.sampler._submit(EvalKey("v1", 0, 1, 0, 1))
+    loop.sampler._submit_all([EvalKey("v1", 0, 1, 0, 1)])
     announce(2, [], is_here=True)
     assert loaded == [1]
 
 
 def test_nothing_is_loaded_under_running_groups_unless_it_is_asked_for(tmp_path: Path) -> None:
-    here: Any = SimpleNamespace(has=lambda _: True)
-    on = make_config(tmp_path, sampler={"in_flight_updates": True})
-    published = Published(1, "", "")
-    assert may_load(on, here, published, evaluates=False)
-    assert not may_load(on, here, published, evaluates=True)
-    assert not may_load(make_config(tmp_path), here, published, evaluates=False)
+    engine, asked = SlowEngine(), list[Published]()
+    loop = Loop(tmp_path, engine, sampler={"num_generations": 2})
+    here: Any = SimpleNamespace(start=asked.append, has=lambda _: True)
+    loop.sampler._fetcher = here
+    loop.credited(0, [0, 1])
+    loop.link.credit = wire.Credit(0, [0, 1], [], 1, "", "", 1)
+    loop.sampler.reload_if_credited()
+    assert (asked, engine.version, engine.num_running) == ([Published(1, "", "")], 0, 2)
 
 
 # ---- the trainer ------------------------------------------------------------------------------------------------
