@@ -32,8 +32,6 @@ from model.packing import PackedRow, SequenceGroup, Span
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
-_UNSUPPORTED = ("position_bias", "indices", "block_indices")
-_IGNORED_BY_SDPA = ("softcap", "s_aux")  # transformers' own sdpa ignores these silently
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def register() -> None:
 def _strict_sdpa(*tensors: Any, **arguments: Any) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    _refuse_options(_IGNORED_BY_SDPA, arguments)
+    _refuse_options(("softcap", "s_aux"), arguments)  # transformers' own sdpa ignores these silently
     return sdpa_attention_forward(*tensors, **arguments)
 
 
@@ -103,7 +101,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     """
     if spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
-    _refuse_options(_UNSUPPORTED, extra)
+    _refuse_options(("position_bias", "indices", "block_indices"), extra)
     if sequence_group is not None:
         query, key, value = tokens_for_heads(query, key, value, sequence_group)
         s_aux = None if s_aux is None else s_aux.chunk(sequence_group.size)[sequence_group.rank]

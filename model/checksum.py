@@ -34,8 +34,16 @@ def describe(tensor: Tensor) -> TensorInfo:
 
 def checksum(tensor: Tensor) -> str:
     """Returns 32 hexadecimal digits. Views of the same bits in any shape and dtype have the same checksum."""
-    low, high = device_sums(words_of(tensor.detach())).tolist()
-    return f"{low % 2**64:016x}{high % 2**64:016x}"
+    words = words_of(tensor.detach())
+    full = words.numel() // _CHUNK
+    size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
+    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
+    blocks.append(words[full * _CHUNK :].view(1, -1))
+    a, g = _odd_numbers(words.device, _CHUNK, stream=0), _odd_numbers(words.device, full + 1, stream=1)
+    low = torch.cat([_dot(w, a) for w in blocks])
+    high = torch.cat([_dot(w >> 32, a) for w in blocks])
+    sums = torch.stack([(g * low).sum(), (g * high).sum()]).tolist()  # one wait for a GPU
+    return "".join(f"{value % 2**64:016x}" for value in sums)
 
 
 def unordered_sum(tensor: Tensor) -> int:
@@ -69,18 +77,6 @@ def words_of(tensor: Tensor) -> Tensor:
     if octets.storage_offset() % 8:
         octets = octets.clone()
     return octets.view(torch.int64)
-
-
-def device_sums(words: Tensor) -> Tensor:
-    """Returns both sums, int64 [2], on the words' device, without waiting for a GPU."""
-    full = words.numel() // _CHUNK
-    size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
-    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
-    blocks.append(words[full * _CHUNK :].view(1, -1))
-    a, g = _odd_numbers(words.device, _CHUNK, stream=0), _odd_numbers(words.device, full + 1, stream=1)
-    low = torch.cat([_dot(w, a) for w in blocks])
-    high = torch.cat([_dot(w >> 32, a) for w in blocks])
-    return torch.stack([(g * low).sum(), (g * high).sum()])
 
 
 def _dot(w: Tensor, a: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NA
 _FLOAT32_BOUND, _BFLOAT16_BOUND = 1e-4, 0.25
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # attributes of transformers' configs and layers
 _NOISE = ("jitter_noise", "moe_jitter_eps")  # noise before routers: Mixtral and MiniMax, DBRX
-_SHORT = 8  # tokens of a window during the check
 
 
 def packing_of(model: Any) -> Packing:
@@ -139,7 +138,7 @@ def _short_windows(model: Any) -> Iterator[None]:
     holders = {id(x): x for x in (model.config, model.config.get_text_config(), *model.modules())}.values()
     found = [(x, name, vars(x)[name]) for x in holders for name in _WINDOWS if isinstance(vars(x).get(name), int)]
     for holder, name, _ in found:
-        setattr(holder, name, _SHORT)
+        setattr(holder, name, 8)
     try:
         yield
     finally:

@@ -22,14 +22,13 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from model.files.dims import experts_of
 
-TopKAnswer = Callable[[Tensor, Any], Any]  # (scores, topk's result) -> the caller's result
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class _TopK(TorchFunctionMode):
-    """A torch function mode that replaces the results of topk, k of E scores, by those of `answer`."""
+    """A torch function mode that replaces the results of topk, k of E scores, by `answer(scores, result)`."""
 
-    def __init__(self, num_experts: int, per_token: int, answer: TopKAnswer):
+    def __init__(self, num_experts: int, per_token: int, answer: Callable[[Tensor, Any], Any]):
         super().__init__()
         self._sizes, self._answer = (num_experts, per_token), answer
 

@@ -30,8 +30,6 @@ from model.files.hub import present_file
 from model.files.images import FORMAT_FILES, ImageFormat, decode_patches, image_format
 from model.packing import PackedRow, Span, VisionInput
 
-_PROCESSOR_FILES = (*FORMAT_FILES, "video_preprocessor_config.json")
-
 
 @dataclass(frozen=True)
 class VisionLayout:
@@ -57,20 +55,16 @@ def layout_of(config: Any, path: str, revision: str | None) -> VisionLayout | No
     """
     if not has_vision_tower(config):
         return None
+    names = (*FORMAT_FILES, "video_preprocessor_config.json")
+    files = (present_file(path, name, revision) for name in names)
     return VisionLayout(
         config.image_token_id,
         image_format(path, revision),
         config.vision_start_token_id,
         config.vision_end_token_id,
         config.video_token_id,
-        _processor_files(path, revision),
+        tuple((file.name, file.read_bytes()) for file in files if file),
     )
-
-
-def _processor_files(path: str, revision: str | None) -> tuple[tuple[str, bytes], ...]:
-    """Reads the processor files that the model has, in its folder or in the hub's cache."""
-    found = {name: present_file(path, name, revision) for name in _PROCESSOR_FILES}
-    return tuple((name, file.read_bytes()) for name, file in found.items() if file)
 
 
 def with_vision(row: PackedRow, layout: VisionLayout | None) -> PackedRow:

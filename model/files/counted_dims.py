@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
@@ -67,14 +66,12 @@ def read_dims(path: str, revision: str | None) -> ModelDims | None:
         dims = model_dims(settings)
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file} is no model's ({error!r}); set model.path to a model") from None
-    return dims or _counted(file.parent)
-
-
-def _counted(folder: Path) -> CountedDims | None:
+    if dims is not None:
+        return dims
     from transformers import AutoConfig
 
     try:
-        return counted_dims(AutoConfig.from_pretrained(folder))
+        return counted_dims(AutoConfig.from_pretrained(file.parent))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError):  # unknown to transformers
         return None
 

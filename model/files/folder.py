@@ -18,11 +18,10 @@ from common.config import Config, CriticSettings, Model, ReferenceSettings
 from common.errors import UserError
 from common.paths import did_you_mean
 from model.files.dims import experts_of
-from model.files.engine_models import is_unknown
+from model.files.engine_models import is_unknown, require_engine_arguments
 from model.files.hub import model_json, not_available_error, present_file, read_json
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
-_MAX_INDEX_BYTES = 64 << 20
 # model_type of the families whose images are supported
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
@@ -45,6 +44,7 @@ def require_models(config: Config) -> None:
         raise UserError(f"prompt.chat_template {template}: no such file. Templates of ours: configs/templates/")
     if template is None and folder.is_dir() and not config.model.trust_remote_code and not _has_chat_template(folder):
         raise UserError(NO_CHAT_TEMPLATE)
+    require_engine_arguments(config.vllm)
     require_settings(config)
 
 
@@ -308,7 +308,7 @@ def check_model_folder(path: str) -> None:
 
 def _shard_names(index: Path) -> list[object]:
     try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
+        if index.stat().st_size > 64 << 20:
             raise ValueError(f"{index.stat().st_size} bytes")
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -40,18 +40,6 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
 
     dtype: float32 or bfloat16. Raises UserError if the file is missing or cannot be read, or if the folder exists.
     """
-    _require_whole(file)
-    if folder.exists():
-        raise UserError(f"{folder} exists; name another folder, or remove it: rm -r {folder}")
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
-    temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed conversion
-    _save(file, temporary, dtype)
-    durable.commit_dir(temporary, folder)
-
-
-def _require_whole(file: Path) -> None:
     if not file.is_file():
         raise UserError(f"{file}: no such file.{did_you_mean(file)}")
     if part := _PART.search(file.name):
@@ -61,6 +49,14 @@ def _require_whole(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{file} is not a GGUF file (it does not begin with GGUF); download it again")
+    if folder.exists():
+        raise UserError(f"{folder} exists; name another folder, or remove it: rm -r {folder}")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"{file.name} needs the package gguf; install it: .venv/bin/python -m pip install gguf==0.19.0")
+    temporary = folder.with_name(f"{durable.TEMPORARY}{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # remains of a killed conversion
+    _save(file, temporary, dtype)
+    durable.commit_dir(temporary, folder)
 
 
 def _save(file: Path, folder: Path, dtype: str) -> None:

@@ -22,7 +22,6 @@ from model.files.folder import VISION_FAMILIES, causal_lm_class, load_config
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM call them
 _LEGAL_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values of vLLM's max_lora_rank
-_TOWER_MODULES = r"(.*\.)?visual\..*"  # modules of a vision tower
 _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate")
 _BASE_MODEL_SETTINGS = ("base_model_name_or_path", "revision")  # hosts may have the base model elsewhere
 
@@ -59,7 +58,7 @@ def add_adapters(model: Any, config: Config) -> Any:
         r=lora.r,
         lora_alpha=lora.scale,
         target_modules=targets(model, lora.target_modules),
-        exclude_modules=_TOWER_MODULES if sees else None,
+        exclude_modules=r"(.*\.)?visual\..*" if sees else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,
         revision=config.model.revision,
@@ -68,9 +67,15 @@ def add_adapters(model: Any, config: Config) -> Any:
         torch.manual_seed(config.run.seed)
         try:
             # float32 adapters beside bfloat16 weights would be another network than the one vLLM runs
-            return get_peft_model(model, settings, autocast_adapter_dtype=False).peft_config["default"]
+            made = get_peft_model(model, settings, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora.target_modules {lora.target_modules}: {str(error).splitlines()[0]}") from None
+    tuner: Any = made.base_model
+    found = [f".{name}" for name in tuner.targeted_module_names]  # peft takes one that exists as enough
+    for wanted in lora.target_modules if isinstance(lora.target_modules, list) else ():
+        if not any(name.endswith(f".{wanted}") for name in found):
+            raise UserError(f"lora.target_modules {wanted}: no layer of the language model has this name; remove it")
+    return made.peft_config["default"]
 
 
 def targets(model: Any, wanted: str | list[str]) -> str | list[str]:

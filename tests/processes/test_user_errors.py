@@ -57,7 +57,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = f"run:\n  output_dir: {folder}/run\nmodel:\n  path: {folder}/model\ndata:\n  train: {folder}/train.jsonl\n"
     texts = {
         "train.jsonl": json.dumps(ROW) + "\n",
-        "number.jsonl": json.dumps({"question": 4, "answer": "4"}) + "\n",
+        "number.jsonl": json.dumps({"question": [4], "answer": "4"}) + "\n",
         "run.yaml": config,
         "typo.yaml": config + "sampler:\n  temprature: 0.7\n",
         "own.py": "import torch\n\n\ndef short(rewards):\n    return rewards\n",
@@ -126,6 +126,11 @@ MISTAKES = (
     M("a model that vLLM lacks", f"{BOTH} run plan", f"model.path=TASK/foreign prompt.chat_template={CHATML}",
       ("model 'TASK/foreign' is a MptForCausalLM: the installed vLLM has no such model, and its Transformers back end",
        "does not take it; set model.path to another model")),
+    M("an engine argument", f"{BOTH} plan", f"vllm.gpu_memory_utilisation=0.5 prompt.chat_template={CHATML}",
+      ("vllm.gpu_memory_utilisation: there is no such setting. Did you mean vllm.gpu_memory_utilization?",)),
+    M("a setting of DeepSpeed", "training_worker.py plan",
+      f"deepspeed.zero_optimization.offload_optimiser.device=cpu prompt.chat_template={CHATML}",
+      ("deepspeed.zero_optimization.offload_optimiser: there is no such setting. Did you mean deepspeed.",)),
     M("a sampler's id", "sampling.py", "--id ../x", ("--id '../x': use at most 64 letters",)),
     M("own function", "training_worker.py run plan", f"{OWN}adv_estimator=TASK/own.py:shot",
       ("algorithm.adv_estimator 'TASK/own.py:shot': no function 'shot' in TASK/own.py",)),

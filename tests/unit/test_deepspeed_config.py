@@ -25,8 +25,8 @@ def filled(deepspeed: Any, ranks: int = 2, **changes: Any) -> dict[str, Any]:
     return deepspeed_config(settings(deepspeed, **changes), ranks)
 
 
-def zero(stage: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def zero(stage: Any, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
 
 
 def test_without_settings_everything_follows_from_ours() -> None:
@@ -118,6 +118,10 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
         ({"optimizer": {"type": "OneBitAdam"}}, "leave deepspeed.optimizer out for AdamW"),
         ({"optimizer": {"type": "Muon"}}, "set model.dtype=float32 and deepspeed.zero_optimization.stage=0"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "trainer.lr_scheduler_type"),
+        ({"zero_optimisation": {}}, "deepspeed.zero_optimisation: there is no such setting. Did you mean"),
+        (zero(2, offload_optimiser={"device": "cpu"}), "Did you mean deepspeed.zero_optimization.offload_optimizer?"),
+        (zero(2, offload_optimizer={"devise": "cpu"}), "mean deepspeed.zero_optimization.offload_optimizer.dev"),
+        ({"flops_profiler": {"enable": True}}, "Did you mean deepspeed.flops_profiler.enabled?"),
         ("{", "cannot be read as JSON"),
         ("[1]", "holds a list"),
         (None, "cannot be read as JSON"),

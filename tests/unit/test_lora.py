@@ -63,6 +63,12 @@ def test_layers_that_do_not_exist_or_are_of_a_vision_tower_are_refused_by_name(t
         AdaptedPolicy(config)
 
 
+def test_a_name_that_no_layer_has_is_refused_beside_one_that_exists(tmp_path: Path) -> None:
+    config = config_for(tiny_model(tmp_path / "model"), tmp_path, lora={"r": 4, "target_modules": ["q_proj", "k_porj"]})
+    with pytest.raises(UserError, match="target_modules k_porj: no layer of the language model has this name"):
+        AdaptedPolicy(config)
+
+
 def test_layers_that_tower_and_language_model_have_get_adapters_in_the_language_model(tmp_path: Path) -> None:
     seeing = tiny_vision_model(tmp_path / "seeing", "qwen2_5_vl")
     policy = AdaptedPolicy(config_for(seeing, tmp_path, lora={"r": 4, "target_modules": ["up_proj"]}))

@@ -6,15 +6,19 @@ default. A value that both sides set must be equal, because there is no telling 
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from model.files.engine_models import installed, require_known
 
 _AUTO = "auto"
+_NAME = re.compile(r"""^    (\w+): |["']([a-z][a-z0-9_]*)["']""", re.MULTILINE)
 # DeepSpeed's and torch's optimizers by lower-case name: bytes of state per parameter; 8 are Adam's two moments
 OPTIMIZERS = {
     "adam": 8, "adamw": 8, "lamb": 8, "nadam": 8, "radam": 8, "adamax": 8, "lion": 4, "adagrad": 4, "rmsprop": 4,
@@ -58,6 +62,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     groups = "trainer.prompts_per_step (in groups, rounded up)"
     budget = "groups_per_micro_batch" if trainer.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
     given = _user_settings(config)
+    _require_known("deepspeed", given)
     _impose(
         given,
         "deepspeed",
@@ -108,6 +113,26 @@ def _user_settings(config: Config) -> dict[str, Any]:
         kind = type(given).__name__
         raise UserError(f'deepspeed: {config.deepspeed} holds a {kind}; write {{"zero_optimization": {{"stage": 1}}}}')
     return json.loads(json.dumps(given))
+
+
+def _require_known(place: str, given: dict[str, Any]) -> None:
+    """Raises UserError for a key, at any depth, that is none of DeepSpeed's settings, with the nearest one.
+
+    The parameters of optimizers and schedules, and the names of groups in compression_training, are free.
+    """
+    require_known(place, given, _settings_of_deepspeed())
+    for name, value in given.items():
+        if isinstance(value, dict) and name not in ("params", "different_groups"):
+            _require_known(f"{place}.{name}", value)
+
+
+@functools.cache
+def _settings_of_deepspeed() -> frozenset[str] | None:
+    """Returns the fields and the quoted names in the files that read DeepSpeed's settings; None without DeepSpeed."""
+    folder = installed("deepspeed", "runtime")
+    files = [*folder.parent.rglob("*config*.py"), *folder.parent.rglob("constants.py")] if folder else []
+    named = (_NAME.findall(file.read_text()) for file in files)
+    return frozenset(field or quoted for names in named for field, quoted in names) if folder else None
 
 
 def _section(parent: dict[str, Any], name: str) -> dict[str, Any]:
