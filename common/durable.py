@@ -27,8 +27,6 @@ from common.failpoints import die, failpoint, file_operation
 
 TEMPORARY = ".tmp-"  # prefix of everything that is not yet committed
 TRASH = ".trash-"  # prefix of everything that is being deleted
-_RETRY_S = 0.1
-_QUIET_ATTEMPTS = 10  # attempts before a wait is reported
 
 # Errors that may pass without a bug in the program: a full disk, a quota, a file system that was away for a while.
 _PASSING_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -205,7 +203,7 @@ def waiting_lock(path: Path, waits: str) -> Iterator[None]:
                 stack.enter_context(lock(path, BlockingIOError))
                 break
             except BlockingIOError as holder:
-                if attempt == _QUIET_ATTEMPTS:
+                if attempt == 10:  # after a second
                     print(f"tandem: {waits} ({holder})", file=sys.stderr, flush=True)
-                time.sleep(_RETRY_S)
+                time.sleep(0.1)
         yield

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import asyncio
+from typing import Any
 
 
 def outcome_of(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -46,7 +44,7 @@ def await_all(outcomes: Sequence[Any]) -> list[Any]:
 
 
 @functools.cache
-def _event_loop() -> asyncio.Runner:
+def _event_loop() -> Any:
     """Returns the process's one event loop, because the clients that a user's code keeps open belong to it."""
     import asyncio
 
@@ -55,22 +53,16 @@ def _event_loop() -> asyncio.Runner:
 
 def finite_number(value: Any) -> float | None:
     """Returns a number, 0-d numpy array or torch tensor as a float; None if it is none of these, or not finite."""
-    try:
+    with contextlib.suppress(ValueError, OverflowError, RuntimeError):
         plain = value.item() if hasattr(value, "item") else value
         if isinstance(plain, Real) and math.isfinite(number := float(plain)):
             return number
-    except (ValueError, OverflowError, RuntimeError):
-        pass
     return None
 
 
 def is_whole(text: str) -> bool:
     """Returns whether a text can be UTF-8: JSON may hold half a surrogate, as where an emoji was cut in two."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="replace").decode() == text
 
 
 def shorten(value: Any) -> str:

@@ -78,7 +78,6 @@ def conversation(turns: Sequence[tuple[str, Turn | Done | None]]) -> list[Messag
     """
     messages: list[Message] = []
     for text, reply in turns:
-        assistant = reply.assistant if reply is not None else None
-        messages.append(assistant or {"role": "assistant", "content": text})
-        messages += reply.messages if reply is not None else []
+        said = reply or Turn()
+        messages += [said.assistant or {"role": "assistant", "content": text}, *said.messages]
     return messages

@@ -20,8 +20,6 @@ from environments import Done, Message, Turn
 from environments.tools import NO_CALLS, Calls, Function, answer_calls
 
 _PLAIN = (bool, int, float, str, type(None), list, dict)
-_LARGEST_STATE = 1 << 16  # bytes per attribute
-_NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
@@ -59,7 +57,7 @@ class EnvironmentFactory:
         if callable(getattr(target, "step", None)):
             return Instance(target, None)
         names = [name for name, _ in inspect.getmembers(type(target), inspect.isfunction)]  # no property is evaluated
-        public = [name for name in names if name[0] != "_" and name not in _NOT_TOOLS]
+        public = [name for name in names if name[0] != "_" and name not in ("reset", "get_reward", "close")]
         return Instance(target, {name: getattr(target, name) for name in public})
 
     def checked(self) -> Instance:
@@ -114,7 +112,7 @@ class Instance:
             has_reward = isinstance(result, tuple) and len(result) == 2 and not isinstance(result[1], Mapping)
             result, reward = result if has_reward else (result, None)  # two messages are no message with a reward
             return Turn(messages_of(result, "step"), reward=_reward(reward, "step"))
-        return Done(_reward(result.reward, "step"), messages_of(result.messages, "step", none=True))
+        return Done(_reward(result.reward, "step"), messages_of(result.messages, "step") if result.messages else [])
 
     def finish(self) -> Done:
         """Ends a rollout that `step` did not end, with the reward of get_reward.
@@ -129,8 +127,7 @@ class Instance:
         Attributes that hold other objects, and large ones, are left out: no rollout fails for an unused attribute.
         """
         target = getattr(self.target, "__dict__", {})
-        plain = {name: value for name, value in target.items() if name[0] != "_" and isinstance(value, _PLAIN)}
-        return {name: value for name, value in plain.items() if _can_be_sent(value)}
+        return {name: value for name, value in target.items() if name[0] != "_" and _can_be_sent(value)}
 
     def close(self) -> None:
         if callable(getattr(self.target, "close", None)):
@@ -139,18 +136,16 @@ class Instance:
 
 def _can_be_sent(value: Any) -> bool:
     try:
-        return bool(encode({"state": value}, _LARGEST_STATE))
+        return isinstance(value, _PLAIN) and bool(encode({"state": value}, 1 << 16))  # bytes
     except (TypeError, ValueError, OverflowError, RecursionError):
         return False
 
 
-def messages_of(result: Any, what: str, none: bool = False) -> list[Message]:
+def messages_of(result: Any, what: str) -> list[Message]:
     """Converts a user's result to chat messages; plain text becomes a user message. Raises BrokenEnvironment."""
-    if result is None and none:
-        return []
     messages = [{"role": "user", "content": result}] if isinstance(result, str) else result
     messages = [messages] if isinstance(messages, Mapping) else messages
-    if not isinstance(messages, list | tuple) or (not messages and not none):
+    if not isinstance(messages, list | tuple) or not messages:
         raise BrokenEnvironment(
             f"{what} returned {shorten(result)}, expected text, messages, either with a reward, or Done(reward)"
         )

@@ -20,8 +20,6 @@ from aiohttp import web
 from common.worker.owner import Worker
 from environments.chat_completions import ChatRequest, ModelAnswer, RequestError, answer, chunk, end_of_stream, read
 
-_MAX_CONNECTIONS = 256  # per rollout, each with one request at a time
-
 
 @dataclass(eq=False)
 class PendingRequest:
@@ -91,7 +89,7 @@ class Address:
             connection.force_close()
 
     def _connect(self) -> asyncio.Protocol:
-        if len(self._server.connections) >= _MAX_CONNECTIONS:
+        if len(self._server.connections) >= 256:  # of one rollout, each with one request at a time
             raise ConnectionRefusedError  # asyncio then closes the connection
         return self._server()
 

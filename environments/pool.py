@@ -29,9 +29,6 @@ from environments.endpoint import Endpoint, PendingRequest
 from environments.service import MAX_ANSWER_BYTES, Answer, Request
 from environments.tools import NO_CALLS, Calls
 
-_BUSY_PATIENCE_S = 1.0  # for a worker that is closed during a request
-_MAX_MEMORY = 2 << 30  # bytes for each environment's process
-
 
 @dataclass(eq=False)
 class _Rollout:
@@ -72,7 +69,7 @@ class EnvironmentPool:
             service,
             setup,
             title="environments",
-            max_memory=_MAX_MEMORY,
+            max_memory=2 << 30,  # bytes for each environment's process
             confine_signals=True,
             import_timeout_s=config.import_timeout_s,
             setting="rollout.import_timeout_s",
@@ -186,7 +183,7 @@ class EnvironmentPool:
                 patience_s = 0.0 if is_lost else self._timeout_s
                 break
         if rollout.worker is not None:
-            rollout.worker.close(_BUSY_PATIENCE_S if rollout.worker.is_cancelled else patience_s)
+            rollout.worker.close(1.0 if rollout.worker.is_cancelled else patience_s)  # cancelled: during a request
 
     def _reply(self, rollout: _Rollout, request: Request) -> Reply:
         about = f" Completion: {shorten(request.completion)}" if request.kind == "step" else ""

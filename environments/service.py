@@ -47,8 +47,7 @@ class EnvironmentService:
     def answer(self, request: bytes) -> bytes:
         started_s = time.monotonic()
         try:
-            answer = self._answer(decode(request, Request), started_s)
-            return encode(answer, MAX_ANSWER_BYTES)
+            return encode(self._answer(decode(request, Request), started_s), MAX_ANSWER_BYTES)
         except (UserError, BrokenEnvironment) as error:
             reason = str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -35,14 +35,13 @@ COMMANDS = {  # name → arguments of Python
     "families": ("tools/families/families.py",),
 }
 _OF_A_CLONE = ("setup", "test", "gpu-check", "bench", "families", "slurm")  # not available to a pip installation
-CALLED_FROM = "TANDEM_CALLED_FROM"  # environment variable: the folder in which launch.sh was called
 _WORKERS = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")  # tests/conftest.py sets the order
 
 
 def main(words: Sequence[str]) -> int:
     """Replaces this process by that of the command. Returns an exit code if it does not: 2 for an unknown command."""
     is_question = list(words[:1]) == ["--known"]
-    folder = Path(os.environ.get(CALLED_FROM, "."))
+    folder = Path(os.environ.get("TANDEM_CALLED_FROM", "."))  # in which launch.sh was called
     name, rest = command(words[is_question:], folder)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -74,18 +74,16 @@ def main(arguments: Sequence[str]) -> int:
             require_models(config)
             overrides = [*overrides, *settings_of_epochs(config), *([] if hosts else outside_memory(config))]
             config = load(path, overrides)
-            if not hosts:
-                _require_memory(config, place)
-            if shares.is_undivided(config, place):
-                model = read_dims(config.model.path, config.model.revision)
-                machine = this_machine(len(visible_gpus(os.environ)))
-                division = shares.settings(config, model, place, machine)
-                exits.say(f"one GPU for both processes: {' '.join(division)}")
-                overrides = [*overrides, *division]
-                config = load(path, overrides)
             if hosts:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
                 return _run(HostCommands(path, overrides, config, hosts, meet), resume_command)
+            _require_memory(config, place)
+            if shares.is_undivided(config, place):
+                machine = this_machine(len(visible_gpus(os.environ)))
+                division = shares.settings(config, read_dims(config.model.path, config.model.revision), place, machine)
+                exits.say(f"one GPU for both processes: {' '.join(division)}")
+                overrides = [*overrides, *division]
+                config = load(path, overrides)
             return _run(Commands(path, overrides, config, place), resume_command)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
@@ -171,14 +169,13 @@ def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str],
     ["a=1"] → (configs/quickstart.yaml, ["a=1"], None)
     """
     parser = argparse.ArgumentParser(prog=f"launch.sh {name}", description="Start the sampler and the trainer.")
-    parser.add_argument("config", nargs="?", help="a YAML file; default: the quick start")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.max_steps=20")
+    what = "a YAML file, by default the quick start's, and settings, for example trainer.max_steps=20"
+    parser.add_argument("words", nargs="*", metavar="config.yaml key=value", help=what)
     parser.add_argument("--hosts", type=Path, help="the hosts of the run: docs/hosts.md")
     parsed = parser.parse_intermixed_args(arguments)
-    given = [argument for argument in [parsed.config, *parsed.overrides] if argument is not None]
-    if given and "=" not in given[0]:
-        return Path(given[0]), given[1:], parsed.hosts
-    return Path(os.path.relpath(QUICKSTART)), given, parsed.hosts
+    if parsed.words and "=" not in parsed.words[0]:
+        return Path(parsed.words[0]), parsed.words[1:], parsed.hosts
+    return Path(os.path.relpath(QUICKSTART)), parsed.words, parsed.hosts
 
 
 def require_built(config: Config) -> None:

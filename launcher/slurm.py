@@ -38,7 +38,6 @@ _DEFAULTS = {
     "--requeue": "",
     "--open-mode": "append",
 }
-_ROWS = 4  # rows on which the rewards are tried
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def _check(config: Config, ranks: int) -> None:
             require_source(source)
         if sources and all(Path(source.split("@")[0].split(":")[0]).expanduser().exists() for source in sources):
             rows = load_data(option, spec or [], config.data)
-            for settings, own in by_source(rows[:: -(-len(rows) // _ROWS)], config):
+            for settings, own in by_source(rows[:: -(-len(rows) // 4)], config):  # the rewards are tried on 4 rows
                 check(settings, own)
 
 

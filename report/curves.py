@@ -128,9 +128,8 @@ def draw(ax: Any, rows: Records, key: str, color: str, window: int) -> None:
     if not points:  # only evaluations have this function
         return
     steps, values = zip(*points, strict=True)
-    mean = centered_mean(values, min(window, len(values)))
     ax.plot(steps, values, ".", color=color, alpha=0.35 if len(points) > 1 else 1, markersize=7, markeredgewidth=0)
-    ax.plot(steps, mean, color=color, linewidth=2.2, solid_capstyle="round")
+    ax.plot(steps, centered_mean(values, min(window, len(values))), color=color, linewidth=2.2, solid_capstyle="round")
 
 
 def label_axes(ax: Any, title: str, unit: str, is_share: bool) -> None:

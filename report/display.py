@@ -8,6 +8,7 @@ terminal ends the display, never the run.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,14 +31,17 @@ class StepDisplay:
         self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, when it ended)
         self._history, self._shown = History(config), set[str]()
         self._uncounted = full_marks.functions_without_full_marks(config.rewards.model_dump())
-        self._open = True
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the metrics of optimizer step `step`, counted from 1, as they are logged."""
-        self._ends.append((step, self._now()))
+        now = self._now()
+        self._ends.append((step, now))
+        first, start = self._ends[0]  # 20 steps ago, with evaluations and checkpoints between them
+        pace = (now - start) / (step - first) if step > first else values.get("step_time")
+        eta_s = None if pace is None else pace * (self._max_steps - step)
         self._uncounted -= full_marks.functions_with_full_marks([values])
         values = full_marks.without_accuracies(values, self._uncounted)
-        self.note(step_line(step, self._max_steps, values, self._eta_s(values.get("step_time"))))
+        self.note(step_line(step, self._max_steps, values, eta_s))
 
     def advice(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Returns {"advice/truncated": 1.0} for whatever is wrong after this step, and shows advice once per cause."""
@@ -64,18 +68,9 @@ class StepDisplay:
     def note(self, text: str) -> None:
         """Shows one line of text."""
         encoding = self._stream.encoding or "utf-8"
-        try:
-            if self._open:
-                self._stream.write(one_line(text).encode(encoding, "replace").decode(encoding) + "\n")
-                self._stream.flush()
-        except (OSError, ValueError):  # the reader is gone; the run continues, and metrics.jsonl has everything
-            self._open = False
-
-    def _eta_s(self, step_time: float | None) -> float | None:
-        """Returns the seconds left at the pace of the last 20 steps, with evaluations and checkpoints between them."""
-        (first, start), (last, end) = self._ends[0], self._ends[-1]
-        pace = (end - start) / (last - first) if last > first else step_time
-        return None if pace is None else pace * (self._max_steps - last)
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone; metrics.jsonl has everything
+            self._stream.write(one_line(text).encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
 
 
 def clock(seconds: float) -> str:
@@ -92,13 +87,17 @@ def wall_s(row: Record) -> float:
 
 def step_line(step: int, max_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
     """Returns the measured metrics of one optimizer step in one line. test_display.py has an example."""
+    calls, errors = (values.get(f"rollout/{key}") or 0.0 for key in ("tool_calls", "tool_errors"))
+    failed = f" ({errors / calls:.0%} failed)" if errors and calls else ""
     parts = [
         f"step {step}/{max_steps}",
         _format(values, "reward", "reward {:.2f}") + _format(values, "reward_std", " ±{:.2f}"),
         *_format_scores(values),
         _format(values, "kl", "kl {:.2g}"),
         _format(values, "completions/mean_length", "len {:.0f}"),
-        *_format_turns(values),
+        _format(values, "rollout/turns", "turns {:.1f}"),
+        _format(values, "rollout/tool_calls", "calls {:.2f}") + failed,  # "calls 1.30 (8% failed)"
+        _format(values, "rollout/failures", "{:.0f} failed rollouts", zero=False),
         _format(values, "frac_reward_zero_std", "dead {:.0%}"),
         _format(values, "tombstones", "tombstones {:.0f}", zero=False),
         _format(values, "tokens_per_second", "{:.0f} tok/s"),
@@ -123,17 +122,6 @@ def _format(values: Mapping[str, float], key: str, template: str, zero: bool = T
     return "" if value is None or (value == 0 and not zero) else template.format(float(value))
 
 
-def _format_turns(values: Mapping[str, float]) -> list[str]:
-    """Returns, for rollouts of several turns, ["turns 2.1", "calls 1.30 (8% failed)", "2 failed rollouts"]."""
-    calls, errors = (values.get(f"rollout/{key}") or 0.0 for key in ("tool_calls", "tool_errors"))
-    failed = f" ({errors / calls:.0%} failed)" if errors and calls else ""
-    return [
-        _format(values, "rollout/turns", "turns {:.1f}"),
-        _format(values, "rollout/tool_calls", "calls {:.2f}") + failed,
-        _format(values, "rollout/failures", "{:.0f} failed rollouts", zero=False),
-    ]
-
-
 def _format_scores(values: Mapping[str, float]) -> list[str]:
     """Returns ["answer 0.61"]: each function's share of full marks if the trainer logs one, else its mean."""
     names = full_marks.reward_functions([values])
@@ -142,9 +130,10 @@ def _format_scores(values: Mapping[str, float]) -> list[str]:
 
 
 def _longest_wait(values: Mapping[str, float]) -> str:
-    """Returns "trainer waited 21%" of step_time for the other process, for the process that waited longer."""
+    """Returns "trainer waited 21%" of the time since the last step, for the process that waited longer."""
     wait, who = max((values.get(f"wait/{who}_s") or 0.0, who) for who in ("sampler", "trainer"))
-    return f"{who} waited {wait / values['step_time']:.0%}" if wait and values.get("step_time") else ""
+    # the sampler's clock: its last beat before this step may tell of seconds that an earlier step had
+    return f"{who} waited {min(wait / wall_s(values), 1):.0%}" if wait and wall_s(values) else ""
 
 
 def comparison(evaluations: Records) -> list[str]:
@@ -162,7 +151,9 @@ def comparison(evaluations: Records) -> list[str]:
 def _comparison_line(name: str, records: Records) -> str:
     shown, marked = one_line(name), [record for record in records if name in record["full_marks"]]
     having = marked or [record for record in records if name in record["mean"]]
-    counts = " → ".join(dict.fromkeys(_sample_size(record, name) for record in having))
+    scored = (full_marks.scored(record, name) for record in having)
+    sizes = (str(n) if problems == n else f"{n} completions of {problems} problems" for n, problems in scored)
+    counts = " → ".join(dict.fromkeys(sizes))
     if not marked:
         setting = f"rewards.full_marks={{{one_line(name.rpartition('/')[2])}: …}}"  # hard/style has a source
         means = " → ".join(dict.fromkeys(f"{record['mean'][name]:.2f}" for record in having))
@@ -172,8 +163,3 @@ def _comparison_line(name: str, records: Records) -> str:
     intervals = " → ".join(f"[{100 * low:.1f}, {100 * high:.1f}]" for _, low, high in marks)
     plural = "s" if len(marks) > 1 else ""
     return f"held-out {shown}: {shares}  (n = {counts}; 95 % interval{plural} {intervals})"
-
-
-def _sample_size(record: Record, name: str) -> str:
-    n, problems = full_marks.scored(record, name)
-    return str(n) if problems == n else f"{n} completions of {problems} problems"

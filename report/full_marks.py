@@ -51,8 +51,7 @@ def by_source(items: Sequence[Item], source: Callable[[Item], str]) -> dict[str,
 def scored(record: Record, name: str) -> tuple[int, int]:
     """Returns (completions, problems) of an evaluation that the function scored: all but those with None."""
     n = record["n"]
-    completions, problems = record.get("scored", {}).get(name, (n, min(record.get("problems", n), n)))
-    return completions, problems
+    return record.get("scored", {}).get(name, (n, min(record.get("problems", n), n)))
 
 
 def share(record: Record, name: str) -> float:

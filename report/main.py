@@ -19,19 +19,14 @@ from report.curves import history_of, write_curves
 from report.display import clock, comparison, wall_s
 from report.escape import one_line
 from report.full_marks import Records
-from report.run_log import read_jsonl
 from report.sinks import saved_settings
 
 
 def final_summary(folder: Path) -> str:
-    """Returns every reward function's first and last held-out evaluation and the curves' path, for the terminal."""
-    evaluations = history_of(folder)[1]
+    """Returns every reward function's first and last held-out evaluation, sources, costs and pace, for the terminal."""
+    rows, evaluations = history_of(folder)
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
-    rows = read_jsonl(folder / "metrics.jsonl")
-    lines += [*source_lines(rows), *cost_lines(folder), *_pace(rows)]
-    if (folder / "curves.png").exists():
-        lines.append(f"curves: {one_line(folder / 'curves.png')}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *source_lines(rows), *cost_lines(folder), *_pace(rows)])
 
 
 def source_lines(rows: Records) -> list[str]:
@@ -83,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch.sh report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("output_dir", type=Path, help="a run folder, such as runs/quickstart")
     folder = parser.parse_args(arguments).output_dir
-    write_curves(folder)
-    print(final_summary(folder))
+    picture = write_curves(folder)
+    print(f"{final_summary(folder)}\ncurves: {one_line(picture)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from report.sinks import Sinks
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Returns every whole record, oldest first; [] without a file. Raises UserError for a bad line before the last."""
-    return [record for _, record in _whole_lines(Path(path))]
+    return [record for _, record in _whole_lines(path)]
 
 
 class MetricsLog:
@@ -41,23 +41,25 @@ class MetricsLog:
     def __init__(
         self,
         output_dir: Path,
-        report_to: Iterable[str] = (),
+        report_to: Sequence[str] = (),
         resume_step: int | None = None,
         resume_version: int | None = None,
     ) -> None:
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume_step is None and (steps := len(read_jsonl(folder / "metrics.jsonl"))):
-            raise earlier_run(folder, f"a run of {steps} steps")
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None and (steps := len(read_jsonl(output_dir / "metrics.jsonl"))):
+            raise earlier_run(output_dir, f"a run of {steps} steps")
         last_step = -1 if resume_step is None else resume_step
         self._files: dict[Path, int] = {}
         self._waiting: list[tuple[Path, bytes]] = []  # lines the disk did not take yet, oldest first
-        for path in (folder / name for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")):
+        for path in (output_dir / name for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")):
             by_version = resume_version if path.name == "eval.jsonl" else None
-            _cut_after(path, last_step if by_version is None else by_version)
+            last = last_step if by_version is None else by_version
+            kept = b"".join(line for line, record in _whole_lines(path) if record["step"] <= last)
+            if path.exists() and len(kept) < path.stat().st_size:  # without a torn last line, too
+                write_file(path, kept)
             self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._metrics, self._eval, self._samples = self._files
-        self._sinks = Sinks(folder, report_to, last_step, is_resumed=resume_step is not None)
+        self._sinks = Sinks(output_dir, report_to, last_step, is_resumed=resume_step is not None)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the line of an optimizer step, counted from 1: {"step": n, "time": unix seconds, **values}."""
@@ -106,8 +108,11 @@ class MetricsLog:
         written = _finite(record, bad)
         if bad and path == self._metrics:
             written["num_non_finite"] = len(bad)
+        # valid JSON and UTF-8, readable in any language, without bytes that control a terminal
+        text = json.dumps(written, ensure_ascii=False, allow_nan=False)
+        text = re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
         first_to_wait = not self._waiting
-        self._waiting.append((path, _to_line(written)))
+        self._waiting.append((path, text.encode() + b"\n"))
         try:
             self._flush()
         except OSError as error:
@@ -137,12 +142,6 @@ def _finite(value: Any, bad: list[float]) -> Any:
     return value
 
 
-def _to_line(record: Mapping[str, Any]) -> bytes:
-    """Returns one line of valid JSON and UTF-8, readable in any language, without bytes that control a terminal."""
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
-
-
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     whole = []
@@ -153,10 +152,3 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
             if number < len(lines) or torn:
                 raise UserError(f"{path}:{number}: not a record; remove it: sed -i {number}d '{path}'") from None
     return whole
-
-
-def _cut_after(path: Path, last_step: int) -> None:
-    """Removes records with step > last_step and a torn last line; the file is replaced as a whole or not at all."""
-    kept = b"".join(line for line, record in _whole_lines(path) if record["step"] <= last_step)
-    if path.exists() and len(kept) < path.stat().st_size:
-        write_file(path, kept)

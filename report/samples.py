@@ -51,20 +51,12 @@ def sample_text(record: Record, full: bool = False) -> str:
         "  image  │ " + one_line(f"{image['width']} × {image['height']} pixels, {image['digest']}")
         for image in record.get("images", ())
     ]
-    texts = [*_barred_lines("prompt", record["prompt"], full), *_completion_lines(record, full)]
-    return "\n".join([head, *images, *texts])
-
-
-def _completion_lines(record: Record, full: bool) -> list[str]:
-    """Returns the lines of a completion's parts in order, each under the name of its writer."""
-    if "turns" not in record:
-        return _barred_lines("model ", record["completion"], full)
+    lines = [head, *images, *_barred_lines("prompt", record["prompt"], full)]
     names = {"model": "model ", "environment": "tool  ", "history": "again "}
-    lines = []
-    for part in record["turns"]:
+    for part in record.get("turns", [{"by": "model", "text": record["completion"]}]):
         lines += _barred_lines(names[part["by"]], part["text"], full)
         lines += [f"  reward │ {_score_text(part['reward'])}"] if "reward" in part else []
-    return lines
+    return "\n".join(lines)
 
 
 def _score_text(value: float | None) -> str:

@@ -24,7 +24,6 @@ from common.processes.time_limits import WALL_TIME, within
 from common.processes.watchdog import report_progress
 from common.user_code.functions import Contract
 
-PROJECT = "tandem"
 _COLUMNS = ("step", "problem_index", "which", "prompt", "completion", "finish_reason", "reward")
 Write = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
@@ -53,14 +52,13 @@ class Sinks:
     last_step: the last step of the kept history; later steps of a crashed process are hidden if a sink can do that.
     """
 
-    def __init__(self, folder: Path, report_to: Iterable[str], last_step: int, is_resumed: bool) -> None:
-        names = tuple(report_to)
-        require_packages(names)
+    def __init__(self, folder: Path, report_to: Sequence[str], last_step: int, is_resumed: bool) -> None:
+        require_packages(report_to)
         self._open: dict[str, tuple[Write, Close]] = {}
         config = saved_settings(folder)
         self._sends_samples = config.get("run", {}).get("log_completions", False)
         self._patience_s = config.get("channel", {}).get("stall_timeout_s", 1800.0) / 6
-        for name in names:
+        for name in report_to:
             try:
                 self._open[name] = self._soon(functools.partial(_opened, name, folder, last_step, is_resumed))
             except UserError:
@@ -74,7 +72,7 @@ class Sinks:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if value is not None}
         for name, (write, _) in list(self._open.items()):
-            self._guard(name, lambda write=write: write(step, numbers))  # type: ignore[misc]
+            self._guard(name, functools.partial(write, step, numbers))
 
     def write_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Sends a table of a step's completions, as MetricsLog.log_samples takes them, if they may leave this host."""
@@ -147,21 +145,14 @@ def _tensorboard(folder: Path, last_step: int) -> tuple[Write, Close]:
 
 def _wandb(folder: Path, is_resumed: bool) -> tuple[Write, Close]:
     wandb = importlib.import_module("wandb")
-    identity = _identity(folder, is_resumed)
+    kept = folder / "sinks.json"  # the run's id at wandb, for processes that continue the run
+    if not is_resumed or not kept.exists():
+        write_file(kept, json.dumps({"id": secrets.token_hex(11)}).encode())
+    identity = str(json.loads(kept.read_text())["id"])
     name = f"{folder.resolve().name}-{identity[:6]}"
-    where: dict[str, Any] = {"project": PROJECT, "id": identity, "name": name, "dir": str(folder)}
+    where: dict[str, Any] = {"project": "tandem", "id": identity, "name": name, "dir": str(folder)}
     run = wandb.init(**where, resume="allow", config=saved_settings(folder), save_code=False)
     # wandb's own counter only grows and drops late values: evaluations, and steps that a resumed run makes again
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return lambda step, values: run.log({**values, "step": step}), run.finish
-
-
-def _identity(folder: Path, is_resumed: bool) -> str:
-    """Returns the run's id at wandb: new for a new run, kept in sinks.json for processes that continue the run."""
-    path = folder / "sinks.json"
-    if is_resumed and path.exists():
-        return str(json.loads(path.read_text())["id"])
-    identity = secrets.token_hex(11)
-    write_file(path, json.dumps({"id": identity}).encode())
-    return identity

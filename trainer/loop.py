@@ -47,8 +47,6 @@ from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 
-_MAX_SKIPPED_STEPS = 3  # consecutive steps that were not finite
-
 
 class Trainer:
     """The trainer of a run on one rank. Every rank calls every method."""
@@ -82,7 +80,7 @@ class Trainer:
         self.moving_reference = MovingReference(config, engine, exchange, tokenizer, reference)
         self.best = Best(config, exchange, say, lambda: rank_zero.log.evaluations() if rank_zero else [])
         self.saver = Saver(config, engine, critic, exchange, tokenizer, say, sync, self.seconds, progress.step)
-        self.records = StepRecords(config, rank_zero, tokenizer, progress.batch) if rank_zero else None
+        self.records = StepRecords(config, rank_zero, tokenizer) if rank_zero else None
         self._evaluated_version = progress.policy_version  # the version of the newest evaluation, or of the start
         self._is_between_batches = True  # the weights contain no step of a started batch
         self._num_eval_problems = 0
@@ -171,7 +169,7 @@ class Trainer:
             threshold=self.actor_critic.next_threshold() if self.actor_critic and last else p.threshold,
         )
         self._is_between_batches = last
-        if self.progress.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
+        if self.progress.skipped_in_a_row >= 3:
             raise Retryable(
                 f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss {sums['loss']}, gradient norm "
                 f"{result.grad_norm}) and were skipped; the weights are those of version {self.progress.policy_version}"
@@ -196,7 +194,7 @@ class Trainer:
         more |= sampler_values(reported.samplers)
         more |= {f"link/{name}": float(n) for name, n in reported.counters.items()} | durations
         devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
-        self.records.write(p.step, p.batch, self.batch.trained(step), result, sums, more, devices)
+        self.records.write(p.step, self.batch.trained(step), result, sums, more, devices)
 
     def publish(self, evaluate: bool) -> None:
         """Publishes the present version, with an evaluation if `evaluate` and the run has problems for one."""

@@ -122,7 +122,7 @@ def _require_room(trainer: Trainer) -> None:
     """Raises UserError if the disk has no room for final/ and, if checkpoints are saved, for one of them."""
     output_dir, models = trainer.config.run.output_dir, [trainer.engine, *filter(None, [trainer.critic])]
     tensors = [tensor for model in models for tensor in model.tensors]
-    weights, trained = sum(tensor.size for tensor in tensors), sum(tensor.form.numel() for tensor in tensors)
+    weights, trained = sum(tensor.form.nbytes for tensor in tensors), sum(tensor.form.numel() for tensor in tensors)
     needs = {output_dir: weights}
     if trainer.config.trainer.saves_checkpoints:
         needs[output_dir / CHECKPOINTS] = weights + _OPTIMIZER * trained

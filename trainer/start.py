@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
     from trainer.loop import Trainer
-    from trainer.save.checkpoint import Progress
 
 
 def run(config: Config) -> None:
@@ -52,9 +51,8 @@ def run(config: Config) -> None:
         with raising_permanent_errors(what) if rank == 0 else contextlib.nullcontext():
             trainer = _build_trainer(config, rank, stack)
         exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
-        exits.defer_interrupts(
-            "stopping after this step, with a checkpoint; again to stop at once" if rank == 0 else ""
-        )
+        saved = "with a checkpoint" if config.trainer.saves_checkpoints else "without one (trainer.save_steps=0)"
+        exits.defer_interrupts(f"stopping after this step, {saved}; again to stop at once" if rank == 0 else "")
         trainer.run()
 
 
@@ -74,19 +72,18 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
     try_own_objective(config.algorithm)
     tokenizer = _tokenizer_to_save(config)
 
-    def progress_of(resumed: str, run_id: str) -> Progress:
-        if resumed:
-            return resume.read_progress(Path(resumed), resume.stream_settings(config))
-        return checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, resume.stream_settings(config))
-
+    stream = resume.stream_settings(config)
     resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
     if rank == 0:
         resume_from = resume.find_checkpoint(config, exits.say)
-        progress_of(resume_from, run_id)
+        if resume_from:
+            resume.read_progress(Path(resume_from), stream)
     init_distributed(config)
     exchange = connect(config)
     resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.broadcast_text(run_id)
-    progress = progress_of(resume_from, run_id)
+    progress = checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, stream)
+    if resume_from:
+        progress = resume.read_progress(Path(resume_from), stream)
     if rank == 0:
         resumed_at = (progress.step, progress.policy_version) if resume_from else (None, None)
         rank_zero = open_rank_zero(stack, config, progress.run_id, progress.batch, progress.cursor, resumed_at)

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.errors import UserError
@@ -67,7 +66,17 @@ def find(label: str, name: str, built_in: Collection[str] = ()) -> Function:
     """Imports the function. Raises UserError if there is no such file, module or function, or the import fails."""
     place, attribute = parse(label, name, built_in)
     user_modules.prepare()
-    module = _load_file(place, label) if isinstance(place, Path) else _import_module(place, label)
+    if isinstance(place, Path):
+        _require_file(place, label)
+        if place.suffix != ".py":
+            raise UserError(f"{label}: {place} is not a Python file; its name must end in .py")
+    try:
+        module = user_modules.load_file(place) if isinstance(place, Path) else importlib.import_module(place)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and isinstance(place, str) and f"{place}.".startswith(f"{missing}."):
+            raise _no_module(label, missing) from None
+        raise UserError(f"{label}: {place} cannot be imported: {describe(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
@@ -124,13 +133,11 @@ class OwnFunction:
     label: str
     function: Function
     named: frozenset[str]  # its parameters
-    takes_all: bool  # **more
 
     def __call__(self, **offered: Any) -> Any:
         """Calls the function. Raises UserError for whatever the function raises."""
-        given = offered if self.takes_all else {key: value for key, value in offered.items() if key in self.named}
         try:
-            return self.function(**given)
+            return self.function(**named_arguments(self.function, offered))
         except Exception as error:
             raise UserError(f"{self.label} raised {describe(error)}") from error
 
@@ -167,8 +174,7 @@ class Contract:
 
         function = find(label, name)
         check_parameters(label, function, self.offered, self.one_of, self.example, unknown)
-        parameters = parameters_of(function)
-        return OwnFunction(label, function, frozenset(p.name for p in parameters or ()), takes_all(parameters))
+        return OwnFunction(label, function, frozenset(p.name for p in parameters_of(function) or ()))
 
 
 def describe(error: BaseException) -> str:
@@ -188,26 +194,6 @@ def _no_function(label: str, attribute: str, place: Path | str, defined: Collect
 def _require_file(path: Path, label: str) -> None:
     if not path.is_file():
         raise UserError(f"{label}: no file {path}.{did_you_mean(path)}")
-
-
-def _load_file(path: Path, label: str) -> ModuleType:
-    _require_file(path, label)
-    if path.suffix != ".py":
-        raise UserError(f"{label}: {path} is not a Python file; its name must end in .py")
-    try:
-        return user_modules.load_file(path)
-    except Exception as error:
-        raise UserError(f"{label}: {path} cannot be imported: {describe(error)}") from error
-
-
-def _import_module(place: str, label: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and (place == missing or place.startswith(missing + ".")):
-            raise _no_module(label, missing) from None
-        raise UserError(f"{label}: {place} cannot be imported: {describe(error)}") from error
 
 
 def _no_module(label: str, missing: str) -> UserError:

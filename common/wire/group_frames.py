@@ -21,7 +21,6 @@ from common.errors import WireError
 from common.types import EncodedImage, FinishReason, Forks, Group, Rollout
 
 Frame = bytes | memoryview
-ByToken = Mapping[str, NDArray[Any]]  # array of a Rollout -> [tokens of all completions in order, words each]
 
 _DTYPES = {"completion_ids": "<i4", "old_logprobs": "<f4", "ref_logprobs": "<f4", "sampling_mask": "<i4"}
 """The arrays of a Rollout. Each stands in the frame for all rollouts, one after the other, before the next begins."""
@@ -190,7 +189,7 @@ def read_outline(header: GroupHeader) -> Group:
 def _assemble_group(
     header: GroupHeader,
     prompt_ids: NDArray[np.int32],
-    by_token: ByToken,
+    by_token: Mapping[str, NDArray[Any]],  # array of a Rollout -> [tokens of all completions in order, words each]
     pngs: Sequence[bytes],
     routed: NDArray[Any] | None,
 ) -> Group:

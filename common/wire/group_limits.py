@@ -14,12 +14,11 @@ from common.types import Group, Rollout, oldest_version
 
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
 FAILURES_ALLOWED = 0.01  # share of groups, of held-out problems and of rows; more end the run
-_ALWAYS_ALLOWED = 3.0  # failures, however small the total is
 
 
 def too_many(failures: int, total: int, what: str) -> str:
     """Returns a sentence if the run may not go on with so many failures of the total, "" if they are few."""
-    if failures <= max(_ALWAYS_ALLOWED, FAILURES_ALLOWED * total):
+    if failures <= max(3.0, FAILURES_ALLOWED * total):  # three, however small the total is
         return ""
     return f"{failures} {what}, more than {FAILURES_ALLOWED:g} of them all"
 

@@ -19,7 +19,6 @@ from common.types import EvalRequest, EvalResult, Group, Tombstone
 from common.wire.group_frames import Frame, GroupHeader, read_group, read_outline, write_group
 
 PROTO = 3
-_DIGEST_BYTES = 16
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
@@ -137,7 +136,10 @@ def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
         decoded = _decoder.decode(header)
         if decoded.proto != PROTO:
             raise WireError("proto", f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them")
-        message = _message(decoded.body, arrays)
+        body = decoded.body
+        if arrays and not isinstance(body, GroupHeader):
+            raise WireError("malformed", f"{len(arrays)} bytes of arrays behind a {type(body).__name__}")
+        message: WireMessage = read_group(body, arrays) if isinstance(body, GroupHeader) else body
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise WireError("malformed", str(error)) from None
     return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
@@ -158,14 +160,6 @@ def failure_of(frames: Sequence[Frame], reason: str) -> tuple[Envelope, Tombston
     return envelope, Tombstone(ids.group_id, ids.policy_version, f"row {ids.problem_index}: {reason}")
 
 
-def _message(body: _Body, arrays: Frame) -> WireMessage:
-    if isinstance(body, GroupHeader):
-        return read_group(body, arrays)
-    if arrays:
-        raise WireError("malformed", f"{len(arrays)} bytes of arrays behind a {type(body).__name__}")
-    return body
-
-
 def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
     """Returns (the group without its arrays: see `read_outline`, their bytes) of a header that `decode` accepted."""
     body = _decoder.decode(header).body
@@ -176,7 +170,7 @@ def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
 
 
 def _digest(header: Frame, arrays: Frame) -> bytes:
-    hasher = hashlib.blake2b(len(header).to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(len(header).to_bytes(8, "little"), digest_size=16)
     hasher.update(header)
     hasher.update(arrays)
     return hasher.digest()

@@ -78,7 +78,9 @@ def run(config: Config, target: Target) -> None:
         started_s = time.monotonic()
         from model import devices  # imports torch, as the engine does: users' errors come before
         from sampler.engine.engine import Engine
+        from sampler.engine.fetch import remove_scratch
 
+        stack.callback(remove_scratch, config)
         engine = Engine(config, devices.count())
         if target.rank:
             remedy = "Evaluate them on the base model that they were trained on: model.path"
@@ -90,19 +92,14 @@ def run(config: Config, target: Target) -> None:
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")
     result = report(samples, len(failures), config.rewards)
-    folder = target.output / _folder_name(config, target.model)
+    data = config.data.eval if isinstance(config.data.eval, str) else "data"
+    label = f"{Path(target.model).name}-{Path(data).stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
+    folder = target.output / re.sub(r"[^A-Za-z0-9._-]+", "_", label)  # for example step_000040-test-n8-t0.6
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - started_s})
     for reason in failures[:3]:
         exits.say(f"left out, a reward failed: {one_line(reason)}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
-
-
-def _folder_name(config: Config, model: str) -> str:
-    """Returns the name of the folder of results, for example "step_000040-test-n8-t0.6"."""
-    data = config.data.eval if isinstance(config.data.eval, str) else "data"
-    label = f"{Path(model).name}-{Path(data or '').stem}-n{config.eval.num_generations}-t{config.eval.temperature:g}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", label)
 
 
 def _write(folder: Path, config: Config, model: str, samples: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def sizes(n: int) -> list[int]:
     """Returns the values of k for pass@k: 1, 2, 4, … and n itself, for example sizes(6) → [1, 2, 4, 6]."""
-    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | ({n} if n else set()))
+    return sorted({2**i for i in range(n.bit_length())} | ({n} if n else set()))
 
 
 def final_answer(text: str) -> str | None:
@@ -44,11 +44,8 @@ def final_answer(text: str) -> str | None:
     """
     text = behind_thoughts(text)
     boxed = last_boxed(text)
-    if boxed is not None:
-        value = plain_number(boxed)
-        return str(value) if value is not None else "".join(boxed.split()) or None
-    part = answer_part(text)
-    value = last_number(part)
+    part = answer_part(text) if boxed is None else boxed
+    value = last_number(part) if boxed is None else plain_number(part)
     if value is not None:
         return str(value)
     return None if part is text else "".join(part.split()) or None
@@ -94,7 +91,10 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
         if not place or _marks_by_problem(part, name, 0.0)
     }
     for first in rewards.names[:1]:
-        functions[first]["maj"] = _majorities(problems, first, rewards.full_mark(first))
+        marks = _marks_by_problem(problems, first, rewards.full_mark(first))
+        n = min((len(problem) for problem, _ in marks), default=0)
+        votes = [majority([final_answer(s["completion"]) for s in problem], right) for problem, right in marks]
+        functions[first]["maj"] = {str(n): estimate(votes)} if n > 1 else {}
 
     def share(test: Callable[[Sample], bool]) -> dict[str, float]:
         return estimate([sum(map(test, problem)) / len(problem) for problem in problems])
@@ -128,13 +128,6 @@ def _function_report(problems: Sequence[Sequence[Sample]], name: str, full_mark:
         "problems": len(marks),
         "pass": {str(k): estimate([pass_at_k(len(m), sum(m), k) for m in marks]) for k in ks},
     }
-
-
-def _majorities(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:
-    marks = _marks_by_problem(problems, name, full_mark)
-    n = min((len(problem) for problem, _ in marks), default=0)
-    votes = [majority([final_answer(s["completion"]) for s in problem], right) for problem, right in marks]
-    return {str(n): estimate(votes)} if n > 1 else {}
 
 
 def table(result: dict[str, Any]) -> str:

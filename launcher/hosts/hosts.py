@@ -31,7 +31,6 @@ from launcher.resources.batch_plan import counted
 from launcher.resources.placement import Placement, SamplerPlace
 
 _LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
-_SHOWN_LATE_S = 20.0  # until another host sees a file of this one
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
 # Variables of our environment that other hosts need: settings of libraries, and never a secret.
 _PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
@@ -164,13 +163,10 @@ class HostCommands(Commands):
         script = [str(ROOT / "training_worker.py"), *self._arguments, *extra]
         all_of = [str(self.place.num_ranks), self._meet.address, PORT, *script]
         buffers = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{PORT}_*"
+        firsts = [sum(host.slots for host in hosts[:i]) for i in range(len(hosts))]
         starts = [
-            (
-                host,
-                [*RANKS, str(sum(h.slots for h in hosts[:i])), str(host.slots), *all_of],
-                {"gpus": (0, host.slots), "scratch": [buffers]},
-            )
-            for i, host in enumerate(hosts)
+            (host, [*RANKS, str(first), str(host.slots), *all_of], {"gpus": (0, host.slots), "scratch": [buffers]})
+            for first, host in zip(firsts, hosts, strict=True)
         ]
         return self._child_over("trainer", starts)
 
@@ -189,7 +185,7 @@ class HostCommands(Commands):
                 "processes": host.slots + host.samplers,
                 "attempt": self._attempt,
                 "proof": str(file),
-                "within_s": _SHOWN_LATE_S,
+                "within_s": 20.0,  # until another host sees a file of this one
                 "running_s": time.monotonic() - started_at(),  # for trainer.max_hours: hosts have clocks of their own
                 **more,
             }

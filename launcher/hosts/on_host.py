@@ -36,7 +36,6 @@ from launcher.resources.machine import usable_cores
 from launcher.resources.placement import visible_gpus
 
 ANSWER = b"tandem-host "  # prefix of the lines of stdout that over_hosts.py reads
-_CONNECTS_S = 5.0
 
 
 def main() -> int:
@@ -58,7 +57,7 @@ def main() -> int:
     with Guard() as guard:
         kills = OomKills()
         running = Running(child, guard.mark, order["attempt"])
-        guard.watch(running)
+        guard.tell(running, running.scratch)
         code = _watch(running, kills)
         if code in SIGKILLED:
             role = "trainer" if child.name == "trainer" else "sampler"
@@ -95,7 +94,7 @@ def _reachable(name: str, addresses: Sequence[str], port: int) -> dict[str, Any]
     """Returns the network card that reaches each address of another host, and the addresses of that host's name."""
 
     def card_to(address: str) -> str | None:
-        with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECTS_S) as link:
+        with suppress(OSError), socket.create_connection((address, port), timeout=5.0) as link:
             return _network_cards().get(link.getsockname()[0])
         return None
 

@@ -82,9 +82,8 @@ def answers(names: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises UserError or Retryable with the message of the first host that does not answer.
     """
-    hosts: list[Host] = []
+    hosts = [Host(name) for name in names]
     try:
-        hosts += [Host(name) for name in names]
         _until_answered(hosts)
         first, name = hosts[0].answer, names[0].rpartition("@")[2]
         for asked in (hosts[1:], hosts[:1]):  # the first host last, so that it listens while the others connect

@@ -35,7 +35,6 @@ from common.redact import redacted_words
 
 MARK = "TANDEM_MARK"  # environment variable that every descendant carries
 PID = "{pid}"  # stands for the process id in Child.scratch
-PREFIX = b"tandem: "  # lines on stderr that are shown at the terminal too
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ class Running:
             say(f"{child.name} goes without a log: {error}")
             self._log = open(os.devnull, "w")  # noqa: SIM115
         command = shlex.join(redacted_words(child.argv))
-        header = f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
-        self._note(header)
+        self._note(f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}")
         (out, child_out), (err, child_err) = os.pipe(), os.pipe()
         self.streams = {out: (Transcript(), child.echo), err: (Transcript(), False)}
         try:
@@ -91,7 +89,7 @@ class Running:
         lines = transcript.feed(data) if data else transcript.end()
         self._note(*lines)
         for line in lines:
-            if not echo and line.encode().startswith(PREFIX):
+            if not echo and line.startswith("tandem: "):
                 show(line.encode() + b"\n")
         if echo and data:
             show(data)
@@ -144,15 +142,11 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, running: Running) -> None:
-        """Adds the child's process group and files to what the guard removes."""
-        self._send(running, running.scratch)
+    def tell(self, running: Running, scratch: Sequence[str] | None) -> None:
+        """Adds the child's process group and files to what the guard removes.
 
-    def forget(self, running: Running) -> None:
-        """Removes a child whose group has ended, because the kernel may reuse its number."""
-        self._send(running, None)
-
-    def _send(self, running: Running, scratch: Sequence[str] | None) -> None:
+        None removes a child whose group has ended, because the kernel may reuse its number.
+        """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the guard was killed; the two other means remain
             self._process.stdin.write(json.dumps([running.process.pid, scratch]).encode() + b"\n")
@@ -163,10 +157,7 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         kill_marked(self.mark)
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()  # closes its stdin, by which it ends
 
 
 def kill_marked(mark: str) -> None:

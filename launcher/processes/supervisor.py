@@ -32,8 +32,6 @@ from common.processes.transcript import tail
 from launcher.processes.killed import OomKills
 from launcher.processes.processes import Child, Guard, Running, remove
 
-TAIL_LINES = 15
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -121,13 +119,11 @@ class Supervisor:
         if code == DONE and self._rules.finished():
             self._stop(None)
             return DONE
-        if code in (USER_ERROR, INTERRUPTED):
-            self._explain(name, code)
+        if out_of_time or code in (USER_ERROR, INTERRUPTED):
+            if not out_of_time:
+                self._explain(name, code)
             self._stop(signal.SIGINT)
             return code
-        if out_of_time:
-            self._stop(signal.SIGINT)
-            return RETRYABLE
         for_memory = code in SIGKILLED and self._explain_kill(name, code)
         reason = self._retry(name, code, for_memory)
         if reason is None:
@@ -139,8 +135,7 @@ class Supervisor:
 
     def _explain_kill(self, name: str, code: int) -> bool:
         """Reports who sent the SIGKILL. Returns True if it was this host's kernel, for want of memory."""
-        slot = self._slots[name]
-        if slot.child.on_other_hosts and code > 0:  # a code of the other host; below 0, over_hosts.py was killed
+        if self._slots[name].child.on_other_hosts and code > 0:  # of that host; below 0, over_hosts.py was killed
             return False
         advice = less_memory("trainer" if name == "trainer" else "sampler", self._rules.is_host_of_gpus)
         for_memory, message = self._kills.why_killed(name, advice)
@@ -173,9 +168,7 @@ class Supervisor:
 
     def _renew_samplers(self, trainer: _Slot, waited_in_vain: bool) -> None:
         """Starts samplers with the trainer if they ended with it, or if the trainer has waited in vain once more."""
-        for name, sampler in self._slots.items():
-            if sampler is trainer:
-                continue
+        for name, sampler in self._slots.items():  # neither holds for the trainer: it has ended and is due
             if waited_in_vain and sampler.running is not None:
                 say(f"{name} is started again too: perhaps it is what the trainer waited for")
                 self._close(sampler)
@@ -185,7 +178,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
-        self._guard.watch(slot.running)
+        self._guard.tell(slot.running, slot.running.scratch)
         for descriptor in slot.running.streams:
             self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
 
@@ -194,7 +187,7 @@ class Supervisor:
         for descriptor in slot.running.streams:
             self._selector.unregister(descriptor)
         slot.running.close()
-        self._guard.forget(slot.running)
+        self._guard.tell(slot.running, None)
         slot.running, slot.end_by = None, None
 
     def _stop(self, number: int | None) -> None:
@@ -202,34 +195,30 @@ class Supervisor:
 
         number: the signal that asks; None = it ends by itself and SIGTERM comes only after the wait.
         """
-        live = [slot for slot in self._slots.values() if slot.running is not None]
+        live = {name: slot.running for name, slot in self._slots.items() if slot.running is not None}
         steps = [] if number == signal.SIGKILL else [number] if number is not None else [None, signal.SIGTERM]
         limit = self._interrupts + 1
         for step in steps:
-            for slot in live:
-                if step is not None and slot.running is not None and slot.running.process.poll() is None:
-                    slot.running.process.send_signal(step)
+            for running in live.values():
+                if step is not None:
+                    running.process.send_signal(step)
             grace_s = self._grace_s(step)
             deadline = time.monotonic() + grace_s
-            while self._interrupts < limit and time.monotonic() < deadline and self._any_alive(live):
+            while self._interrupts < limit and time.monotonic() < deadline:
+                if all(running.process.poll() is not None for running in live.values()):
+                    break
                 self._relay(0.05)
-        for name, slot in self._slots.items():
-            if steps and slot in live and self._any_alive([slot]) and self._interrupts < limit:
+        for name, running in live.items():
+            if steps and running.process.poll() is None and self._interrupts < limit:
                 say(f"{name} did not end within {grace_s:.0f} s, and is killed")
-        for slot in live:
-            self._close(slot)
+        for name in live:
+            self._close(self._slots[name])
 
     def _grace_s(self, number: int | None) -> float:
         """Returns the seconds until SIGKILL; after SIGINT the trainer first finishes its batch and saves it."""
         return max(self._rules.grace_s, self._rules.batch_s() if number == signal.SIGINT else 0.0)
 
-    @staticmethod
-    def _any_alive(slots: list[_Slot]) -> bool:
-        return any(slot.running is not None and slot.running.process.poll() is None for slot in slots)
-
     def _relay(self, timeout_s: float) -> None:
-        if not self._selector.get_map():
-            time.sleep(timeout_s)
         for key, _ in self._selector.select(timeout_s):
             if not key.data.relay(key.fd):
                 self._selector.unregister(key.fd)
@@ -241,5 +230,5 @@ class Supervisor:
         log = self._slots[name].child.log
         say(f"{name} {meaning(code)}. The last lines of its log:")
         with suppress(OSError):
-            print("".join(f"    {line}\n" for line in tail(log, TAIL_LINES)), file=sys.stderr, end="", flush=True)
+            print("".join(f"    {line}\n" for line in tail(log, 15)), file=sys.stderr, end="", flush=True)
         say(f"full log: {log}")

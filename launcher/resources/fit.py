@@ -15,8 +15,6 @@ from launcher.resources.placement import Placement
 from launcher.resources.shares import is_undivided, longest_sequence, problem, shares, trainer_problem
 from launcher.resources.workload import Workload
 
-_VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -62,7 +60,7 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
     parts = _sampler_parts(sampler)
     if not machine.gpu_bytes:
         return Fit((("sampler", f"{parts}; the memory of the GPUs is not known, see --gpus"),), ())
-    taken = float(config.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * machine.gpu_bytes
+    taken = float(config.vllm.get("gpu_memory_utilization", 0.92)) * machine.gpu_bytes  # 0.92: vLLM's own default
     if cache := config.vllm.get("kv_cache_memory_bytes"):
         taken = sampler.weights + sampler.overhead + float(cache)
     at_once, share = sampler.sequences_that_fit(taken), taken / machine.gpu_bytes

@@ -77,10 +77,7 @@ def listed_gpus() -> tuple[Gpu, ...]:
 def smallest_gpu() -> int:
     """Returns the bytes of memory of the smallest GPU; 0 without a driver, or if it does not report them."""
     listed = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    try:
-        return 2**20 * min((int(mib) for mib in listed.split("\n") if mib.strip()), default=0)
-    except ValueError:  # "[N/A]"
-        return 0
+    return 2**20 * min((int(mib) for mib in listed.split() if mib.isdigit()), default=0)  # else "[N/A]"
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:

@@ -95,13 +95,15 @@ def workload_of(
     zero, sums = settings["zero_optimization"], settings.get("data_types", {}).get("grad_accum_dtype")
     budget, critic, reference = config.trainer.max_tokens_per_micro_batch, config.critic, config.reference
     lora, named = config.lora, config.lora.target_modules
+    vision, longest = model.vision, config.data.max_prompt_length
+    images = config.data.limit_images if config.data.image_key is not None else 0
     modules = None if isinstance(named, str) else {name.split(".")[-1] for name in named}
     return Workload(
         model=model,
         dtype=config.model.dtype,
         ranks=num_ranks,
         zero_stage=int(zero["stage"]),
-        prompt=config.data.max_prompt_length,
+        prompt=longest,
         completion=config.sampler.max_completion_length,
         num_generations=config.sampler.num_generations,
         groups_per_micro_batch=config.groups_at_once if budget is None else max(1.0, budget / config.longest_group),
@@ -124,8 +126,9 @@ def workload_of(
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
         sp_size=config.trainer.sequence_parallel_size,
-        images=config.data.limit_images if config.data.image_key is not None else 0,
-        patches=_most_patches(config, model),
+        images=images,
+        # of an image of data.max_pixels, at most as many as fit into a prompt
+        patches=min(vision.patches(config.data.max_pixels), longest * vision.merge**2) if vision and images else 0,
         trains_tower=not config.model.freeze_vision_tower and not config.lora.r,
     )
 
@@ -135,13 +138,6 @@ def _moments(settings: dict[str, Any], model: ModelDims) -> float:
     name = optimizer_of(settings)
     embeddings = model.vocab * model.hidden * (1 if model.tied else 2)
     return OPTIMIZERS[name] * (1 + (name == "muon") * embeddings / model.parameters)
-
-
-def _most_patches(config: Config, model: ModelDims) -> int:
-    """Returns the patches of an image of data.max_pixels, at most as many as fit into a prompt."""
-    if model.vision is None or config.data.image_key is None:
-        return 0
-    return min(model.vision.patches(config.data.max_pixels), config.data.max_prompt_length * model.vision.merge**2)
 
 
 def _dims_or(policy: ModelDims, path: str | None) -> ModelDims | None:

@@ -1,6 +1,5 @@
 """The real engine with adapters on a tiny model: versions, what it refuses, and that each one's outputs are its own."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +7,16 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.files.weights import Published
+from common.files import pieces
 from model.files import lora
 from sampler.engine.completions import SamplingParams
 from sampler.engine.engine import Engine
 from sampler.engine.reload import reload
 from tests.support.engines import complete, greedy
 from tests.support.plain_policy import AdaptedPolicy
-from trainer.save.model_files import write_tensors
+from trainer.save.model_files import tensor_file
 
 pytestmark = pytest.mark.timeout(300)
-
-Publish = Callable[[int], Published]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def settings() -> dict[str, Any]:
 
 
 def test_every_version_has_the_trainers_log_probs_and_no_cached_prefix_of_another(
-    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, figure: Callable[[str, str], None]
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Any, figure: Any
 ) -> None:
     prompt, seen = [7 + i % 50 for i in range(400)], []
     for number in (1, 2, 3):
@@ -57,14 +54,14 @@ def test_vllm_allows_the_ranks_that_we_take_it_to_allow() -> None:
 
 
 def test_a_saved_folder_loads_in_vllm(
-    engine: Engine, config: Config, policy: AdaptedPolicy, version: Publish, tmp_path: Path
+    engine: Engine, config: Config, policy: AdaptedPolicy, version: Any, tmp_path: Path
 ) -> None:
     """As its documentation says; tests/gloo/test_lora_training.py loads one in peft."""
     policy.disturb(8)
     reload(engine, version(8), config)
     expected = greedy(engine)
     tensors = {name: tensor.clone() for name, tensor in policy.gathered_tensors(policy.tensors, lambda _: True)}
-    write_tensors(tmp_path / lora.WEIGHTS, tensors)
+    pieces.write(tmp_path / lora.WEIGHTS, tensor_file(tensors))
     (tmp_path / lora.SETTINGS).write_bytes(policy.published_settings)
     policy.disturb(9)
     reload(engine, version(9), config)

@@ -232,7 +232,7 @@ def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
 
 def state_hash(engine: Any, has_moments: bool = True) -> str:
     """SHA-256 of weights, both moments (none before the first step) and the learning rate: all the next step needs."""
-    digest = hashlib.sha256(repr(engine.learning_rate).encode())
+    digest = hashlib.sha256(repr(float(engine.optimizer.param_groups[0]["lr"])).encode())
     parts = [master_weights(engine), dict(engine.gathered_tensors(engine.tensors, lambda _: True))]
     parts += [moments(engine, which) for which in ("exp_avg", "exp_avg_sq") if has_moments]
     for part in parts:

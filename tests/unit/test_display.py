@@ -62,6 +62,13 @@ TURNS = {"rollout/turns": 2.04, "rollout/tool_calls": 1.25, "rollout/tool_errors
             3601.4,
             "step 3/9  reward nan  kl 1.2e-05  tombstones 2  4.0 s  sampler waited 75%  v3 (1.5 behind)  ETA 1:00:01",
         ),
+        (
+            (1, 2),
+            {"step_time": 1.0, "timing/all_s": 4.0, "wait/sampler_s": 2.0},
+            None,
+            "step 1/2  1.0 s  sampler waited 50%",
+        ),
+        ((1, 2), {"step_time": 1.0, "wait/sampler_s": 1.21}, None, "step 1/2  1.0 s  sampler waited 100%"),
         ((1, 2), TURNS, None, "step 1/2  turns 2.0  calls 1.25 (8% failed)  3 failed rollouts"),
         ((1, 2), {"rewards/\x1b[31mred\x1b[0m\nname/mean": 1.0}, None, "step 1/2  ␛[31mred␛[0m␊name 1.00"),
     ],

@@ -50,7 +50,7 @@ def test_what_is_published_and_saved_is_what_save_pretrained_writes_to_the_bit(k
     made = of(model)
     assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
     for name, tensor in expected.items():
-        assert (made[name].size, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
+        assert (made[name].form.nbytes, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
     save_model(engine_around(model), OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(files) >= 2
@@ -101,7 +101,7 @@ def test_several_parameters_may_be_one_published_tensor() -> None:
     parts = [getattr(attention, f"{part}_proj").weight for part in "qkv"]
     assert [id(p) for p in tensor.parameters] == [id(p) for p in parts]
     assert torch.equal(tensor.make(), torch.cat(parts).T) and tensor.make().is_contiguous()
-    assert tensor.size == 3 * 128 * 128 * 4
+    assert tensor.form.nbytes == 3 * 128 * 128 * 4
 
 
 def test_a_family_without_a_way_back_is_refused_by_name_at_the_start() -> None:

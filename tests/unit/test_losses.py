@@ -14,19 +14,9 @@ from hypothesis import strategies as st
 from common.config import Algorithm
 from tests.support import oracle
 from tests.support.oracle import Objective, ScoredCompletion
-from trainer.algorithm.losses import (
-    Denominator,
-    TokenTerms,
-    loss,
-    mismatch_correction,
-    token_objective,
-    token_weights,
-    value_errors,
-)
+from trainer.algorithm import losses
+from trainer.algorithm.losses import Denominator, loss, mismatch_correction, token_objective, token_weights
 from trainer.algorithm.mismatch import gaps
-
-MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "bnpo"]
 
 
 def logs(*probs: float) -> torch.Tensor:
@@ -35,7 +25,7 @@ def logs(*probs: float) -> torch.Tensor:
 
 def one_token(
     *, prob: float, old: float, advantage: float, ref: float | None = None, **settings: Any
-) -> tuple[float, float, TokenTerms]:
+) -> tuple[float, float, losses.TokenTerms]:
     """Objective of a single token, its derivative by the log-prob, and the terms for metrics. In probabilities."""
     logprobs = logs(prob).requires_grad_()
     ref_logprobs = None if ref is None else logs(ref)
@@ -62,7 +52,7 @@ def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
     assert total.item() == pytest.approx(-0.1, abs=1e-12)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, -0.25, 0.25, 0.0], abs=1e-12)
-    assert terms.is_clipped.tolist() == [True, False, False, True]
+    assert terms.clipped.tolist() == [True, False, False, True]
     assert terms.ratio.tolist() == pytest.approx([2.0, 1.0, 1.0, 0.5])
     assert terms.kl.tolist() == pytest.approx([0.0] * 4, abs=1e-15)
 
@@ -104,8 +94,8 @@ def test_the_objective_of_one_token(case: str) -> None:
     prob, old, advantage, settings, objective, slope, is_clipped = ONE_TOKEN[case]
     found, gradient, terms = one_token(prob=prob, old=old, advantage=advantage, **settings)
     assert (found, gradient) == (pytest.approx(objective), pytest.approx(slope))
-    assert (terms.is_clipped.item(), terms.ratio.item()) == (is_clipped, pytest.approx(prob / old))
-    assert (terms.correction.item(), terms.is_corrected.item()) == (1.0, False)
+    assert (terms.clipped.item(), terms.ratio.item()) == (is_clipped, pytest.approx(prob / old))
+    assert (terms.correction.item(), terms.corrected.item()) == (1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +114,7 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
     objective, gradient, terms = one_token(prob=prob, old=prob, advantage=0.0, **of)  # type: ignore[arg-type]
     assert (terms.kl.item(), objective, gradient) == pytest.approx((kl, -0.5 * kl, -0.5 * slope))
     clipped, gradient, terms = one_token(prob=prob, old=prob / 1.5, advantage=1.0, **of)  # type: ignore[arg-type]
-    assert terms.is_clipped.item()
+    assert terms.clipped.item()
     assert (clipped, gradient) == pytest.approx((1.2 - 0.5 * kl, -0.5 * slope))
     if estimator == "k3":  # the loss's alone
         found = one_token(prob=prob, old=prob, advantage=1.0, kl_in_reward=True, **of)  # type: ignore[arg-type]
@@ -195,7 +185,7 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_t
     found, terms = token_objective(logprobs, logs(*old), None, advantages, [2], algorithm)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert found.tolist() == pytest.approx([objective] * 2) and gradient.tolist() == pytest.approx([slope] * 2)
-    assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.is_clipped.tolist() == [slope == 0] * 2
+    assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.clipped.tolist() == [slope == 0] * 2
 
 
 @pytest.mark.parametrize(
@@ -221,7 +211,7 @@ def test_a_correction_weighs_tokens_whose_ratio_is_to_the_trainers_own_first_log
     (gradient,) = torch.autograd.grad(objective.sum(), logprobs)
     assert terms.ratio.tolist() == pytest.approx(ratios)
     assert terms.correction.tolist() == pytest.approx(weights)
-    assert terms.is_corrected.tolist() == hit
+    assert terms.corrected.tolist() == hit
     assert objective.tolist() == pytest.approx([2 * r * w for r, w in zip(ratios, weights, strict=True)])
     assert gradient.tolist() == pytest.approx(objective.tolist())  # none through the weight itself
 
@@ -266,12 +256,12 @@ def steps(draw: st.DrawFn) -> tuple[list[ScoredCompletion], Objective]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     beta = draw(st.sampled_from([0.0, 0.04]))
     is_cispo = draw(st.integers(0, 3)) == 0
-    mode = draw(st.sampled_from([None, *MODES]))
+    mode = draw(st.sampled_from([None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]))
     objective = Objective(
         epsilon=0.2 if is_cispo else draw(st.sampled_from([0.1, 0.2])),
         epsilon_high=1.1 if is_cispo else draw(st.sampled_from([0.2, 0.28])),
         beta=beta,
-        loss_type="cispo" if is_cispo else draw(st.sampled_from(LOSS_TYPES)),
+        loss_type="cispo" if is_cispo else draw(st.sampled_from(["grpo", "dapo", "dr_grpo", "bnpo"])),
         max_completion_length=9,
         delta=None if is_cispo else draw(st.sampled_from([None, 1.4])),
         importance_sampling_level="token" if is_cispo else draw(st.sampled_from(["token", "sequence"])),
@@ -338,7 +328,7 @@ def test_loss_and_gradient_equal_the_oracle(step: tuple[list[ScoredCompletion], 
 def value_error(value: float, old: float, target: float, cliprange: float | None) -> tuple[float, float, bool]:
     """Of one value: its error, the derivative by the value, and whether it is clipped."""
     values, others = torch.tensor([value]).requires_grad_(), [torch.tensor([old]), torch.tensor([target])]
-    error, is_clipped = value_errors(values, *others, cliprange)
+    error, is_clipped = losses.value_errors(values, *others, cliprange)
     (slope,) = torch.autograd.grad(error.sum(), values)
     return error.item(), slope.item(), is_clipped.item()
 

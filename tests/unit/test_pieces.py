@@ -20,7 +20,7 @@ from tests.support.configs import config_of
 from tests.unit.test_checkpoint_faults import TOKENIZER, SmallEngine, progress, resumed_step, save
 from trainer.save import checkpoint, disk, resume
 from trainer.save.disk import DiskTrouble, on_all_ranks
-from trainer.save.model_files import write_tensors
+from trainer.save.model_files import tensor_file
 
 SMALL = 1000  # bytes of a piece
 LIMIT_S = 2.0  # of the watchdog; a busy disk takes a second for one fsync
@@ -35,7 +35,7 @@ def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> Non
         "flags": torch.tensor([True, False]),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    found = write_tensors(tmp_path / "ours", tensors)
+    found = pieces.write(tmp_path / "ours", tensor_file(tensors))
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
     whole = (tmp_path / "theirs").read_bytes()
     assert (tmp_path / "ours").read_bytes() == whole

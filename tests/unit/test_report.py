@@ -96,7 +96,6 @@ def test_curves_show_training_and_held_out_accuracy_with_intervals(tmp_path, mon
     point, _, (bar,) = plots[0].containers[0]
     assert point.get_xydata().tolist() == [[0, 210 / 512]]
     assert bar.get_segments()[0][:, 1] == pytest.approx([0.36838, 0.45321], abs=1e-4)
-    assert f"curves: {path}" in final_summary(tmp_path)
 
 
 def test_curves_of_one_step_of_evaluations_alone_and_of_null_values_are_drawn(tmp_path, unarranged):

@@ -158,8 +158,8 @@ def test_a_wrong_function_is_found_without_importing_anything(tmp_path: Path, se
 
 
 def test_a_signature_is_checked_when_the_file_is_loaded(tmp_path: Path) -> None:
-    file = write(tmp_path, "def wants(rewards, answers): ...", "def blind(*args): ...", "def everything(**more): ...")
-    assert ESTIMATOR.load(f"{file}:everything").takes_all
+    file = write(tmp_path, "def wants(rewards, answers): ...", "def blind(*args): ...", "def every(**all): return all")
+    assert ESTIMATOR.load(f"{file}:every")(rewards=1, group=2) == {"rewards": 1, "group": 2}
     for function, words in {
         "wants": "wants 'answers'; it gets rewards, group. Remove 'answers', or give it a default",
         "blind": r"takes no rewards; write def estimator\(rewards, group\)",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from rewards import built_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,12 +61,11 @@ class Cell:
         return tokens * SHAPES[self.shape]["num_hidden_layers"] * SHAPES[self.shape]["hidden_size"] * 160 <= 24 << 30
 
 
-QUICKSTART = Cell("quickstart", 16, 16, 96, 48)
 CELLS = [
     *(Cell("1m", 8, 8, prompt, 64) for prompt in (64, 256, 512)),
     *(Cell("1m", 16, 16, prompt, 64) for prompt in (64, 256, 512)),
     *(Cell("28m", 8, 8, prompt, 64) for prompt in (64, 256, 512)),
-    QUICKSTART,
+    Cell("quickstart", 16, 16, 96, 48),
 ]
 
 
@@ -126,15 +126,11 @@ def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
 
 
 def answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
-    from rewards import built_in
-
     return built_in.answer(completions, answer)
 
 
 def form_reward(completions: list[Any], **_: Any) -> list[Any]:
-    from rewards.built_in import format as format_reward
-
-    return format_reward(completions)
+    return built_in.format(completions)
 
 
 def even(completions: list[Any], **_: Any) -> list[float]:
@@ -161,20 +157,3 @@ def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dic
         },
         "vllm": {"max_model_len": cell.prompt + cell.completion},
     }  # fmt: skip
-
-
-class StepLog:
-    """Appends a JSON line per step: wall seconds since the line before, and the tokens trained."""
-
-    def __init__(self, path: Path, row: str, cell: Cell):
-        self._file = open(path, "a")  # noqa: SIM115 open as long as the run
-        self._common = {"row": row, "cell": cell.name}
-        self._wall, self._step = time.monotonic(), 0
-
-    def step(self, completion_tokens: float) -> None:
-        wall = time.monotonic()
-        self._step += 1
-        record = {"step": self._step, "wall_s": wall - self._wall}
-        self._file.write(json.dumps(self._common | record | {"completion_tokens": completion_tokens}) + "\n")
-        self._file.flush()
-        self._wall = wall

@@ -40,7 +40,6 @@ Options = Mapping[str, Any]
 SEQUENCE = {"importance_sampling_level": "sequence"}
 KL = {"beta": 0.1, "epsilon_high": 0.3, "delta": 1.6}
 ALL = ("grpo", "dapo", "dr_grpo", "bnpo")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 RECIPES = "configs/recipes/objectives.py"  # loss types or settings of TRL -> ours
 OURS: dict[str, Options] = {
     "sapo": {"loss_type": "grpo", "loss": f"{RECIPES}:sapo"},
@@ -57,7 +56,7 @@ LOSSES: dict[str, Options] = {
     "grpo, sequence level, beta (k3), delta": SEQUENCE | {"beta": 0.1, "delta": 1.6},
     **{
         f"grpo, {mode}, {floor}": {f"vllm_importance_sampling_{k}": v for k, v in bounds.items()}
-        for mode in CORRECTIONS
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         for floor in (0.0, 0.8)
         for bounds in [{"mode": mode, "clip_max": 1.2, "clip_min": floor}]
     },
@@ -194,10 +193,9 @@ def trl_inputs(trainer: Any, batch: Batch) -> dict[str, Any]:
     if isinstance(trainer, RLOOTrainer):
         generated = ([[1]] * B, completions, [""] * B)
     trainer._generate = lambda _: generated
-    scored = trainer._get_per_token_logps_and_entropies
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (batch.padded(batch.old_logprobs), None, None)
     inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * B)
-    trainer._get_per_token_logps_and_entropies = scored
+    del trainer._get_per_token_logps_and_entropies  # from now on the class's own again
     return dict(inputs)
 
 

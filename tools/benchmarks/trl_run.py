@@ -9,13 +9,15 @@ rate are those of cells.py; the reward functions use no model.
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.benchmarks.cells import BETA, LEARNING_RATE, Cell, StepLog, cell_parser, prepare, reward_functions
+from tools.benchmarks.cells import BETA, LEARNING_RATE, Cell, cell_parser, prepare, reward_functions
 
 
 def main() -> None:
@@ -46,11 +48,15 @@ def main() -> None:
         generation_kwargs=fixed or None, model_init_kwargs={"dtype": "float32"},
         **({} if arguments.backend == "stock" else {"gradient_checkpointing": False}),
     )  # fmt: skip
-    log = StepLog(arguments.out, f"trl-{arguments.backend}", cell)
+    ends = [time.monotonic()]
 
     class EndOfStep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            log.step(trainer._tandem_tokens)
+            ends.append(time.monotonic())
+            record: dict[str, Any] = {"row": f"trl-{arguments.backend}", "cell": cell.name, "step": state.global_step}
+            record |= {"wall_s": ends[-1] - ends[-2], "completion_tokens": trainer._tandem_tokens}
+            with open(arguments.out, "a") as file:
+                file.write(json.dumps(record) + "\n")
 
     class Counting(GRPOTrainer):
         _tandem_tokens = 0.0

@@ -113,25 +113,20 @@ def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
         facts["unproven"] = int(max(m["sync/unproven_tensors"] for m in metrics))
         facts["gradient_norm"] = min(m["grad_norm"] for m in metrics)
     if (final := run / "final" / "model.safetensors").is_file():
-        facts["tensors"] = len(_names(final))
+        from safetensors import safe_open
+
+        with safe_open(final, "pt") as opened:
+            facts["tensors"] = len(opened.keys())
     return facts
-
-
-def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
 
 
 def resume(family: str, folder: Path) -> Facts:
     """Runs two trainers on the loop's recording: one straight, one from the straight one's checkpoint of step 2."""
     straight, resumed = folder / "straight", folder / "resumed"
-    for run in (straight, resumed):
-        shutil.rmtree(run, ignore_errors=True)
     given = ["training_worker.py", "--config", CONFIG, *_settings(family, straight, 3)]
     given += [f"run.replay={folder / 'loop' / 'groups.recording'}", "run.record=false"]
     for run, more in ((straight, ["run.resume=false"]), (resumed, ["run.resume=true"])):
+        shutil.rmtree(run, ignore_errors=True)
         if run is resumed:
             kept = shutil.ignore_patterns("step_*3", "final", "best")
             shutil.copytree(straight, resumed, ignore=kept)
@@ -143,8 +138,7 @@ def resume(family: str, folder: Path) -> Facts:
     return {"resume": "bit for bit" if final[0] == final[1] == final[2] else "other bits"}
 
 
-_ALL = (exact, proof, loop, resume, lora)
-COLUMNS: dict[str, Callable[[str, Path], Facts]] = {column.__name__: column for column in _ALL}
+COLUMNS: dict[str, Callable[[str, Path], Facts]] = {each.__name__: each for each in (exact, proof, loop, resume, lora)}
 
 
 def why(output: str) -> str:
@@ -236,12 +230,6 @@ def _proof_cells(found: Any) -> list[Any]:
     ]
 
 
-def write_page(text: str) -> None:
-    page = PAGE.read_text()
-    before, rest = page.split(MARKS[0])
-    PAGE.write_text(f"{before}{MARKS[0]}{text}{MARKS[1]}{rest.split(MARKS[1])[1]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="family", help="default: all")
@@ -266,7 +254,8 @@ def main() -> None:
         text += f"\nNot measured: {', '.join(missing)}.\n"
     print(text)
     if arguments.write:
-        write_page(text)
+        before, rest = PAGE.read_text().split(MARKS[0])
+        PAGE.write_text(f"{before}{MARKS[0]}{text}{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 if __name__ == "__main__":

@@ -230,6 +230,5 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:
     """Returns how often each completion counts: once per sampled token, or once; not at all if it does not train."""
-    size = [r.num_sampled if algorithm.estimator.whitens_tokens else 1 for r in group.rollouts]
-    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for r in group.rollouts]
-    return np.array([n * is_kept for n, is_kept in zip(size, kept, strict=True)], np.float64)
+    sizes = [r.num_sampled if algorithm.estimator.whitens_tokens else 1 for r in group.rollouts]
+    return np.array(sizes, np.float64) * [is_unmasked(r, algorithm.mask_truncated_completions) for r in group.rollouts]

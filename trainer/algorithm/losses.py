@@ -50,13 +50,13 @@ def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Per-token terms of the objective for metrics, detached, [N] each."""
+    """Per-token terms of the objective for metrics, detached, [N] each, under the names of `sums.TOKEN_SUMS`."""
 
     ratio: Tensor  # the token's importance ratio, or its sequence's
-    is_clipped: Tensor  # the token's surrogate has no gradient, or with cispo a capped one
+    clipped: Tensor  # the token's surrogate has no gradient, or with cispo a capped one
     kl: Tensor  # 0 without a reference
     correction: Tensor  # weight for the mismatch of sampler and trainer; 1 where it is switched off
-    is_corrected: Tensor  # that weight was truncated or masked
+    corrected: Tensor  # that weight was truncated or masked
 
 
 def token_objective(  # noqa: PLR0913 the equation has as many symbols

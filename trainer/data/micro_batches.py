@@ -138,7 +138,10 @@ class Planner:
             if work.tokens:
                 self._waiting[key] = work
             while _is_full(self._waiting.values(), self._ranks, self._budget):
-                self._close(plan(self._waiting, self._ranks, self._budget, self._loads)[0])
+                round_ = plan(self._waiting, self._ranks, self._budget, self._loads)[0]
+                self.rounds.append(round_)
+                for rank, keys in enumerate(round_):
+                    self._loads[rank] += sum(self._waiting.pop(key).cost for key in keys)
         return self.rounds[before:]
 
     def finish(self) -> list[Round]:
@@ -148,11 +151,6 @@ class Planner:
             self.rounds += plan(self._waiting, self._ranks, self._budget, self._loads)
             self._waiting = {}
         return self.rounds[before:]
-
-    def _close(self, round_: Round) -> None:
-        self.rounds.append(round_)
-        for rank, keys in enumerate(round_):
-            self._loads[rank] += sum(self._waiting.pop(key).cost for key in keys)
 
 
 def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:

@@ -143,19 +143,16 @@ def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path,
     found: dict[Path, Any] = {}
 
     def save(state_dict: Any, path: str) -> None:
-        found[Path(path)] = _without_base(state_dict) if adapters_alone else state_dict
+        if adapters_alone:  # DeepSpeed leaves the tied head in, which is frozen, under its second name
+            module = state_dict.get("module") or {}
+            state_dict = state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
+        found[Path(path)] = state_dict
 
     engine.checkpoint_engine.save = save
     engine.checkpoint_engine.makedirs = lambda path, exist_ok=True: None
     engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(str(folder), tag=STATE_TAG, save_latest=False, exclude_frozen_parameters=adapters_alone)
     return found
-
-
-def _without_base(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Removes the frozen parameter that DeepSpeed leaves in under its second name: the tied head."""
-    module = state_dict.get("module") or {}
-    return state_dict | {"module": {name: tensor for name, tensor in module.items() if ".lora_" in name}}
 
 
 def load_state(engine: Any, folder: Path, adapters_alone: bool) -> bool:

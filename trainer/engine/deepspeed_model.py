@@ -49,7 +49,7 @@ from trainer.engine.off_grid import off_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.ranks import patience
 
-ToHost = Callable[[str, Tensor], Tensor]  # (name, tensor on its device) -> tensor on the CPU
+ToHost = Callable[[str, Tensor], Any]  # (name, tensor on its device) -> tensor on the CPU, or what is wanted of it
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class DeepSpeedModel:
         ZeRO 1–3 find a non-finite gradient and skip by themselves; ZeRO 0 would write it into the weights, so its
         gradients are dropped here first.
         """
-        learning_rate = self.learning_rate
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if self.stage == 0 and not self.gradients_are_finite():
             self.ds.zero_grad()
             return StepResult(False, math.nan, learning_rate)
@@ -218,16 +218,12 @@ class DeepSpeedModel:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
         self._clipped_norm = float(norm)
 
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
     def gathered_tensors(
         self, tensors: Sequence[Exported], wanted: Callable[[str], bool], to_host: ToHost | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[tuple[str, Any]]:
         """Yields (name, whole CPU tensor) of wanted tensors, which are made of this model's parameters.
 
-        Every rank iterates to the end (ZeRO-3 gathers). to_host: gets each on its device, and makes the CPU tensor.
+        Every rank iterates to the end (ZeRO-3 gathers). to_host: gets each on its device, and makes what is yielded.
         """
         import deepspeed
 

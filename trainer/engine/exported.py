@@ -37,11 +37,6 @@ class Exported:
     make: Callable[[], Tensor]
     form: Tensor  # the tensor's shape and dtype, on the meta device
 
-    @property
-    def size(self) -> int:
-        """Returns the tensor's size in bytes."""
-        return self.form.nbytes
-
 
 def exported(model: Any, lora: Lora) -> list[Exported]:
     """Returns the published tensors. Called before DeepSpeed shards anything. Raises as `under_checkpoint_names`."""
@@ -61,8 +56,7 @@ def parameters(model: Any) -> list[Exported]:
 
 def adapters(model: Any) -> list[Exported]:
     """Returns the trained parameters, under peft's names."""
-    named = [(published_name(name), p) for name, p in model.named_parameters()]
-    return [_unchanged(name, p) for name, p in named if name]
+    return [_unchanged(name, p) for own, p in model.named_parameters() if (name := published_name(own))]
 
 
 def base(model: Any) -> list[Exported]:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from common.processes.watchdog import report_progress
@@ -27,17 +25,8 @@ from trainer.engine.deepspeed_insides import MOMENTS, STATE_TAG, load_without_co
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.optimizer import parameter_groups, shape_of
 
-
-@dataclass(frozen=True)
-class _SavedPart:
-    """A saved part of one parameter: `numel` values from `start` on in each tensor of `flat`, under "" the masters."""
-
-    flat: dict[str, Any]
-    start: int
-    numel: int
-
-    def values(self, key: str) -> Tensor:
-        return self.flat[key].flatten()[self.start : self.start + self.numel]
+# (flat, start, numel), a saved part of one parameter: numel values from start on in each tensor of flat, "" the masters
+_SavedPart = tuple[dict[str, Any], int, int]
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
@@ -50,14 +39,14 @@ def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> Non
     parts: dict[str, list[_SavedPart]] = {names[id(parameter)]: [] for parameter in trained}
     for name, part in _saved(state, model, stage, ranks, list(parts)):
         parts[name].append(part)
-    adam = parts[names[id(trained[0])]][0].flat
+    adam, *_ = parts[names[id(trained[0])]][0]
     if has_moments := holds_moments(adam, f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}"):
         make_moments(engine.optimizer, engine.stage, trained, adam["step"])
     for parameter in trained:
         name = names[id(parameter)]
         report_progress(f"reading {name}")
         for key in ("", *MOMENTS) if has_moments else ("",):
-            whole = torch.cat([part.values(key) for part in parts[name]])
+            whole = torch.cat([flat[key].flatten()[start : start + numel] for flat, start, numel in parts[name]])
             assert len(whole) == math.prod(shape_of(parameter)), f"{name} has another shape in {folder}"
             set_state(engine.optimizer, engine.stage, parameter, key, whole)
     ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
@@ -86,7 +75,7 @@ def _saved(
         masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
         for i, name in enumerate(trained):
             master = masters[i] if masters else model["module"][name]
-            yield name, _SavedPart({"": master, **adam.get(i, {})}, 0, master.numel())
+            yield name, ({"": master, **adam.get(i, {})}, 0, master.numel())
         return
     for rank in range(ranks):
         [path] = state.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
@@ -98,8 +87,8 @@ def _saved(
             if stage == 3:
                 for name, shape in model["param_shapes"][i].items():
                     size = math.ceil(math.prod(shape) / ranks)
-                    yield name, _SavedPart(flat, start, max(0, min(size, math.prod(shape) - rank * size)))
+                    yield name, (flat, start, max(0, min(size, math.prod(shape) - rank * size)))
                     start += size
             else:
                 for name, place in optimizer["param_slice_mappings"][i].items():
-                    yield name, _SavedPart(flat, place.start, place.numel)
+                    yield name, (flat, place.start, place.numel)

@@ -20,7 +20,7 @@ from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, s
 from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
-from trainer.algorithm.losses import TokenTerms, loss, token_objective
+from trainer.algorithm.losses import loss, token_objective
 from trainer.algorithm.mismatch import by_cause, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
@@ -69,14 +69,8 @@ class PolicyEngine(DeepSpeedModel):
 
     def base_checksums(self) -> dict[str, str]:
         """Returns checksums of the frozen weights, made on their device. Every rank calls it; rank 0 has the result."""
-        found, is_rank_0 = dict[str, str](), torch.distributed.get_rank() == 0
-
-        def sum_up(name: str, tensor: Tensor) -> Tensor:
-            found[name] = checksum(tensor.detach())
-            return tensor.new_empty(0, device="cpu")
-
-        list(self.gathered_tensors(base(self.model), lambda _: is_rank_0, sum_up))
-        return found
+        is_rank_0 = torch.distributed.get_rank() == 0
+        return dict(self.gathered_tensors(base(self.model), lambda _: is_rank_0, lambda _, tensor: checksum(tensor)))
 
     @functools.cached_property
     def dims(self) -> ModelDims | None:
@@ -111,7 +105,9 @@ class PolicyEngine(DeepSpeedModel):
         parts = by_cause(logprobs, old_logprobs, sampled, known, mass)
         if algorithm.router_replay:
             parts |= self.model.router_replay.sums()
-        self.sums.add(token_sums(loss_sum, logprobs, old_logprobs, entropy.detach(), terms) | parts)
+        of_tokens = vars(terms) | {"entropy": entropy.detach(), "abs_log_ratio": (logprobs - old_logprobs).abs()}
+        parts |= {name: values.double().sum() for name, values in of_tokens.items()}
+        self.sums.add(gaps(logprobs, old_logprobs) | parts | {"loss": loss_sum})
         return logprobs
 
     def _sampled_logprobs(
@@ -127,8 +123,7 @@ class PolicyEngine(DeepSpeedModel):
             return logprobs, is_present
         is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
         mask, earlier = self._to_device(torch.from_numpy(is_earlier)), self._to_device(batch.sampled_logprobs)
-        sampled = torch.where(mask, earlier, logprobs)
-        return sampled, is_earlier | is_present
+        return torch.where(mask, earlier, logprobs), is_earlier | is_present
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Returns log-probs [N] of the row's targets, as `evaluate` does."""
@@ -137,11 +132,3 @@ class PolicyEngine(DeepSpeedModel):
     def score_norms(self, row: PackedRow) -> Tensor:
         """Returns squared norms [N] of the targets' scores under the present weights, as `evaluate` does."""
         return self.evaluate(row, self.config.sampler.temperature, score_norms_of_row)
-
-
-def token_sums(part: Tensor, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: TokenTerms) -> dict[str, Tensor]:
-    """Returns a micro-batch's contribution to the sums of the step."""
-    of_tokens = {"entropy": entropy, "kl": terms.kl, "ratio": terms.ratio, "clipped": terms.is_clipped}
-    of_tokens |= {"correction": terms.correction, "corrected": terms.is_corrected}
-    of_tokens["abs_log_ratio"] = (logprobs - old).abs()
-    return gaps(logprobs, old) | {"loss": part} | {name: values.double().sum() for name, values in of_tokens.items()}

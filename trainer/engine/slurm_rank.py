@@ -9,8 +9,6 @@ from collections.abc import MutableMapping
 
 from common.errors import UserError
 
-_FIRST_PORT, _PORTS = 20_000, 10_000
-
 
 def set_rank(environ: MutableMapping[str, str]) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task that srun started.
@@ -31,7 +29,7 @@ def set_rank(environ: MutableMapping[str, str]) -> None:
             )
         environ["MASTER_ADDR"] = nodes
     on_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]  # "2(x3)": 2 on each of 3 nodes
-    port = _FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % _PORTS
+    port = 20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 10_000
     for name, value in {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_NTASKS"],

@@ -25,15 +25,6 @@ class Evaluation:
     results: dict[int, EvalResult] = field(default_factory=dict)
 
     @property
-    def num_problems(self) -> int:
-        return sum(len(request.problem_indexes) for request in self.requests.values())
-
-    @property
-    def num_failed(self) -> int:
-        """Returns the number of problems that could not be scored."""
-        return sum(len(result.failures) for result in self.results.values())
-
-    @property
     def num_missing(self) -> int:
         """Returns the number of chunks that are not answered yet."""
         return len(self.requests) - len(self.results)
@@ -64,7 +55,13 @@ class Evaluation:
             raise WireError("eval_version", f"{result.policy_version}")
         if result.chunk in self.results:
             raise WireError("eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
-        _check_problems(request, result, num_generations)
+        # every requested problem is answered once, by a failure or by num_generations samples
+        failed = [failure.problem_index for failure in result.failures]
+        scored = [problem for problem in request.problem_indexes if problem not in failed]
+        counts = collections.Counter(sample.problem_index for sample in result.samples)
+        answered = sorted([*scored, *failed]) == sorted(request.problem_indexes)
+        if not answered or counts != dict.fromkeys(scored, num_generations):
+            raise WireError("eval_problems", f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}")
         if any(tuple(sample.rewards) != reward_funcs for sample in result.samples):
             raise WireError("reward_funcs", f"expected {reward_funcs}")
         self.results[result.chunk] = result
@@ -87,13 +84,3 @@ def evaluation_of(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation
     starts = range(0, num_problems, per_chunk)
     chunks = [tuple(range(start, min(start + per_chunk, num_problems))) for start in starts]
     return Evaluation({i: EvalRequest(eval_id, i, chunk) for i, chunk in enumerate(chunks)})
-
-
-def _check_problems(request: EvalRequest, result: EvalResult, num_generations: int) -> None:
-    """Raises WireError unless every requested problem is answered once, by a failure or num_generations samples."""
-    failed = [failure.problem_index for failure in result.failures]
-    scored = [problem for problem in request.problem_indexes if problem not in failed]
-    counts = collections.Counter(sample.problem_index for sample in result.samples)
-    answered = sorted([*scored, *failed]) == sorted(request.problem_indexes)
-    if not answered or counts != dict.fromkeys(scored, num_generations):
-        raise WireError("eval_problems", f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}")

@@ -66,13 +66,10 @@ class Kept:
             self._drop(self._expected, f"version {version} differs from that of the earlier start")
         self._expected = {p: self._expected[p] for p in rest if matching and p != path}
         self.reserved.intersection_update(set().union(*self._expected.values()))
-        self._open(path, goes_on=path in matching)
-
-    def _open(self, path: Path, goes_on: bool) -> None:
         self.close()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._recorder = Recorder(path, sys.maxsize if goes_on else 0, syncs=False)
+            self._recorder = Recorder(path, sys.maxsize if path in matching else 0, syncs=False)
         except (OSError, UserError) as error:
             self._say(f"finished groups are not kept, and sampled again if the trainer dies: {error}")
 

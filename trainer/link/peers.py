@@ -40,11 +40,6 @@ class Peer:
     def is_idle(self) -> bool:
         return self.phase.startswith("idle")
 
-    def hear_beat(self, beat: wire.Beat) -> None:
-        if beat.progress != self.progress:
-            self.progress, self.progressed_at = beat.progress, self.heard_at
-        self.phase, self.loaded_version = beat.phase, beat.loaded_version
-
 
 def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> tuple[str, str] | None:
     """Returns (countable name, message to the sampler) if its groups cannot train with the first sampler's."""

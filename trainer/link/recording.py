@@ -35,12 +35,15 @@ def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
     except OSError as error:
         raise UserError(f"recording {path}: {error.strerror}; make one with run.record=true") from None
     position = 0
-    while position < len(data):
+    while (start := position + _LENGTHS.size + 4) <= len(data):
+        lengths = data[position : start - 4]
         try:
-            record = _record_at(data, position)
-            if record is None:
+            if _crc(lengths) != data[start - 4 : start]:
+                raise WireError("its lengths do not match their CRC")
+            ends = list(itertools.accumulate(_LENGTHS.unpack(lengths), initial=start))
+            if ends[-1] > len(data):
                 return
-            frames, end = record
+            frames = [data[a:b] for a, b in itertools.pairwise(ends)]
             _, message = wire.decode(frames)
         except WireError as error:
             raise UserError(
@@ -48,22 +51,8 @@ def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
                 f"what comes before is whole: truncate -s {position} {path}"
             ) from None
         assert isinstance(message, Group | Tombstone)
-        position = end
+        position = ends[-1]
         yield wire.Received(message, frames), position
-
-
-def _record_at(data: bytes, position: int) -> tuple[list[bytes], int] | None:
-    """Returns (frames, offset after them), or None if the file ends before the record. Raises WireError for damage."""
-    start = position + _LENGTHS.size + 4
-    if start > len(data):
-        return None
-    lengths = data[position : start - 4]
-    if _crc(lengths) != data[start - 4 : start]:
-        raise WireError("its lengths do not match their CRC")
-    ends = list(itertools.accumulate(_LENGTHS.unpack(lengths), initial=start))
-    if ends[-1] > len(data):
-        return None
-    return [data[a:b] for a, b in itertools.pairwise(ends)], ends[-1]
 
 
 def _crc(data: bytes) -> bytes:

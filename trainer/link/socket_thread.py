@@ -22,7 +22,6 @@ from common.wire.channel import Transport
 from common.wire.group_limits import Limits, check_group, too_many
 from trainer.link.peers import Peer, SharedState, refusal
 
-_POLL_S = 0.2
 _READ_AT_ONCE = 256  # messages; credits and deadlines are then handled, however many messages are left
 _IDLE_S = 60.0  # limit for a sampler that is idle despite its leases: it takes its work as done
 _NOT_WANTED = ("duplicate", "trained", "not_admitted")  # refusals of groups that nobody waits for
@@ -73,7 +72,7 @@ class SocketThread(threading.Thread):
 
     def _serve(self) -> None:
         while not self._ending.is_set():
-            self.transport.poll(_POLL_S)
+            self.transport.poll(0.2)
             self._receive()
             now = time.monotonic()
             with self.state.changed:
@@ -131,7 +130,9 @@ class SocketThread(threading.Thread):
             raise WireError("unknown_sampler", name)
         peer.heard_at, peer.lost = time.monotonic(), False
         if isinstance(message, wire.Beat):
-            peer.hear_beat(message)
+            if message.progress != peer.progress:
+                peer.progress, peer.progressed_at = message.progress, peer.heard_at
+            peer.phase, peer.loaded_version = message.phase, message.loaded_version
             self.state.reports.add(name, peer.process, message.stats)
         elif isinstance(message, Group | Tombstone):
             self._accept(name, message, frames)
@@ -216,9 +217,11 @@ class SocketThread(threading.Thread):
             refused = f"the result of sampler {name} is refused: {error}"
             result = evaluation.fail(result.chunk, published.version, refused)
         what = f"held-out problems could not be scored in evaluation {result.eval_id}"
+        total = sum(len(request.problem_indexes) for request in evaluation.requests.values())
+        failed = sum(len(answer.failures) for answer in evaluation.results.values())
         for failure in result.failures:
             self.say(f"held-out problem {failure.problem_index} could not be scored: {failure.reason}")
-            self._end_if_too_many(evaluation.num_failed, evaluation.num_problems, what, failure)
+            self._end_if_too_many(failed, total, what, failure)
 
     def _end_if_too_many(self, failures: int, total: int, what: str, last: Tombstone | EvalFailure) -> None:
         if text := too_many(failures, total, what):

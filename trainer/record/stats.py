@@ -113,8 +113,7 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
     if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
         metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
     if alive and algorithm.mask_truncated_completions:
-        masked = [not is_unmasked(r, algorithm.mask_truncated_completions) for g in alive for r in g.rollouts]
-        metrics["completions/masked_ratio"] = fmean(masked)
+        metrics["completions/masked_ratio"] = fmean([not is_unmasked(r, True) for g in alive for r in g.rollouts])
     return metrics
 
 
@@ -170,8 +169,7 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
             record["full_marks"][name] = sum(score >= full_mark(function) - ROUNDING for score in scores)
             record["mean"][name] = sum(scores) / len(scores)
             if len(scored) < len(samples):
-                left_out = record.setdefault("scored", {})
-                left_out[name] = [len(scored), len({s.problem_index for s in scored})]
+                record.setdefault("scored", {})[name] = [len(scored), len({s.problem_index for s in scored})]
     if samples:
         record["mean_length"] = fmean([s.num_tokens for s in samples])
         record["clipped_ratio"] = fmean([s.finish_reason == "length" for s in samples])

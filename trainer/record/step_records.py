@@ -21,37 +21,34 @@ SAMPLER_TOTALS = {
     "total/unread": "rollout/unread",
 }
 
-_SHOWN_GROUPS = 2  # groups of a step in samples.jsonl
-
 
 class StepRecords:
     """The writer of step records, which exists only on rank 0."""
 
-    def __init__(self, config: Config, rank_zero: RankZero, tokenizer: Any, batch: int):
+    def __init__(self, config: Config, rank_zero: RankZero, tokenizer: Any):
         self._config, self._log, self._display = config, rank_zero.log, rank_zero.display
         self._tokenizer = tokenizer
-        self._throughput = Throughput(batch, time.monotonic())
+        self._throughput = Throughput(time.monotonic())
         self._has_warned_of_size = False
 
     def write(
         self,
         number: int,
-        batch: int,
         trained: TrainedStep,
         result: StepResult,
         sums: Mapping[str, float],
         more: Mapping[str, float],
         devices: int,
     ) -> None:
-        """Writes the records of optimizer step `number`, after `batch` complete batches, served by `devices` devices.
+        """Writes the records of optimizer step `number`, served by `devices` devices.
         more: metrics of the caller, which include step_time and policy_version, the newest version."""
         values = self._learning(trained, result, sums, int(more["policy_version"]) - result.new_versions)
         values |= more
         values["tokens_per_second"] = values.get("completion_tokens", 0.0) / more["step_time"]
-        values |= self._throughput.step(trained.groups, batch, values, time.monotonic(), devices)
+        values |= self._throughput.step(trained.groups, trained.step.is_last, values, time.monotonic(), devices)
         values |= self._display.advice(number, values)
         self._log.log(number, values)
-        self._log.log_samples(stats.samples_records(trained.groups, number, _SHOWN_GROUPS, self._tokenizer.decode))
+        self._log.log_samples(stats.samples_records(trained.groups, number, count=2, decode=self._tokenizer.decode))
         self._display.step(number, values)
         if trained.empty_slots:
             self._display.note(trained.empty_slots)

@@ -28,23 +28,23 @@ def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
 
 
 class Throughput:
-    """The wall times and throughputs of a run. `now`: monotonic seconds; `batch`: number of complete batches."""
+    """The wall times and throughputs of a run. `now`: monotonic seconds."""
 
-    def __init__(self, batch: int, now: float) -> None:
-        self._batch, self._last = batch, now
+    def __init__(self, now: float) -> None:
+        self._last = now
         self._is_first = True
         self._tokens: dict[int, int] = {}  # by group id, counted once however often the group trains
         self._seconds: collections.Counter[str] = collections.Counter()
 
     def step(
-        self, groups: Sequence[Group | Tombstone], batch: int, values: Mapping[str, float], now: float, devices: int
+        self, groups: Sequence[Group | Tombstone], is_last: bool, values: Mapping[str, float], now: float, devices: int
     ) -> dict[str, float]:
-        """Returns timing/all_s and timing/update_s of this optimizer step, and the throughputs if it ends a batch.
+        """Returns timing/all_s and timing/update_s of this optimizer step, and the throughputs if it is a batch's last.
         The first step of a process also has timing/first_step_s, the seconds since the process started."""
         update_s = values.get("timing/backward_s", 0.0) + values.get("timing/step_s", 0.0)
         metrics = {"timing/all_s": now - self._last, "timing/update_s": update_s}
         if self._is_first:
-            metrics["timing/first_step_s"] = process_age_s()
+            metrics["timing/first_step_s"] = time.time() - psutil.Process().create_time()
         self._last, self._is_first = now, False
         for group in groups:
             if isinstance(group, Group):
@@ -52,14 +52,9 @@ class Throughput:
                 self._tokens[group.group_id] = sum(lengths)
         for key in SECONDS.values():
             self._seconds[key] += (values | metrics).get(key, 0.0)  # type: ignore[operator]
-        if batch > self._batch:
+        if is_last:
             tokens = sum(self._tokens.values()) / devices
             metrics |= {name: tokens / self._seconds[key] for name, key in SECONDS.items() if self._seconds[key] > 0}
-            self._batch = batch
             self._tokens.clear()
             self._seconds.clear()
         return metrics
-
-
-def process_age_s() -> float:
-    return time.time() - psutil.Process().create_time()

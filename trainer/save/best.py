@@ -118,8 +118,7 @@ class Best:
 
         if not self.exchange.agree(self.config.eval.load_best_model_at_end and self._is_of_this_history()):
             return False
-        final = self.config.run.output_dir / FINAL
-        write_folder(self.exchange, final, copy)
+        write_folder(self.exchange, self.config.run.output_dir / FINAL, copy)
         return True
 
     def _check_patience(self) -> None:

@@ -28,14 +28,14 @@ from common.files.run_folder import COMMIT, step_dir, step_dirs
 from model.files import lora
 from trainer.engine import other_layout
 from trainer.engine.critic import Critic
-from trainer.engine.deepspeed_insides import load_state, state_to_save
+from trainer.engine.deepspeed_insides import STATE_TAG, load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_all_ranks, on_rank_0, reporting_failed_deletion, write_folder
-from trainer.save.model_files import write_side_files, write_tensors, write_weights
+from trainer.save.model_files import tensor_file, write_side_files, write_weights
 
 CRITIC = "critic"
 Written = dict[Path, dict[str, Any]]  # file records by path, as pieces.record returns them
@@ -86,8 +86,13 @@ def save(
         of_ranks = exchange.gather(json.dumps({str(path.relative_to(folder)): of for path, of in written.items()}))
 
     def commit(folder: Path) -> None:
+        # files that were digested while they were written; the others are small
         written = {name: of for own in of_ranks for name, of in json.loads(own).items()}
-        durable.write_file(folder / COMMIT, _commit_record(engine, exchange, folder, progress, written))
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
+        names = {str(path.relative_to(folder)): path for path in paths}
+        files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
+        record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
+        durable.write_file(folder / COMMIT, json.dumps(record | {"blake3": digest(record)}, indent=1).encode())
 
     write_folder(exchange, final, commit, fill)  # an existing folder is damaged, or its rename did not reach the disk
     if exchange.rank == 0:
@@ -101,15 +106,11 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
     states = state_to_save(engine.ds, folder, adapters_alone=engine.adapter_settings is not None)
     written: Written = {}
 
-    def make_folders() -> None:
-        for path in states:
-            durable.make_dir(path.parent)
-
     def write() -> None:
         for path, state in states.items():
             written[path] = pieces.write(path, partial(torch.save, state))
 
-    on_rank_0(exchange, make_folders)
+    on_rank_0(exchange, partial(durable.make_dir, folder / STATE_TAG))
     on_all_ranks(exchange, write)
     return written
 
@@ -117,17 +118,6 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
 def read_record(folder: Path) -> dict[str, Any]:
     """Returns the commit record of a checkpoint, as it was written."""
     return json.loads((folder / COMMIT).read_text())
-
-
-def _commit_record(
-    engine: PolicyEngine, exchange: Exchange, folder: Path, progress: Progress, written: dict[str, Any]
-) -> bytes:
-    """Returns the commit record. written: files that were digested while they were written; the others are small."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
-    names = {str(path.relative_to(folder)): path for path in paths}
-    files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
-    record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
-    return json.dumps(record | {"blake3": digest(record)}, indent=1).encode()
 
 
 def digest(record: dict[str, Any]) -> str:
@@ -169,7 +159,7 @@ def save_model(
         if settings is None:
             written.update(write_weights(state, folder))
         else:
-            written[folder / lora.WEIGHTS] = write_tensors(folder / lora.WEIGHTS, state)
+            written[folder / lora.WEIGHTS] = pieces.write(folder / lora.WEIGHTS, tensor_file(state))
             durable.write_file(folder / lora.SETTINGS, settings)
         lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 

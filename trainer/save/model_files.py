@@ -24,18 +24,12 @@ from common.processes.exits import say
 from model.files.hub import present_file
 from trainer.engine.deepspeed_model import DeepSpeedModel
 
-_WEIGHTS, _SHARD = "model{suffix}.safetensors", "50GB"  # as in transformers
 _TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
 _say_once = functools.cache(say)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], digests: bool = True) -> dict[str, Any]:
-    """Writes a safetensors file. Returns what pieces.write returns."""
-    return pieces.write(path, tensor_file(tensors), digests)
-
-
 def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
-    """Returns a writer of the very bytes of safetensors' save_file, which reports no progress, into an open file."""
+    """Returns a writer of the very bytes of safetensors' save_file, which reports no progress, for `pieces.write`."""
     from safetensors.torch import _TYPES
 
     codes = {dtype: code for code, dtype in _TYPES.items()}
@@ -59,13 +53,13 @@ def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
 def write_weights(state: dict[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
     """Writes model.safetensors, or shards with their index, as save_pretrained does. state: under checkpoint names.
 
-    Returns the files of weights, each as `write_tensors`.
+    Returns the files of weights, each as `pieces.write`.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    split = split_torch_state_dict_into_shards(state, filename_pattern=_WEIGHTS, max_shard_size=_SHARD)
+    split = split_torch_state_dict_into_shards(state, max_shard_size="50GB")  # as transformers does
     shards = {folder / file: {name: state[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    written = {file: write_tensors(file, tensors) for file, tensors in shards.items()}
+    written = {file: pieces.write(file, tensor_file(tensors)) for file, tensors in shards.items()}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())

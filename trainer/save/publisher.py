@@ -29,8 +29,6 @@ from trainer.save.disk import reporting_failed_deletion
 from trainer.save.host_copies import HostCopies
 from trainer.save.write_version import Changes, snapshot
 
-_CLOSING_S = 10.0
-
 
 def writes_behind(config: Config) -> bool:
     """Returns whether samplers have work while a version is written, and nothing else changes the ledger then."""
@@ -116,4 +114,4 @@ class Publisher:
     def close(self) -> None:
         """Waits a while for a version in flight, however the run ends: no folder may appear after others clean up."""
         if self._behind is not None:
-            wait([self._behind], _CLOSING_S)
+            wait([self._behind], timeout=10.0)

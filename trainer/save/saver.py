@@ -21,8 +21,6 @@ from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
 from trainer.save.disk import on_rank_0, retry_on_disk_trouble
 
-_SAVE_EVERY_S = 600.0
-
 
 class Saver:
     """Saves checkpoints when due. Every rank calls every method. Minutes count from the last save, or from creation."""
@@ -49,7 +47,7 @@ class Saver:
         """Saves after a batch if a step of it reached a multiple of save_steps, or without those every ten minutes."""
         every, step = self.config.trainer.save_steps, progress.step
         if every is None:
-            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _SAVE_EVERY_S)
+            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= 600)
         else:
             is_due = every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
         if is_due:

@@ -11,7 +11,7 @@ import base64
 import io
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_all_ranks, on_rank_0, retry_on_disk_trouble
 from trainer.save.host_copies import HostCopies
-from trainer.save.model_files import tensor_file, write_tensors
+from trainer.save.model_files import tensor_file
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
 
@@ -84,7 +84,7 @@ class Changes:
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
         """Writes this rank's file, whole or as changes. Returns its path."""
         if self._full_every == 1:
-            write_tensors(path, tensors, digests=False)
+            pieces.write(path, tensor_file(tensors), digests=False)
             return path
         tensor_file(tensors)(whole := io.BytesIO())
         self._next = whole.getbuffer()
@@ -173,27 +173,20 @@ def snapshot(
     else:
         files = [lora.WEIGHTS]  # peft and vLLM read one file
     scored = canary(engine, min(vocab_size, engine.model.get_input_embeddings().num_embeddings))
-    shares = dict(zip(files, slices([tensor.size for tensor in engine.tensors], len(files)), strict=True))
+    shares = dict(zip(files, slices([tensor.form.nbytes for tensor in engine.tensors], len(files)), strict=True))
     file = files[rank] if rank < len(files) else None
     own = [engine.tensors[i] for i in shares[file]] if file is not None else []
-    memory.make_room([tensor.size for tensor in own])
-    tensors, on_device = _on_host(engine, {tensor.name for tensor in own}, copies, memory)
-    return Snapshot(name, file, tensors, on_device, scored, settings)
-
-
-def _on_host(
-    engine: PolicyEngine, wanted: Collection[str], copies: bool, host: HostCopies
-) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
-    """Returns the wanted tensors on the host, and infos of those copied from a GPU, taken there. All ranks call it."""
+    memory.make_room([tensor.form.nbytes for tensor in own])
+    wanted = {tensor.name for tensor in own}
     on_device: dict[str, TensorInfo] = {}
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
         on_device[key] = describe(tensor)
-        return host.copy(key, tensor)
+        return memory.copy(key, tensor)
 
-    found = engine.gathered_tensors(engine.tensors, lambda name: name in wanted, to_host)
-    tensors = {key: host.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
+    found = engine.gathered_tensors(engine.tensors, lambda key: key in wanted, to_host)  # all ranks gather
+    tensors = {key: memory.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
     devices.synchronize()
-    return tensors, on_device
+    return Snapshot(name, file, tensors, on_device, scored, settings)
