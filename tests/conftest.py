@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # once: the workers have our environment
         guard = Guard()
         os.environ[MARK] = guard.mark
-        config.add_cleanup(lambda: guard.__exit__())
+        config.add_cleanup(guard.__exit__)
         config.add_cleanup(_own_temporary_folder())
 
 
@@ -154,7 +154,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads = torch._C.set_num_threads  # an engine in this process leaves one that does nothing
         if tier(item.path) == "unit":
             torch.default_generator.manual_seed(0)
-            if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-                torch.set_num_threads(
-                    max(1, len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-                )
+            if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(workers)))

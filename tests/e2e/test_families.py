@@ -14,8 +14,7 @@ from tests.support.tier import full
 @pytest.mark.timeout(1200)
 def test_two_families_are_built_trained_resumed_and_stand_in_the_table(tmp_path: Path) -> None:
     families = ("smollm3", "granitemoehybrid")
-    command = [sys.executable, "tools/families/families.py", *families, "--runs", str(tmp_path)]
-    table = run(command, 1100)
+    table = run([sys.executable, "tools/families/families.py", *families, "--runs", str(tmp_path)], 1100)
     for family, layout in zip(families, ("shared", "separate"), strict=True):
         facts = json.loads((tmp_path / family / "facts.json").read_text())
         assert facts["exact"]["layout"] == layout and facts["exact"]["gradient"] <= 2e-6

@@ -58,8 +58,7 @@ def test_one_image_has_one_name_and_the_manifest_is_given_time_and_room() -> Non
     texts = [DOCKERFILE, *((ROOT / "docs" / name).read_text() for name in ("install.md", "hosts.md"))]
     assert {name for text in texts for name in re.findall(r"docker build -t (\S+)", text)} == {CONTAINER["image"]}
     assert POD["terminationGracePeriodSeconds"] > 30  # what a run takes at least for its last step
-    mounted = {mount["name"] for mount in CONTAINER["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in POD["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
 
 
 def succeeds(probe: str, folder: Path) -> bool:
@@ -72,13 +71,9 @@ def succeeds(probe: str, folder: Path) -> bool:
 def make_files(folder: Path, hours_ago: float) -> None:
     """A run folder whose files are that old, of a pod that started before."""
     (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
-    for path, older_s in (
-        (folder / "started", 60),
-        (folder / "run/logs/trainer.log", 0),
-        (folder / "run/metrics.jsonl", 0),
-    ):
-        path.touch()
-        os.utime(path, (at := time.time() - 3600 * hours_ago - older_s, at))
+    for name, older_s in (("started", 60), ("run/logs/trainer.log", 0), ("run/metrics.jsonl", 0)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - 3600 * hours_ago - older_s,) * 2)
 
 
 @pytest.mark.parametrize("name", ["readinessProbe", "livenessProbe"])

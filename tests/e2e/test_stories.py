@@ -31,8 +31,7 @@ def check_run(clone: Clone, run: str, steps: int, final: str = "model.safetensor
     assert max(step["sync/canary_max_diff"] for step in metrics) <= 1e-4
     for name in ("config.json", "samples.jsonl", "curves.png", f"final/{final}"):
         assert (clone.folder / run / name).stat().st_size > 0, name
-    config = Config.model_validate_json((clone.folder / run / "config.json").read_text())
-    assert config.trainer.max_steps == steps
+    assert Config.model_validate_json((clone.folder / run / "config.json").read_text()).trainer.max_steps == steps
     return metrics
 
 
@@ -47,8 +46,7 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     """But for the model, which comes from the hub, and the sizes, which are for it."""
     page = (ROOT / "README.md").read_text()
     for language in ("python", "yaml"):
-        code = re.findall(rf"^```{language}\n(# (\S+)\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-        ((text, name),) = code
+        ((text, name),) = re.findall(rf"^```{language}\n(# (\S+)\n.*?)^```", page, re.MULTILINE | re.DOTALL)
         (clone.folder / name).write_text(text)
     (row,) = re.findall(r"`(\{.question.*?\})`", page)
     (clone.folder / "my.jsonl").write_text(f"{row}\n" * 8)
@@ -62,8 +60,7 @@ def test_the_task_of_the_readme_is_checked_and_trains_with_its_own_words(clone: 
     done = clone.run("\n".join(f"bash launch.sh {command} my.yaml {ours}" for command in asked))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tandem: no problem, 1 doubt" in done.stdout and "in $…$" in done.stdout
-    metrics = check_run(clone, "runs/mine", 2)
-    assert all("rewards/right/mean" in step for step in metrics)
+    assert all("rewards/right/mean" in step for step in check_run(clone, "runs/mine", 2))
 
 
 ONE_FILE = "One file, start to end"

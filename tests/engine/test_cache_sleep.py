@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.config import Config
+from common.errors import UserError
 from common.files.weights import Published
 from sampler.engine.completions import SamplingParams
 from sampler.engine.engine import Engine
@@ -51,16 +52,13 @@ def test_new_weights_are_loaded_and_proven_while_the_cache_sleeps_and_it_wakes_f
     engine.rest()
     load = engine.weights.load
     monkeypatch.setattr(engine.weights, "load", lambda *given: [load(*given), asked.append("loaded")][0])
-    found = reload(engine, version(3), config)
-    assert found["sync/canary_max_diff"] < 1e-3
+    assert reload(engine, version(3), config)["sync/canary_max_diff"] < 1e-3
     assert asked == ["discard kv_cache", "loaded", "wake kv_cache"]
     [(ids, logprobs), *_] = sampled(engine)
     assert np.abs(policy.logprobs(PROMPT, ids, 1.0) - np.array(logprobs)).max() < 1e-4
 
 
 def test_without_a_gpu_vllm_refuses_it_by_name(config: Config) -> None:
-    from common.errors import UserError
-
     sleeps = config.model_copy(update={"vllm": {"enable_sleep_mode": True}})
     with pytest.raises(UserError, match="Sleep mode is not supported"):
         Engine(sleeps, num_gpus=0)

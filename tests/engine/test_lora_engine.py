@@ -1,7 +1,7 @@
 """The real engine with adapters on a tiny model: versions, what it refuses, and that each one's outputs are its own."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -38,16 +38,13 @@ def test_every_version_has_the_trainers_log_probs_and_no_cached_prefix_of_anothe
         expected = policy.logprobs(prompt[:1], [*prompt[1:], *tokens], 1.0)
         assert np.abs(engine.score([[*prompt, *tokens]])[0] - expected).max() < 1e-4
         [sampled, *_] = complete(engine, SamplingParams(0.7, 24, 4, 7), prompt)
-        theirs = policy.logprobs(prompt, sampled.token_ids.tolist(), 0.7)
-        assert np.abs(sampled.logprobs - theirs).max() < 1e-4
+        assert np.abs(sampled.logprobs - policy.logprobs(prompt, sampled.token_ids.tolist(), 0.7)).max() < 1e-4
         seen.append(tokens)
     assert len({tuple(tokens) for tokens in seen}) == 3
     figure("R5", "3 adapter versions after 400 cached tokens of another: the trainer's log-probs")
 
 
 def test_vllm_allows_the_ranks_that_we_take_it_to_allow() -> None:
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == lora._LEGAL_RANKS

@@ -64,8 +64,7 @@ def chosen_by_transformers(config: Config, ids: list[int]) -> NDArray[Any]:
 def test_every_token_but_the_last_says_the_experts_that_transformers_chooses(config: Config, engine: Engine) -> None:
     for completion in complete(engine, PARAMS):
         ids = [*PROMPT, *completion.token_ids.tolist()]
-        expected = chosen_by_transformers(config, ids)[:-1]
-        np.testing.assert_array_equal(routing(completion), expected)
+        np.testing.assert_array_equal(routing(completion), chosen_by_transformers(config, ids)[:-1])
 
 
 def test_a_cached_prompt_says_what_it_said_when_it_was_computed(engine: Engine) -> None:

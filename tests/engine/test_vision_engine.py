@@ -109,10 +109,9 @@ def eye(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Eye(request.param.split(",")[0], tmp_path_factory.mktemp("eye"), tied=request.param != UNTIED)
 
 
-def images_for(vision: Vision) -> tuple[EncodedImage, EncodedImage, EncodedImage]:
+def images_for(vision: Vision) -> list[EncodedImage]:
     first, second, third = (picture(112, 84, seed) for seed in range(3))
-    sized = [encode_image(p, vision.form, 784, 20_000) for p in (first, second.resize((56, 56)), third)]
-    return sized[0], sized[1], sized[2]
+    return [encode_image(p, vision.form, 784, 20_000) for p in (first, second.resize((56, 56)), third)]
 
 
 def test_log_probs_are_the_trainers_with_the_same_images_and_not_with_others(eye: Eye) -> None:

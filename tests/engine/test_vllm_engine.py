@@ -134,8 +134,7 @@ def test_no_cached_prefix_survives_a_reload(engine, config, policy, version, fig
     reload(engine, version(5), config)
     tokens = greedy(engine, long_prompt)
     whole = distributions(policy, [*long_prompt, *tokens], 1.0)  # by transformers, fed with the engine's own tokens
-    expected = whole[len(long_prompt) - 1 : -1].argmax(-1).tolist()
-    assert tokens == expected
+    assert tokens == whole[len(long_prompt) - 1 : -1].argmax(-1).tolist()
     assert tokens != before
     figure("R5", f"{len(tokens)} tokens after a reload with 400 cached before: a fresh model's")
 
@@ -205,8 +204,7 @@ def ids_and_sets(completion: Completion, policy: PlainPolicy) -> tuple[list[int]
 
 def distributions(policy, ids: list[int], temperature: float) -> np.ndarray:
     """[T, vocabulary]"""
-    ids = torch.tensor([ids])
-    row = pack([(ids[0].tolist()[:1], [ids[0].tolist()[1:]])])
+    row = pack([(ids[:1], [ids[1:]])])
     with torch.no_grad():
         hidden = policy.model.get_decoder()(
             input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans

@@ -84,29 +84,31 @@ def work(folder: Path) -> None:
     worker.tell()
 
 
-class Runs:
-    """One start per number of ranks, when a test first asks for it."""
+@cache
+def reports(ranks: int) -> RankReports:
+    """Of one start per number of ranks, when a test first asks for it."""
+    tiny_model(stack().folder / f"lora-{ranks}" / "model", vocab=VOCAB_SIZE)
+    return stack().seen(__name__, f"lora-{ranks}", ranks)
 
-    @cache  # noqa: B019
-    def of(self, ranks: int) -> RankReports:
-        tiny_model(stack().folder / f"lora-{ranks}" / "model", vocab=VOCAB_SIZE)
-        return stack().seen(__name__, f"lora-{ranks}", ranks)
 
-    def checkpoint(self, ranks: int, name: str) -> Path:
-        return run_folder.step_dir(self.of(ranks).folder / name / "checkpoints", NUM_STEPS)
+def checkpoint(ranks: int, name: str) -> Path:
+    return run_folder.step_dir(reports(ranks).folder / name / "checkpoints", NUM_STEPS)
 
-    def published(self, ranks: int, name: str) -> weights.Published:
-        return weights.Published(**self.of(ranks).ranks[0][name]["published"])
 
-    def base(self) -> Any:
-        from transformers import AutoModelForCausalLM
+def published(ranks: int, name: str) -> weights.Published:
+    return weights.Published(**reports(ranks).ranks[0][name]["published"])
 
-        return AutoModelForCausalLM.from_pretrained(self.of(2).folder / "model", dtype=torch.float32)
 
-    def peft(self, ranks: int, name: str) -> Any:
-        from peft import PeftModel
+def base_model() -> Any:
+    from transformers import AutoModelForCausalLM
 
-        return PeftModel.from_pretrained(self.base(), self.checkpoint(ranks, name))
+    return AutoModelForCausalLM.from_pretrained(reports(2).folder / "model", dtype=torch.float32)
+
+
+def peft_model(ranks: int, name: str) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base_model(), checkpoint(ranks, name))
 
 
 class PeftTraining(PlainTraining):
@@ -131,39 +133,32 @@ class PeftTraining(PlainTraining):
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
-    return Runs()
-
-
-@pytest.fixture(scope="module")
-def plain(runs: Runs) -> PeftTraining:
-    return PeftTraining(runs.of(2).folder / "model").train()
+def plain() -> PeftTraining:
+    return PeftTraining(reports(2).folder / "model").train()
 
 
 @every_exact_run
-def test_three_steps_give_pefts_gradient_losses_norms_and_adapters(
-    runs: Runs, plain: PeftTraining, ranks: int, name: str
-) -> None:
-    found = {str(published_name(k)): t / (1 - BETA1) for k, t in runs.of(ranks).tensors(f"{name}/gradient").items()}
+def test_three_steps_give_pefts_gradient_losses_norms_and_adapters(plain: PeftTraining, ranks: int, name: str) -> None:
+    found = {str(published_name(k)): t / (1 - BETA1) for k, t in reports(ranks).tensors(f"{name}/gradient").items()}
     expected = plain.adapters(plain.gradient)
     assert all(t.any() for key, t in expected.items() if "lora_B" in key)
     assert difference(found, expected) < PLAIN_ROUNDING
-    for step, numbers in zip(runs.of(ranks).ranks[0][name]["steps"], plain.steps, strict=True):
+    for step, numbers in zip(reports(ranks).ranks[0][name]["steps"], plain.steps, strict=True):
         for key, value in numbers.items():
             assert step[key] == pytest.approx(value, rel=2e-5), key
-    adapters = runs.of(ranks).tensors(f"{name}/adapters")
+    adapters = reports(ranks).tensors(f"{name}/adapters")
     assert difference(adapters, plain.adapters()) < 1e-5
     assert all(t.any() for t in adapters.values())
 
 
 @every_run
-def test_the_base_weights_stay_bit_for_bit(runs: Runs, ranks: int, name: str) -> None:
-    assert all(len(set(seen[name]["base"])) == 1 for seen in runs.of(ranks).ranks)
+def test_the_base_weights_stay_bit_for_bit(ranks: int, name: str) -> None:
+    assert all(len(set(seen[name]["base"])) == 1 for seen in reports(ranks).ranks)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in RESUMED_LIKE_ZERO_1])
-def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs, ranks: int, name: str) -> None:
-    for seen in runs.of(ranks).ranks:
+def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(ranks: int, name: str) -> None:
+    for seen in reports(ranks).ranks:
         straight, resumed = seen[name], seen[f"{name}/resumed"]
         assert resumed["hashes"] == straight["hashes"][NUM_STEPS - 2 :]
         assert resumed["steps"] == straight["steps"][-1:]
@@ -171,15 +166,13 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(runs: Runs
 
 
 @every_run
-def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights(
-    runs: Runs, ranks: int, name: str
-) -> None:
+def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights(ranks: int, name: str) -> None:
     from transformers import AutoTokenizer
 
-    folder = runs.checkpoint(ranks, name)
-    parameters = runs.peft(ranks, name).named_parameters()
+    folder = checkpoint(ranks, name)
+    parameters = peft_model(ranks, name).named_parameters()
     found = {n.replace(".default", ""): p.detach() for n, p in parameters if "lora_" in n}
-    expected = runs.of(ranks).tensors(f"{name}/adapters")
+    expected = reports(ranks).tensors(f"{name}/adapters")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n].to(found[n].dtype)) for n in expected)
     assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB_SIZE
@@ -189,33 +182,31 @@ def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights
 
 
 @pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if "merged" not in run[1]])
-def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(
-    runs: Runs, tmp_path: Path, ranks: int, name: str
-) -> None:
-    version = runs.published(ranks, name)
+def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(tmp_path: Path, ranks: int, name: str) -> None:
+    version = published(ranks, name)
     manifest = weights.read_manifest(version)
     copy_files(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
-    found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), runs.of(ranks).tensors(f"{name}/adapters")
+    found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), reports(ranks).tensors(f"{name}/adapters")
     assert found.keys() == expected.keys() == manifest.tensors.keys()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("name", ["merged", *["merged3"] * ALL])
-def test_a_merged_version_is_what_peft_merges(runs: Runs, name: str) -> None:
-    version = runs.published(2, name)
+def test_a_merged_version_is_what_peft_merges(name: str) -> None:
+    version = published(2, name)
     files = [Path(version.weights_dir) / name for name in weights.read_manifest(version).files]
     found = {key: t for file in files for key, t in load_file(file).items()}
-    untouched = {key: p.detach() for key, p in runs.base().named_parameters()}
-    named = {key: p.detach() for key, p in runs.peft(2, name).merge_and_unload().named_parameters()}
+    untouched = {key: p.detach() for key, p in base_model().named_parameters()}
+    named = {key: p.detach() for key, p in peft_model(2, name).merge_and_unload().named_parameters()}
     assert difference(found, named) < 1e-7
     assert difference(named, untouched) > 1e-4
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "zero3"), (2, "merged")])
-def test_the_canary_is_pefts_log_probs_under_the_published_adapters(runs: Runs, ranks: int, name: str) -> None:
-    model = runs.peft(ranks, name)
-    canary = weights.read_manifest(runs.published(ranks, name)).canary
+def test_the_canary_is_pefts_log_probs_under_the_published_adapters(ranks: int, name: str) -> None:
+    model = peft_model(ranks, name)
+    canary = weights.read_manifest(published(ranks, name)).canary
     for ids, logprobs in zip(canary.token_ids, canary.logprobs, strict=True):
         prompt, completion = ids[: canary.prompt_length], ids[canary.prompt_length :]
         with torch.no_grad():

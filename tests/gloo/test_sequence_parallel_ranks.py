@@ -122,9 +122,8 @@ def kept(worker: Worker, sp_size: int) -> int:
     from model.sequence_parallel import shard
 
     model = load_causal_lm(str(worker.folder / "model"), "float32", None, False)
-    rng = np.random.default_rng(0)
-    tokens = lambda n: rng.integers(0, VOCAB_SIZE, n).tolist()  # noqa: E731
-    row = pack([(tokens(64), [tokens(240) for _ in range(4)])])
+    prompt, *completions = np.random.default_rng(0).integers(0, VOCAB_SIZE, (5, 240)).tolist()
+    row = pack([(prompt[:64], completions)])
     shares, scored = worker.sharing(sp_size).sequence_group, list[torch.Tensor]()
     found = bytes_kept(model, lambda: scored.append(score_terms(model, shard(row, shares), 1.0, 32)[0]))
     assert len(scored[0]) == 4 * 240

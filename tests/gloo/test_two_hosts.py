@@ -71,8 +71,7 @@ def test_two_hosts_of_which_one_is_killed_train_the_weights_of_one_bit_for_bit(
     assert killed
     for one in killed:
         one.send_signal(signal.SIGKILL)
-    said = ended(trainers, process, "killed-host")
-    assert "restart 1 of 5" in said
+    assert "restart 1 of 5" in ended(trainers, process, "killed-host")
     assert sha256_of_run(folder) == expected
     assert {path.name for path in (folder / "logs" / "hosts").iterdir()} == {f"{host}-trainer.log" for host in hosts}
     until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)])

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from common.wire.ports import free_port
 from launcher.resources.placement import visible_gpus
@@ -47,8 +49,6 @@ def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
 def test_nccl_reduces_between_two_gpus_in_one_of_three_ways(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
-    import torch
-
     if not on_gpu or torch.cuda.device_count() < RANKS:
         pytest.skip("needs two GPUs")
     problems = []
@@ -73,9 +73,6 @@ def _troubles(backend: str, device: str) -> list[str]:
 
 def _rank(rank: int, backend: str, device: str, port: int) -> list[str]:
     """What is wrong with the results of which collectives."""
-    import torch
-    import torch.distributed as dist
-
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
@@ -101,8 +98,6 @@ def _rank(rank: int, backend: str, device: str, port: int) -> list[str]:
 
 def _calls(place: Any, rank: int, every: bool) -> dict[str, tuple[Callable[[], Any], list[float]]]:
     """Name -> what a rank does, and what rank 0 must get. Rank r brings r + 1. every: not only the two of NCCL."""
-    import torch
-    import torch.distributed as dist
 
     def in_place(call: Any, dtype: Any = torch.float32, **options: Any) -> Any:
         tensor = torch.full((2,), rank + 1, dtype=dtype, device=place)

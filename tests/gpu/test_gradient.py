@@ -39,8 +39,7 @@ def _gradient(folder: Path, dtype: str, device: str, is_packed: bool) -> Tensor:
     model: Any = load_causal_lm(str(folder / "model"), dtype, None, False).to(device)
     groups = [(_PROMPT, _COMPLETIONS)] if is_packed else [(_PROMPT, [one]) for one in _COMPLETIONS]
     for group in groups:
-        logprobs = score_logprobs(model, pack([group]).to(torch.device(device)), 1.0, 64)
-        logprobs.sum().backward()
+        score_logprobs(model, pack([group]).to(torch.device(device)), 1.0, 64).sum().backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -1,6 +1,7 @@
 """(a) Driver, GPU, compiler and headers: what `doctor` checks, and what torch sees of it."""
 
 import pytest
+import torch
 
 from launcher.doctor import gpu_machine
 from tests.gpu.conftest import Record
@@ -16,8 +17,6 @@ def test_doctor_finds_nothing_wrong(on_gpu: bool, record_property: Record) -> No
 
 
 def test_torch_computes(on_gpu: bool, record_property: Record) -> None:
-    import torch
-
     record_property("torch", torch.__version__)
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)

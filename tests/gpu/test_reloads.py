@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.conftest import Record
 from tests.support.own_process import in_processes
@@ -46,8 +47,6 @@ class Pair:
     """A trainer's weights and an engine that takes them, in one process."""
 
     def __init__(self, shape: str, dtype: str, scratch: Path, **vllm: Any) -> None:
-        import torch
-
         from sampler.engine.engine import Engine
         from tests.support.configs import config_in
         from tests.support.plain_policy import DevicePolicy
@@ -94,8 +93,6 @@ def _reloads(shape: str, dtype: str, scratch: Path) -> dict[str, str]:
 
 def _refusal_of_a_stale_number(pair: Pair) -> str:
     """The engine loads the last version again, and one number of the next one differs by a hundredth of itself."""
-    import torch
-
     from common.errors import Retryable
     from common.files.weights import VersionName
     from sampler.engine.reload import reload
@@ -112,8 +109,6 @@ def _refusal_of_a_stale_number(pair: Pair) -> str:
 
 def _sleeps(scratch: Path) -> int:
     """Bytes of GPU memory that were free while it slept."""
-    import torch
-
     from tests.support.engines import greedy
 
     on_gpu = torch.cuda.is_available()

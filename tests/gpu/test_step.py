@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.paths import ROOT
 from launcher.resources.machine import GIB
@@ -37,8 +38,6 @@ def test_shared_prompts_are_faster_than_padded_rows_and_a_step_fits_in_what_plan
 
 
 def test_a_step_of_one_and_a_half_billion_parameters(on_gpu: bool, tmp_path: Path, record_property: Record) -> None:
-    import torch
-
     if not on_gpu:
         pytest.skip("needs a GPU")
     whole = torch.cuda.get_device_properties(0).total_memory > _WHOLE

@@ -14,6 +14,7 @@ from common.worker import owner
 from environments import Done, Failed, Turn
 from environments.pool import EnvironmentPool
 from tests.support.own_process import alive
+from tests.support.python_file import python_file
 from tests.support.speed import limit, overdue, until
 from tests.support.tier import count
 
@@ -63,11 +64,7 @@ def raises():
 """
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environments") / "mine.py"
-    path.write_text(ENVIRONMENT)
-    return path
+file = python_file(ENVIRONMENT)
 
 
 def settings(file, name="Obeys", **more):
@@ -255,14 +252,13 @@ def test_close_is_called_when_a_rollout_ends_and_nothing_outlives_it_that_it_sta
 
 def test_a_deadline_that_is_over_before_the_process_runs_still_ends_it(file):
     with EnvironmentPool(settings(file, timeout_s=1e-4), columns=ROW) as pool:
-        replies = started(pool, *range(20), question="sleep")
-        assert [reply.kind for reply in replies.values()] == ["timeout"] * 20
+        assert [reply.kind for reply in started(pool, *range(20), question="sleep").values()] == ["timeout"] * 20
         server = psutil.Process(pool._workers._server._process.pid)
         until(lambda: not server.children(), 5.0)
 
 
 @pytest.mark.skipif(not CAN_CONFINE_SIGNALS, reason="this kernel cannot confine signals (Linux 6.12)")
-def test_an_environment_cannot_signal_the_run(pool, file):
+def test_an_environment_cannot_signal_the_run(pool):
     started(pool, 1, 2)
     for victims in ("os.getppid()", str(os.getpid())):
         started(pool, victims)

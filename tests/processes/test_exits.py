@@ -72,26 +72,18 @@ def test_the_exit_code_survives_a_reader_that_closed_our_output() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reading, writing = os.pipe()
     os.close(reading)
-    try:
-        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=writing, stderr=subprocess.PIPE)
-    finally:
-        os.close(writing)
+    with open(writing, "wb") as closed:
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=closed, stderr=subprocess.PIPE)
     assert result.returncode == 0, result.stderr
 
 
 def test_a_process_that_asked_for_it_dies_with_its_killed_parent() -> None:
     child = HEAD + "exits.die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    orphan = psutil.Process(int(parent.stdout.readline()))
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    above = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", above], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        orphan = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
     orphan.wait(timeout=limit(10))
-    parent.stdout.close()
-    assert not orphan.is_running()
 
 
 @pytest.mark.parametrize("before", ["", f"{DECIDES}; {INT}; {LATER}; "])

@@ -31,17 +31,17 @@ PROGRAM = (
 
 
 Started = subprocess.Popen[str]
+CONNECTS = 'shift; exec "$@"'
 
 
 class Connections:
-    """Orders for hosts that do not exist; what "reaches" them starts the program here."""
+    """Orders for hosts that do not exist; what "reaches" them, a script for ssh, starts the program here."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ssh: str = CONNECTS):
         self.folder = folder
-        ssh = folder / "ssh"
-        ssh.write_text('#!/bin/sh\nshift\nexec "$@"\n')
-        ssh.chmod(0o755)
-        self.env = os.environ | {"TANDEM_SSH": str(ssh)}
+        (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+        (folder / "ssh").chmod(0o755)
+        self.env = os.environ | {"TANDEM_SSH": f"{folder}/ssh"}
         (folder / "proof").touch()
 
     def start(self, *codes: str, proof: str = "proof", within_s: float = 0.5, root: Path = ROOT) -> Started:
@@ -172,31 +172,28 @@ def test_a_connection_that_is_lost_or_never_made_means_start_again(hosts: Connec
 def test_a_host_that_refuses_is_the_users_to_mend_and_one_that_is_down_is_waited_for(
     tmp_path: Path, words: str, code: int, says: str
 ) -> None:
-    hosts = Connections(tmp_path)
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho '{words}\r' >&2\nexit 255\n")
+    hosts = Connections(tmp_path, f"echo '{words}\r' >&2; exit 255")
     found, out = ended(hosts.start("print('one')"))
     assert found == code and f"203.0.113.0: {words}" in out and says in out
     assert (f"until this works here: {tmp_path}/ssh 203.0.113.0 true" in out) == (code == 2)
 
 
 def test_words_of_a_login_shell_do_not_hide_a_hosts_answer(tmp_path: Path) -> None:
-    hosts = Connections(tmp_path)
-    (tmp_path / "ssh").write_text('#!/bin/sh\nprintf "Welcome\nlast login: today "; shift; exec "$@"\n')
+    hosts = Connections(tmp_path, f'printf "Welcome\nlast login: today "; {CONNECTS}')
     assert ended(hosts.start("print('one')")) == (0, "one\n")
 
 
 @pytest.mark.parametrize("how", ["exit 137", "kill -9 $$"])
 def test_a_host_whose_shell_is_killed_before_it_answers_is_tried_again(tmp_path: Path, how: str) -> None:
-    hosts = Connections(tmp_path)
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho ssh: line 2: Killed >&2\n{how}\n")
+    hosts = Connections(tmp_path, f"echo ssh: line 2: Killed >&2; {how}")
     assert ended(hosts.start("print('one')"))[0] == 75
 
 
 def test_a_first_host_that_is_lost_while_the_others_try_to_reach_it_is_not_called_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TANDEM_SSH", Connections(tmp_path).env["TANDEM_SSH"])
-    (tmp_path / "ssh").write_text('#!/bin/sh\nhost=$1; shift; [ $host = 203.0.113.1 ] && exec "$@"; head -n 1 | "$@"\n')
+    ssh = 'host=$1; shift; [ $host = 203.0.113.1 ] && exec "$@"; head -n 1 | "$@"'
+    monkeypatch.setenv("TANDEM_SSH", Connections(tmp_path, ssh).env["TANDEM_SSH"])
     with pytest.raises(Retryable, match=r"203.0.113.0: the connection ended"):
         answers(["203.0.113.0", "203.0.113.1"])
 
@@ -228,19 +225,15 @@ def test_a_folder_with_a_space_is_found_by_ssh_and_by_what_has_no_shell(hosts: C
     for room in ("common", "launcher", "model", "trainer"):
         shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
-    process = hosts.start("print('one')", root=folder)
-    assert ended(process) == (0, "one\n")
+    assert ended(hosts.start("print('one')", root=folder)) == (0, "one\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["connecting", "the other connects", "run folder"])
 def test_a_signal_ends_what_has_not_begun_within_seconds(tmp_path: Path, moment: str, number: int) -> None:
     """moment: all that a host can wait for before its process has begun."""
-    hosts = Connections(tmp_path)
-    if moment == "connecting":
-        (hosts.folder / "ssh").write_text("#!/bin/sh\nsleep 1000\n")
-    elif moment == "the other connects":
-        (hosts.folder / "ssh").write_text('#!/bin/sh\n[ $1 = 203.0.113.0 ] || sleep 1000\nshift; exec "$@"\n')
+    ssh = {"connecting": "sleep 1000", "the other connects": f"[ $1 = 203.0.113.0 ] || sleep 1000; {CONNECTS}"}
+    hosts = Connections(tmp_path, ssh.get(moment, CONNECTS))
     process = hosts.start("1", "1", proof="late" if moment == "run folder" else "proof", within_s=1000.0)
     until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, 20)
     time.sleep(0.5)
@@ -289,8 +282,7 @@ FAILS = "import sys, time; time.sleep({}); print('tandem: trainer: {}', file=sys
     ],
 )
 def test_the_first_error_of_any_host_is_what_is_read(tmp_path: Path, codes: list[str], code: int, first: int) -> None:
-    process = Connections(tmp_path).start(*codes)
-    found, out = ended(process)
+    found, out = ended(Connections(tmp_path).start(*codes))
     assert found == code and "tandem: 203.0.113.0: trainer: " in out
     _, _, log = out.partition(f"tandem: 203.0.113.{first}: the first that ")
     assert log and f"host{first}.log" in log and ("cause" in log or code == 247)

@@ -62,9 +62,8 @@ def test_all_end_as_the_rank_that_knows_why(tmp_path: Path, body: str, code: int
 
 def test_a_rank_whose_launcher_is_gone_before_it_listens_ends() -> None:
     code = f"{HEAD}\nexits.leave(exits.run('rank', lambda: exits.end_in_time('deepspeed.launcher.launch')))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"RANK": "0"}).returncode == INTERRUPTED
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"RANK": "0"})
+    assert done.returncode == INTERRUPTED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from launcher.resources.placement import placement
 from tests.support.configs import config_in
@@ -45,8 +46,6 @@ def off_grid(begin: int, end: int, step: int, count: int) -> list[int]:
 
 def train(folder: str, through_onednn: bool) -> None:
     """Steps on one group each, of so many tokens in all: a prompt and eight completions of unequal length."""
-    import torch
-
     from model.cpu.linear import use_onednn
     from model.logprobs import load_causal_lm, score_terms
     from model.packing import pack
@@ -101,8 +100,6 @@ def sample(folder: str) -> None:
 
 def replace_heads() -> None:
     """As reloads do with the largest tensor of a model of 135M parameters: each leaves something small behind."""
-    import torch
-
     torch.set_num_threads(1)
     head, kept = torch.ones(576, 49152), []
 

@@ -199,14 +199,10 @@ def test_a_second_sampler_with_an_id_that_is_taken(task: Path) -> None:
 
 
 def test_a_port_that_is_taken(task: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        taken = (
-            f"cannot bind tcp://127.0.0.1:{port}: Address already in use, port {port} is used by pid {os.getpid()} ("
-        )
-        said = (taken, "Stop what uses it, or set channel.endpoint to a free address of this host")
+        taken = f"cannot bind tcp://127.0.0.1:{port}: Address already in use, port {port} is used by pid {os.getpid()}"
+        said = (f"{taken} (", "Stop what uses it, or set channel.endpoint to a free address of this host")
         check("training_worker.py", task / "run.yaml", f"channel.endpoint=tcp://127.0.0.1:{port}", said=said)
 
 

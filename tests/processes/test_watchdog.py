@@ -127,8 +127,7 @@ def test_a_sampler_that_beats_without_progress_is_sent_away_and_its_work_goes_to
     said: list[str] = []
     (config.run.output_dir / "logs").mkdir(parents=True)
     (config.run.output_dir / "logs" / "sampler.log").write_text("vllm: step 4711\n")
-    long_wait = changed(config, channel={"stall_timeout_s": limit(0.3)})
-    with make_inbox(long_wait, say=said.append) as inbox:
+    with make_inbox(changed(config, channel={"stall_timeout_s": limit(0.3)}), say=said.append) as inbox:
         with FakeSampler(config, "stuck", make=lambda g, v: make_group(60, v)) as stuck:
             inbox.commit(0, published(0))
             until(lambda: stuck.ended)

@@ -50,8 +50,7 @@ def test_a_reader_never_sees_a_part_while_the_writer_is_killed_again_and_again(
         writer = forks.Process(target=write_until_killed, args=(tmp_path, first, armed))
         writer.start()
         while writer.is_alive() or reads < 20 * round_number:  # what a killed writer left is read, too
-            number = read_newest(tmp_path, reads)
-            if number is not None:
+            if (number := read_newest(tmp_path, reads)) is not None:
                 reads += 1
                 seen.add(number)
         assert writer.exitcode == -signal.SIGKILL

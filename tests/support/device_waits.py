@@ -31,16 +31,12 @@ class DeviceWaits(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
+        name, kwargs = func._schema.name, kwargs or {}
         if name in WAITS or (name in BY_INDEX and _has_booleans(args[1])):
             self.counts[name] += 1
-        if (
-            name == "aten::repeat_interleave"
-            and func._overloadname == "Tensor"
-            and not (kwargs or {}).get("output_size")
-        ):
+        if name == "aten::repeat_interleave" and func._overloadname == "Tensor" and not kwargs.get("output_size"):
             self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _has_booleans(indexes: Any) -> bool:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
-import yaml
 
 from common import durable
 from common.config import load
@@ -29,6 +28,7 @@ from launcher import run as launcher_run
 from launcher.processes.processes import Child
 from launcher.processes.supervisor import Rules, Supervisor
 from launcher.resources.placement import placement
+from tests.support.configs import config_in
 from tests.support.ending_processes import HOLD_AT, PER_STEP, STEP_S
 from tests.support.own_process import alive
 from tests.support.speed import overdue, slowness
@@ -147,23 +147,21 @@ class Running:
     def __init__(self, scenario: Scenario, folder: Path):
         self.scenario, self.folder, self.tag = scenario, folder, uuid.uuid4().hex
         self._slowness = slowness()
-        settings = {
-            "run": {"output_dir": str(folder / "run")},
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "rewards": {"reward_funcs": ["answer"]},
-            "sampler": {"num_generations": 2},
-            "trainer": {
+        config = config_in(
+            folder,
+            rewards={"reward_funcs": ["answer"]},
+            sampler={"num_generations": 2},
+            trainer={
                 "prompts_per_step": PER_STEP,
                 "save_steps": 4 if scenario.saves else 0,
                 "max_hours": scenario.ends_after_s and scenario.ends_after_s * self._slowness / 3600,
             },
-            "channel": {
+            channel={
                 "connect_timeout_s": scenario.connect_s * self._slowness,
                 "stall_timeout_s": STALL_S * self._slowness,
             },
-        }
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        )
+        (folder / "config.yaml").write_text(config.model_dump_json(exclude_unset=True))
         if scenario.signals or scenario.ends_after_s:
             (folder / "hold").touch()
         self.ending, self.begun = Ending(scenario.name), time.monotonic()

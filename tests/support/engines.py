@@ -90,8 +90,8 @@ def complete(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT)
     return finished(engine)["key"]
 
 
-def greedy(engine: Engine, prompt: list[int] = PROMPT, length: int = 16) -> list[int]:
-    return complete(engine, SamplingParams(0.0, length, 1, None), prompt)[0].token_ids.tolist()
+def greedy(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
+    return complete(engine, SamplingParams(0.0, 16, 1, None), prompt)[0].token_ids.tolist()
 
 
 def edit(shard: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

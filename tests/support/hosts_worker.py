@@ -28,8 +28,7 @@ def main(path: Path, hostfile: Path, overrides: list[str]) -> int:
     commands = HostCommands(path, overrides, config, hosts, meet)
     folder = config.run.output_dir
     idle = Child("sampler", ("sleep", "1000"), {}, folder / "logs" / "sampler.log")
-    finished = (folder / FINAL).is_dir
-    rules = Rules(commands.restart_trainer, commands.steps, finished, grace_s=5.0)
+    rules = Rules(commands.restart_trainer, commands.steps, (folder / FINAL).is_dir, grace_s=5.0)
     with lock(folder / LOCK, in_use(folder)):
         return Supervisor([idle], commands.trainer(), rules).run()
 

@@ -10,8 +10,6 @@ from typing import Any
 class Server(ThreadingHTTPServer):
     """Serves within its `with`. trouble(n): what becomes of request n, "", "fail", "hang", an answer, or its parts."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.trouble: Any = lambda n: ""

@@ -32,12 +32,10 @@ class Group:
 @contextmanager
 def own_group() -> Iterator[Group]:
     """Ends what is left in it."""
-    mounts = [
-        Path(line.split()[1]) for line in Path("/proc/mounts").read_text().splitlines() if line.split()[2] == "cgroup2"
-    ]
+    mounts = [part.mountpoint for part in psutil.disk_partitions(all=True) if part.fstype == "cgroup2"]
     if not mounts or not os.access(mounts[0], os.W_OK):
         pytest.skip("no control groups (v2) here that may be written, which needs root")
-    folder = mounts[0] / f"tandem-test-{os.getpid()}-{next(_numbers)}"
+    folder = Path(mounts[0], f"tandem-test-{os.getpid()}-{next(_numbers)}")
     folder.mkdir()
     group = Group(folder)
     try:

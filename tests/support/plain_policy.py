@@ -82,8 +82,7 @@ class PlainPolicy:
             p.copy_(master)
 
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
-        row = pack([(prompt, [completion])])
-        return self.score(row, temperature).numpy()
+        return self.score(pack([(prompt, [completion])]), temperature).numpy()
 
 
 class DevicePolicy(PlainPolicy):

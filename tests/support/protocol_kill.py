@@ -149,9 +149,8 @@ def sampled(folder: Path) -> dict[str, int]:
 
 def train_step(inbox: Inbox, config: Config, state: State, rounding: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
-    fill(
-        batch, PER_STEP, at_once=1, receive=partial(receive, inbox), refill=inbox.refill
-    )  # with trainer.micro_batch after each
+    # with trainer.micro_batch after each
+    fill(batch, PER_STEP, at_once=1, receive=partial(receive, inbox), refill=inbox.refill)
     for group in batch.groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"

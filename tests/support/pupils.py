@@ -1,16 +1,13 @@
 """The examples' pupils for tests of whole runs: hardly taught in seconds, or the quick start's as its config has it."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-from common.paths import ROOT
 from examples.example import Example, build
 from examples.quickstart import QuickStart
-from tests.support.speed import limit
+from tests.support.own_process import run
+from tests.support.threads import threads
 
 # Beside the other workers' tests: threads that spin while they wait for each other would take ten times as long.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
@@ -22,14 +19,11 @@ HARDLY_TAUGHT = QuickStart(num_train=512, num_test=64, num_clean_steps=20, num_c
 
 def files_of(example: Example, folder: Path) -> list[str]:
     """Builds the example there, on one thread. Returns the overrides that name its model and problems."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    build(example, folder, report=lambda line: None)
-    torch.set_num_threads(threads)
+    with threads(1):
+        build(example, folder, report=lambda line: None)
     return [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/test.jsonl"]
 
 
 def build_quick_start() -> None:
     """The quick start's problems and model where its configs look for them; waits while another process builds it."""
-    command = [sys.executable, "-m", "examples.quickstart"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | PASSIVE, check=True, timeout=limit(900))
+    run([sys.executable, "-m", "examples.quickstart"], 900, env=os.environ | PASSIVE)

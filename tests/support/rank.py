@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.config import Config
@@ -64,7 +65,7 @@ def rank_zero(stream: Stream) -> Any:
         versions_in_use=list,
         drain_statistics=lambda: Statistics({}, 0, {}),
     )
-    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore, sync=lambda: None)
+    log = SimpleNamespace(log=ignore, log_samples=ignore, log_eval=ignore)
     display = SimpleNamespace(step=ignore, note=ignore, advice=lambda *_: {})
     return SimpleNamespace(source=source, log=log, display=display, recorder=None, sync=lambda: None)
 
@@ -139,8 +140,7 @@ class Worker:
             hashes.append(run_hash(trainer))
         self.write_models(name, "weights", trainer)
         trainer.publish(evaluate=False)
-        published = dataclasses.asdict(trainer.publisher.published)
-        self.tell_steps(name, trainer, hashes=hashes, published=published)
+        self.tell_steps(name, trainer, hashes=hashes, published=dataclasses.asdict(trainer.publisher.published))
         return trainer
 
     def one_batch(self, case: Case) -> Any:
@@ -167,8 +167,6 @@ class Worker:
                 self.write(f"{name}/{prefix}{what}", found)
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
         if self.exchange.rank == 0:
             path = self.folder / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)

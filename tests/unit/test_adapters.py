@@ -1,8 +1,6 @@
 """The adapters for verifiers and OpenEnv, with stand-ins of what they call; they were tried with the packages, too."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +13,11 @@ from typing import Any
 import pytest
 from websockets.sync.server import serve
 
+from common.wire.ports import free_port
 from environments import Done, of_verifiers
 from environments.openenv import OpenEnv
 from tests.support.speed import limit
 
-SCRIPT = Path(of_verifiers.__file__)
 FILES = {
     "verifiers/__init__.py": "import importlib\n"
     "def load_environment(name, **settings): return importlib.import_module(name).load_environment(**settings)",
@@ -82,33 +80,26 @@ class Env:
     params=[("sums", '{"n": 1}'), ("tasks", '{"taskset": {"n": 1}, "agent": {"harness": {"id": "mine"}}}')],
     ids=lambda p: p[0],
 )
-def command(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """(what) -> the process that does it, in a folder with that environment."""
+def served(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The row of that environment, and the server that plays it."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERIFIERS_PORT", str(port))
     monkeypatch.setattr(of_verifiers, "PORT", port)
-    started, (name, settings), env = [], request.param, {**os.environ, "VERIFIERS_PORT": str(port)}
-
-    def start(what: str) -> subprocess.Popen[str]:
-        line = [sys.executable, str(SCRIPT), what, name, settings]
-        started.append(subprocess.Popen(line, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE))
-        return started[-1]
-
-    yield start
-    for process in started:
-        with process:
-            process.kill()
+    command = [sys.executable, of_verifiers.__file__]
+    row = json.loads(subprocess.check_output([*command, "rows", *request.param]))
+    with subprocess.Popen([*command, "serve", *request.param]) as server:
+        yield row, server
+        server.kill()
 
 
-def test_a_rollout_of_an_environment_for_verifiers_has_its_reward_or_fails_with_its_words(command: Any) -> None:
-    row = json.loads(command("rows").communicate()[0])
+def test_a_rollout_of_an_environment_for_verifiers_has_its_reward_or_fails_with_its_words(served: Any) -> None:
+    row, server = served
     assert row["question"].endswith("2+2?") and int(row["task"]["answer"]) == 4
-    server, until = command("serve"), time.monotonic() + limit(20)
-    reward = None
+    until, reward = time.monotonic() + limit(20), None
     while reward is None:
         try:
             reward = of_verifiers.solve(row["task"], "http://model")

@@ -30,9 +30,9 @@ from trainer.algorithm.advantages import (
 )
 
 
-def settings(longest: int = 12, rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
+def settings(rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
     rewards = rewards or {"reward_funcs": ["answer"]}
-    return config_of(sampler={"max_completion_length": longest}, rewards=rewards, algorithm=algorithm)
+    return config_of(sampler={"max_completion_length": 12}, rewards=rewards, algorithm=algorithm)
 
 
 ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
@@ -61,15 +61,6 @@ HAND: dict[str, tuple[list[float], str, str, list[float]]] = {
 def test_advantages_on_paper(case: str) -> None:
     rewards, estimator, scale, expected = HAND[case]
     assert group_advantages(np.array(rewards), scale, estimator).tolist() == pytest.approx(expected, abs=1e-15)
-
-
-def test_the_deviation_of_the_step_is_over_all_its_rewards() -> None:
-    # rewards 1, 0 and 5, 3: mean 9/4, squares 25/16 + 81/16 + 121/16 + 9/16 = 59/4, std = sqrt(59/12)
-    groups = [random_group(0, 50, [1.0, 0.0]), random_group(1, 50, [5.0, 3.0])]
-    found = step_advantages(groups, settings(scale_rewards="batch"))
-    std = math.sqrt(59 / 12) + 1e-4
-    assert found[0].tolist() == pytest.approx([0.5 / std, -0.5 / std])
-    assert found[1].tolist() == pytest.approx([1 / std, -1 / std])
 
 
 def test_reinforce_plus_plus_is_whitened_over_tokens_and_whiten_advantages_over_completions() -> None:
@@ -124,7 +115,7 @@ def test_the_soft_overlong_punishment_falls_evenly_to_minus_one() -> None:
 
 def test_rewards_are_shaped_by_kl_and_length() -> None:
     g = group(rollout([7] * 4, 1.0, old=-1.0, ref=-1.5), rollout([7], 2.0, ref=-1.0))  # Σ (old − ref) = 4 · 0.5
-    config = settings(longest=12, beta=0.5, kl_in_reward=True, soft_punish_cache=12)
+    config = settings(beta=0.5, kl_in_reward=True, soft_punish_cache=12)
     assert shaped_rewards(g, config)[0] == pytest.approx(1.0 - 0.5 * 2 - 4 / 12)
     assert shaped_rewards(g, settings(beta=0.5)).tolist() == [1.0, 2.0]
 
@@ -196,8 +187,9 @@ CHOICES: list[dict[str, Any]] = [
 steps = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=3, max_size=3), min_size=1, max_size=5)
 
 
-@given(steps, st.sampled_from(CHOICES), st.randoms(use_true_random=False))
-def test_estimators_equal_the_oracle_in_any_order(rewards: list[list[float]], choice: dict[str, Any], random) -> None:
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@given(steps, st.randoms(use_true_random=False))
+def test_estimators_equal_the_oracle_in_any_order(choice: dict[str, Any], rewards: list[list[float]], random) -> None:
     groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
     config = settings(**choice)
     found = step_advantages(groups, config)

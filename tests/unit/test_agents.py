@@ -28,7 +28,7 @@ from examples.tokenizer import byte_level
 from sampler.engine.completions import Completion
 from sampler.engine.engine_arguments import looks_for_texts
 from sampler.prompts.prompts import make_prompt
-from sampler.turns.episode import PlayedCompletion, as_rollout
+from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import Sampled
 from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import held_out_params
@@ -141,21 +141,16 @@ def trained(sampled: Sampled) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]
             yield tuple(whole[places[:at]].tolist()), tuple(c.token_ids[start:end].tolist())
 
 
-def require_all_is_trained_once(sampled: Sampled, model: Model) -> None:
-    """And the wire takes it."""
+def play(given: Config, writes: Any, problem: Problem = PROBLEM) -> tuple[Any, Model]:
+    """An agent whose every sampled token is trained once, as the wire takes it. writes: what a Model writes, or one."""
+    model = writes if isinstance(writes, Model) else Model(writes)
+    sampled = played(given, model, problem)
     sampled_once = collections.Counter((asked, wrote) for _, asked, wrote in model.turns)
     assert collections.Counter(trained(sampled)) == sampled_once
     logprobs = [float(c.logprobs.sum()) for c in sampled.completions]
     assert sum(logprobs) == -0.5 * sum(len(wrote) for _, _, wrote in model.turns)
     rollouts = tuple(as_rollout(c, None, {"environment": 1.0}, 1.0) for c in sampled.completions)
     read_group(*write_group(Group(0, 0, 0, sampled.prompt.token_ids, rollouts)))
-
-
-def play(given: Config, writes: Any) -> tuple[Any, Model]:
-    """An agent whose every sampled token is trained once. writes: what a Model writes, or one."""
-    model = writes if isinstance(writes, Model) else Model(writes)
-    sampled = played(given, model)
-    require_all_is_trained_once(sampled, model)
     return sampled, model
 
 
@@ -183,7 +178,6 @@ def test_a_loop_with_tools_is_one_sequence_whose_sampled_ids_are_kept(tmp_path: 
     given = config(tmp_path, BEGINNING + LOOP)
     sampled, _ = play(given, lambda i, prompt: "#### 159294" if "159294" in prompt else (sloppy if i == 0 else "7"))
     called, direct = sampled.completions
-    assert isinstance(called, PlayedCompletion) and isinstance(direct, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, called.environment_reward) == (2, 1, 0, 1.0)
     assert (direct.turns, direct.tool_calls, direct.environment_reward, direct.finish_reason) == (1, 0, 0.0, "stop")
     assert called.forks == () and sampled.failures == ()
@@ -198,12 +192,10 @@ def test_the_agent_of_the_page_looks_a_word_up_and_is_rewarded(tmp_path: Path) -
     page = (ROOT / "docs" / "environments.md").read_text()
     [block] = re.findall(r"^```python\n# my_agent.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     call = CALL.replace("calculator", "lookup").replace("expression", "word").replace("417*382", "apple")
-    model = Model(lambda i, prompt: "a fruit" if "a fruit" in prompt else (call if i else "What?"))
-    given = config(tmp_path)
+    given, problem = config(tmp_path), Problem(3, {"question": "What is an apple?", "answer": "fruit"})
     (tmp_path / "mine.py").write_text(block)
-    sampled = played(given, model, Problem(3, {"question": "What is an apple?", "answer": "fruit"}))
+    sampled, _ = play(given, lambda i, prompt: "a fruit" if "a fruit" in prompt else (call if i else "What?"), problem)
     assert [(c.turns, c.environment_reward) for c in sampled.completions] == [(1, 0.0), (2, 1.0)]
-    require_all_is_trained_once(sampled, model)
 
 
 def test_whatever_agents_ask_every_sampled_token_is_trained_once_behind_what_it_followed(tmp_path: Path) -> None:
@@ -217,8 +209,7 @@ for _ in range(random.randint(1, 4)):
 return random.random()
 """
     for seed in range(4):
-        rollout = {"max_turns": 20}
-        given = config(tmp_path, code, run={"seed": seed}, rollout=rollout, sampler={"num_generations": 4})
+        given = config(tmp_path, code, run={"seed": seed}, rollout={"max_turns": 20}, sampler={"num_generations": 4})
         sampled, _ = play(given, lambda i, prompt: random.choice(["0", "1 2", "0 1", "2"]))
         assert sampled.failures == () and len(sampled.completions) == 2
 
@@ -309,7 +300,7 @@ return json.dumps(errors)
 """
     sampled = played(config(tmp_path, code), Model(lambda i, prompt: "fine"))
     for completion in sampled.completions:
-        assert isinstance(completion, PlayedCompletion) and completion.finish_reason == "stop" and completion.turns == 1
+        assert completion.finish_reason == "stop" and completion.turns == 1
         for error, named in zip(json.loads(completion.messages[-1]["content"]), REFUSED.values(), strict=True):
             assert named in error and "APIStatusError" in error
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 
 from common.errors import Retryable
 from common.files.shared_memory import remove_orphans
-from common.paths import ROOT
 from model.files.engine_models import is_unknown
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.engine_arguments import set_environment
+from tests.support.own_process import run
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit
 
@@ -43,8 +42,7 @@ def test_the_answer_takes_less_than_a_second_and_imports_neither() -> None:
         "assert is_unknown(['NobodysForCausalLM']); assert not {'vllm', 'transformers', 'torch'} & set(sys.modules); "
         "print(time.monotonic() - begun)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < limit(1.0)
+    assert float(run([sys.executable, "-c", code])) < limit(1.0)
 
 
 # ---- its cache sleeps: what vLLM is asked for, and when

@@ -73,7 +73,7 @@ def random_groups() -> Groups:
     ]
 
 
-def packed_logits(model: Any, groups: Groups, packing: Packing = "shared", forks: Any = ()) -> Tensor:
+def packed_logits(model: Any, groups: Groups, packing: Packing, forks: Any) -> Tensor:
     """Logits that predict each target, in the model's own precision: [N, V]."""
     row = pack(groups, packing, forks=forks)
     hidden = model.get_decoder()(
@@ -82,7 +82,7 @@ def packed_logits(model: Any, groups: Groups, packing: Packing = "shared", forks
     return model.lm_head(hidden[row.source_index])
 
 
-def dense_logits(model: Any, groups: Groups, forks: Any = ()) -> Tensor:
+def dense_logits(model: Any, groups: Groups, forks: Any) -> Tensor:
     parts = []
     for (prompt, completions), of in zip(groups, forks or itertools.repeat(itertools.repeat(())), strict=False):
         for completion, forked in zip(completions, of, strict=False):
@@ -113,14 +113,15 @@ PRECISION = pytest.mark.parametrize(
 )
 
 
-def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, tolerance: float, forks: Any = ()) -> None:
-    """Logits, and the gradient of their sum along a random direction."""
+def check(dense: Any, packed: Any, packing: Packing, dtype: torch.dtype, tolerance: float) -> None:
+    """Logits, and the gradient of their sum along a random direction, of completions without forks and with them."""
     groups = random_groups()
-    found, expected = packed_logits(packed, groups, packing, forks), dense_logits(dense, groups, forks)
-    assert relative(found, expected) < tolerance
-    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    gradient = gradients(packed, (found * direction).sum())
-    assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
+    for forks in ((), forks_of(groups)):
+        found, expected = packed_logits(packed, groups, packing, forks), dense_logits(dense, groups, forks)
+        assert relative(found, expected) < tolerance
+        direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        gradient = gradients(packed, (found * direction).sum())
+        assert relative(gradient, gradients(dense, (expected * direction).sum())) < tolerance
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -135,7 +136,6 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
     check(dense, packed.train(), packing, dtype, tolerance)
-    check(dense, packed, packing, dtype, tolerance, forks_of(random_groups()))
 
 
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
@@ -187,7 +187,6 @@ def test_windows_soft_caps_and_sinks_are_those_of_one_dense_forward_per_sequence
     family, changes = KINDS[kind]
     dense = make_model(family, attn_implementation="eager", **changes)
     check(dense, shared(dense), packing, torch.float32, 2e-6)
-    check(dense, shared(dense), packing, torch.float32, 2e-6, forks_of(random_groups()))
 
 
 def test_a_wish_that_nobody_has_seen_here_is_refused() -> None:
@@ -202,5 +201,4 @@ def test_calling_the_model_without_spans_is_refused() -> None:
 
 def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
     dense = exact(make_model("Qwen2", use_sliding_window=True, sliding_window=13, max_window_layers=0))
-    groups = random_groups()
-    assert relative(packed_logits(shared(dense), groups), dense_logits(dense, groups)) < 1e-9
+    check(dense, shared(dense), "shared", torch.float64, 1e-9)

@@ -54,17 +54,15 @@ class Run:
     ):
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
-        policy = SimpleNamespace(dims=MODEL)
+        policy = SimpleNamespace(dims=MODEL, backward=self.backward, score=lambda row, _: row.target_ids / -100)
         exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
         exchange.sum_over_dp = lambda values: values
-        policy.backward, policy.score = self.backward, lambda row, _: row.target_ids / -100
 
         def receive(ids: Sequence[int]) -> list[Group | Tombstone]:
             self.events.append(("receive", list(ids)))
             return [make(g) for g in ids]
 
-        rest = iter(samplers_are_idle)
-        lent = lent_cores(of, exchange, lambda: next(rest), lambda: False)
+        lent = lent_cores(of, exchange, iter(samplers_are_idle).__next__, lambda: False)
         nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
         source = SimpleNamespace(receive=receive, **nothing)
         models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None, packing="shared")
@@ -178,8 +176,6 @@ def test_no_plan_changes_loss_or_gradient(
         if what == "train" and mine:
             part, by_token = loss_and_gradient([step[place] for place in mine], step, settings)
             total += part
-            for token, value in by_token.items():
-                gradient[token] = value
+            gradient |= by_token
     assert total == pytest.approx(whole_loss, rel=1e-6, abs=1e-7)
-    for token, value in whole.items():
-        assert gradient[token] == pytest.approx(value, rel=1e-6, abs=1e-8)
+    assert gradient == pytest.approx(whole, rel=1e-6, abs=1e-8)

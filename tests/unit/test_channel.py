@@ -61,13 +61,12 @@ def require_connected(config: Config) -> None:
 # ---- frames ------------------------------------------------------------------------------------------------
 
 
-def ends(kind: str, folder: Path) -> Config:
-    return tcp(folder) if kind == "tcp" else make_config(folder)
+@pytest.fixture(params=["ipc", "tcp"])
+def config(folder: Path, request: pytest.FixtureRequest) -> Config:
+    return tcp(folder) if request.param == "tcp" else make_config(folder)
 
 
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_frames_arrive_whole_both_ways_and_nothing_waits(folder: Path, kind: str) -> None:
-    config = ends(kind, folder)
+def test_frames_arrive_whole_both_ways_and_nothing_waits(config: Config) -> None:
     with bound(config) as trainer, connected(config) as sampler:
         assert trainer.receive() is None and sampler.receive() is None
         assert not trainer.send([b"to nobody"], to="s1")
@@ -78,9 +77,7 @@ def test_frames_arrive_whole_both_ways_and_nothing_waits(folder: Path, kind: str
         assert received(sampler) == [b"credit"]
 
 
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_a_sampler_that_crashed_and_came_back_under_its_name_is_served(folder: Path, kind: str) -> None:
-    config = ends(kind, folder)
+def test_a_sampler_that_crashed_and_came_back_under_its_name_is_served(config: Config) -> None:
     with bound(config) as trainer, connected(config) as crashed:
         crashed.send([b"hello"])
         assert received(trainer) == [b"hello"]

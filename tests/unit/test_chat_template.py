@@ -37,11 +37,11 @@ LAST = "{{ messages[-1].content }}"
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}[{{ m.role }}] {{ m.content }}|{% endfor %}"
 
 
-def written(template, messages, folder, **more):
+def written(template, messages, folder):
     (folder / "t.jinja").write_text(template)
     tokenizer = byte_tokenizer("<|end|>")
     tokenizer.bos_token = tokenizer.eos_token = "<|end|>"
-    return render(tokenizer, messages, prompt=PromptTemplate(chat_template=folder / "t.jinja"), **more)
+    return render(tokenizer, messages, prompt=PromptTemplate(chat_template=folder / "t.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,8 @@ def test_a_completion_ends_where_the_real_template_ends_the_last_turn(name, tmp_
     ],
 )
 def test_a_first_token_that_tokenizer_and_template_disagree_about_is_said(template, text, said, tmp_path):
-    path = None
-    if template is not None:
-        path = tmp_path / "t.jinja"
-        path.write_text(template)
+    path = tmp_path / "t.jinja"
+    path.write_text(template or "")
     begins_texts = Mock(return_value={"input_ids": [1, 7]}, bos_token_id=1, bos_token="<s>")  # before each text
-    found = about_first_token(begins_texts, PromptTemplate(chat_template=path), text)
+    found = about_first_token(begins_texts, PromptTemplate(chat_template=template and path), text)
     assert found is None if said is None else said in found

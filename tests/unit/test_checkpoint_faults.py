@@ -40,15 +40,12 @@ class SmallEngine:
 
     def __init__(self, number: int):
         self.number, self.stage = number, 1
-        self.dtype = "float32"
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
         self.adapter_settings, self.layout = None, None
-        weights = [torch.nn.Parameter(torch.tensor([float(number)]))]
         config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
         self.model = SimpleNamespace(
             config=config,
             dtype=torch.float32,
-            parameters=lambda: weights,
             is_remote_code=lambda: False,
             can_generate=lambda: False,
             _keys_to_ignore_on_save=None,

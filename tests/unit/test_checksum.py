@@ -29,8 +29,8 @@ def odd(position: int) -> int:
     return (z ^ z >> 31) | 1
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,7 @@ def test_a_tensor_is_finite_unless_one_number_is_not_however_large_its_sum(dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_sum_without_order_tells_other_numbers_from_others_and_from_no_order_or_zeros(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(300, 70).to(dtype)
+    x = random(300, 70, dtype=dtype)
     total = unordered_sum(x)
     assert total == unordered_sum(x.t()) == unordered_sum(x.flatten()[torch.randperm(x.numel())])
     assert total == unordered_sum(torch.nn.functional.pad(x, (0, 3, 5, 0)))

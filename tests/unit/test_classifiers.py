@@ -116,9 +116,9 @@ def test_a_gradient_that_is_infinite_under_a_finite_loss_is_seen() -> None:
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "model")
+@pytest.fixture
+def model(folder: Path) -> Path:
+    return folder / "model"
 
 
 def scored(prompt: Any, completions: list[str], metrics: dict[str, float] | None = None, **entry: Any) -> list[float]:
@@ -136,14 +136,13 @@ def scored(prompt: Any, completions: list[str], metrics: dict[str, float] | None
 
 
 def test_a_reward_model_reads_the_conversation_in_its_template_and_padding_changes_nothing(model: Path) -> None:
-    folder = tiny_reward_model(model.parent / "reward", model)
+    folder = model.parent / "reward"
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
     texts, expected = ["Tom has 4 pens.", "4", "Tina has 4 pens and 5 more, so 9."], []
     for text in texts:
         said = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": text}]
-        ids = torch.tensor([tokenizer(tokenizer.apply_chat_template(said, tokenize=False))["input_ids"]])
-        with torch.no_grad():
-            expected.append(plain(input_ids=ids).logits.item())
+        ids = tokenizer(tokenizer.apply_chat_template(said, tokenize=False), return_tensors="pt")["input_ids"]
+        expected.append(plain(input_ids=ids).logits.item())
     assert len(set(expected)) == 3
     asked = [{"role": "user", "content": "How many?"}]
     for prompt in ("How many?", asked, [*asked, {"role": "assistant", "content": ""}]):
@@ -164,8 +163,7 @@ def test_what_a_conversation_ends_with_is_scored_where_the_model_knows_no_paddin
     for text in texts:
         rows = tokenizer(f"2+2?{tokenizer.eos_token}{text}{tokenizer.eos_token}", return_tensors="pt")
         assert rows["input_ids"][0, -1] == tokenizer.eos_token_id
-        with torch.no_grad():
-            expected.append(plain(**rows).logits.item())  # one row alone, as its card does: the last token's
+        expected.append(plain(**rows).logits.item())  # one row alone, as its card does: the last token's
     assert Classifier(str(folder))(["2+2?"] * 2, texts, print) == pytest.approx(expected, abs=1e-5)
 
 
@@ -175,8 +173,7 @@ def test_a_classifier_of_several_labels_reads_a_pair_and_gives_the_probability_o
     config = BertConfig(pad_token_id=tokenizer.pad_token_id, max_position_embeddings=16, **SHAPE)
     config.id2label, config.label2id = {0: "bad", 1: "good"}, {"bad": 0, "good": 1}
     plain = tiny_classifier(folder, tokenizer, config)
-    with torch.no_grad():
-        [[_, good]] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits.softmax(1).tolist()
+    [[_, good]] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits.softmax(1).tolist()
     metrics: dict[str, float] = {}
     texts = ["4", "I have thought about it for a long time and it is certainly 4"]
     for label in ("good", 1):
@@ -193,8 +190,7 @@ def test_labels_that_exclude_no_other_are_not_normalised_over_them(model: Path, 
     """As transformers' own pipeline reads problem_type."""
     folder, tokenizer = model.parent / kind, AutoTokenizer.from_pretrained(model)
     plain = tiny_classifier(folder, tokenizer, BertConfig(num_labels=3, problem_type=kind, **SHAPE))
-    with torch.no_grad():
-        [logits] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits
+    [logits] = plain(**tokenizer("2+2?", "4", return_tensors="pt")).logits
     expected = (function or torch.nn.Identity())(logits).tolist()
     found = [Classifier(str(folder), label=label)(["2+2?"], ["4"], print)[0] for label in range(3)]
     assert found == pytest.approx(expected, abs=1e-6)

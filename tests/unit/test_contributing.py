@@ -1,20 +1,20 @@
 """CONTRIBUTING.md says what the walls are, its recipes work as they stand; the site and the Dockerfile are whole."""
 
 import fnmatch
-import importlib.util
 import inspect
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
 from common.paths import ROOT
+from tests.support.own_process import run
 from tests.unit.test_imports import MAY_IMPORT
 
 PAGE = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
@@ -34,16 +34,6 @@ def applied(diff: str, text: str) -> str:
     return text.replace(old, new)
 
 
-def load(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_works_as_it_stands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two files, in a folder of their own. A file of ours that it changes is imported in the place of ours."""
@@ -53,17 +43,16 @@ def test_a_recipe_works_as_it_stands(name: str, tmp_path: Path, monkeypatch: pyt
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(applied(text, (ROOT / path).read_text()) if kind == "diff" else text)
         module = path.removesuffix(".py").replace("/", ".")
+        found = runpy.run_path(str(tmp_path / path), run_name=module)
         if kind == "diff":
-            monkeypatch.setitem(sys.modules, module, load(module, tmp_path / path))
-    [test] = [value for key, value in vars(load(module, tmp_path / path)).items() if key.startswith("test_")]
+            monkeypatch.setitem(sys.modules, module, SimpleNamespace(**found))
+    [test] = [value for key, value in found.items() if key.startswith("test_")]
     test(*[tmp_path / "out" for parameter in inspect.signature(test).parameters if parameter == "tmp_path"])
 
 
 @pytest.mark.skipif(find_spec("pymdownx") is None, reason="needs pip install -r tools/locks/dev.txt")
 def test_the_site_builds_without_a_dead_heading(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "-f", "tools/mkdocs.yml", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run([sys.executable, "-m", "mkdocs", "build", "-f", "tools/mkdocs.yml", "-d", str(tmp_path)])
     assert (tmp_path / "index.html").is_file()
 
 
@@ -102,8 +91,7 @@ def test_what_is_copied_is_there_and_suffices_for_the_setup(tmp_path: Path) -> N
     }
     ours = ["-c", "\n".join(re.findall("from (?:common|trainer).* import .*", (ROOT / "launch.sh").read_text()))]
     for words in (["-m", "launcher", "--known", "setup"], ["-m", "launcher.doctor", "--help"], ours):
-        done = subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run([sys.executable, "-S", *words], cwd=tmp_path)
 
 
 def test_nothing_that_was_made_here_goes_into_an_image() -> None:

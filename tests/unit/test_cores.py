@@ -42,10 +42,9 @@ def test_ranks_share_out_the_lent_threads(environ: dict[str, str], lent: tuple[i
 
 def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None, more_threads: int = 2) -> LentCores:
     """rest: the answers to every question. said: what rank 0 says, if this is another."""
-    answers = iter(rest)
     exchange: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
     cores = Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads)
-    return LentCores(cores, exchange, lambda: next(answers))
+    return LentCores(cores, exchange, iter(rest).__next__)
 
 
 def using() -> tuple[int, set[int]]:
@@ -145,12 +144,7 @@ def test_what_is_left_when_the_samplers_are_idle_trains_on_their_cores_too(
     run, threads = Run(config(4, max_staleness=max_staleness), samplers_are_idle=rest), list[int]()
     policy: Any = run.training.models.policy
     backward = policy.backward
-
-    def noted(*given: Any) -> torch.Tensor:
-        threads.append(torch.get_num_threads())
-        return backward(*given)
-
-    policy.backward = noted
+    policy.backward = lambda *given: threads.append(torch.get_num_threads()) or backward(*given)
     run.step(0)
     assert threads == expected
 
@@ -158,12 +152,10 @@ def test_what_is_left_when_the_samplers_are_idle_trains_on_their_cores_too(
 def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
     exchange: Any = SimpleNamespace(world_size=1, agree=bool)
-    writing = iter([True, False])
-    lent = lent_cores(config(4, max_staleness=1), exchange, lambda: True, lambda: next(writing))
-    with lent.borrowed():
-        assert torch.get_num_threads() == 1
-    with lent.borrowed():
-        assert torch.get_num_threads() == 1 + len(NOW)
+    lent = lent_cores(config(4, max_staleness=1), exchange, lambda: True, iter([True, False]).__next__)
+    for expected in (1, 1 + len(NOW)):
+        with lent.borrowed():
+            assert torch.get_num_threads() == expected
 
 
 def test_a_recorded_run_and_other_ranks_never_borrow() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from model.files.counted_dims import counted_dims
 from model.files.dims import model_dims
@@ -17,12 +18,8 @@ KINDS = ("gemma4_text", "gpt_oss", "deepseek_v3", "granitemoehybrid", "lfm2")
 
 def values(cache: Any) -> int:
     """Of every floating-point tensor in transformers' cache."""
-    found = 0
-    for layer in cache.layers:
-        for held in vars(layer).values():
-            tensors = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else [held]
-            found += sum(t.numel() for t in tensors if torch.is_tensor(t) and t.is_floating_point())
-    return found
+    held = tree_leaves([vars(layer) for layer in cache.layers])
+    return sum(t.numel() for t in held if torch.is_tensor(t) and t.is_floating_point())
 
 
 @pytest.mark.parametrize("family", [name if name in KINDS else pytest.param(name, marks=full) for name in FAMILIES])

@@ -25,13 +25,10 @@ ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i
 @pytest.fixture(scope="module", autouse=True)
 def private_cache(tmp_path_factory):
     """`datasets` converts local files into a cache; keep it out of the user's."""
-    import datasets.config
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        yield
 
 
 def write_jsonl(path, rows=ROWS):
@@ -41,11 +38,10 @@ def write_jsonl(path, rows=ROWS):
 
 
 def write_parquet(path, rows=ROWS):
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow import Table, parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    parquet.write_table(Table.from_pylist(rows), path)
     return str(path)
 
 
@@ -96,15 +92,13 @@ def data(tmp_path_factory):
     rows.save_to_disk(str(root / "saved"))
     DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk(str(root / "saved_splits"))
     DatasetDict({"easy": rows, "hard": rows}).save_to_disk(str(root / "no_train"))
+    subsets = []
     for subset, n in (("main", 7), ("socratic", 3)):  # as `git clone` of openai/gsm8k gives
         write_parquet(root / "clone" / subset / "train.parquet", ROWS[:n])
         write_parquet(root / "clone" / subset / "test.parquet", ROWS[:2])
-    subsets = "".join(
-        f"- config_name: {subset}\n  data_files:\n"
-        + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
-        for subset in ("main", "socratic")
-    )
-    (root / "clone" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+        files = [{"split": split, "path": f"{subset}/{split}.parquet"} for split in ("train", "test")]
+        subsets.append({"config_name": subset, "data_files": files})
+    (root / "clone" / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': subsets})}---\n")
     write_jsonl(root / "dates" / "train.jsonl", [{"question": "next day?", "answer": "2021-05-03"}] * 3)
     for name, text in BAD.items():
         (root / name).write_text(text)
@@ -148,10 +142,10 @@ def test_cells_of_a_table_are_text_as_it_stands(data, spec):
 
 
 @pytest.mark.parametrize("key", ["extra_info.answer", "answer"])
-@pytest.mark.parametrize("write", [lambda *a: write_parquet(*a), lambda *a: write_jsonl(*a)])
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
 def test_a_column_that_is_null_in_the_first_row_is_found(tmp_path, write, key):
     rows = [{"question": "1", "extra_info": None}, {"question": "2", "extra_info": {"answer": "4"}}]
-    path = write(tmp_path / ("x.jsonl" if "jsonl" in write.__code__.co_names[0] else "x.parquet"), rows)
+    path = write(tmp_path / ("x.jsonl" if write is write_jsonl else "x.parquet"), rows)
     rename = {"extra_info.answer": "answer"} if key == "answer" else {}
     found = load_problems(path, answer_key=key, rename=rename)
     assert [problem.columns["answer"] for problem in found] == [None, "4"]

@@ -1,5 +1,7 @@
 """Devices: what a machine without an accelerator is, and what is asked of one that has it."""
 
+from unittest.mock import Mock, call
+
 import pytest
 import torch
 
@@ -7,31 +9,25 @@ from model import devices
 from trainer.save.host_copies import HostCopies
 
 
-def test_without_an_accelerator_everything_is_the_cpu_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    for name in ("set_device_index", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("there is none"))
-    devices.use(1)
-    devices.synchronize()
-    devices.release_cache()
-    cpu = devices.first()
-    assert cpu.type == "cpu" and not devices.is_accelerator(cpu)
-    assert devices.collectives() == "gloo"
-
-
-@pytest.mark.parametrize(("vendor", "collectives"), [("cuda", "nccl"), ("xpu", "xccl"), ("mps", "gloo")])
-def test_another_vendor_is_a_name(monkeypatch: pytest.MonkeyPatch, vendor: str, collectives: str) -> None:
+@pytest.mark.parametrize(
+    ("vendor", "count", "collectives"),
+    [("cuda", 2, "nccl"), ("xpu", 2, "xccl"), ("mps", 2, "gloo"), ("cuda", 0, "gloo")],
+)
+def test_another_vendor_is_a_name_and_without_an_accelerator_everything_is_the_cpu_and_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, count: int, collectives: str
+) -> None:
+    """torch names the vendor that it was built for, also where there is no accelerator."""
     asked: list[object] = []
-    device = torch.device(vendor, 0)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(vendor, 0))
     for name in ("set_device_index", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.accelerator, name, lambda *given, name=name: asked.append((name, *given)))
     devices.use(1)
     devices.synchronize()
     devices.release_cache()
-    assert asked == [("set_device_index", 1), ("synchronize",), ("empty_cache",)]
-    assert (devices.first(), devices.is_accelerator(device)) == (device, True)
+    assert asked == ([("set_device_index", 1), ("synchronize",), ("empty_cache",)] if count else [])
+    assert devices.first() == (torch.device(vendor, 0) if count else torch.device("cpu"))
+    assert devices.is_accelerator(devices.first()) == (count > 0)
     assert devices.collectives() == collectives
 
 
@@ -70,19 +66,11 @@ def test_copies_lie_in_one_buffer_of_their_size_and_the_next_in_the_same_place(m
 
 
 def test_memory_for_cuda_is_ordinary_memory_registered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int]] = []
-
-    class Runtime:
-        def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
-            return calls.append((f"registered {size} {flags}", at)) or 0
-
-        def cudaHostUnregister(self, at: int) -> int:
-            return calls.append(("freed", at)) or 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    runtime = Mock()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     buffer = devices.buffer_on_host(9 << 10, torch.device("cuda"))
     at = buffer.data_ptr()
-    assert calls == [("registered 9216 0", at)]
-    del buffer
-    assert calls[1:] == [("freed", at)], "the next one may lie there, and CUDA registers no page twice"
+    assert runtime.mock_calls == [call.cudaHostRegister(at, 9216, 0)]
+    del buffer  # the next one may lie there, and CUDA registers no page twice
+    assert runtime.mock_calls[1:] == [call.cudaHostUnregister(at)]

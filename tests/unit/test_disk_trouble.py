@@ -161,13 +161,9 @@ def test_trouble_that_may_pass_is_told_from_errors_that_waiting_does_not_cure(er
 
 
 def test_trouble_is_found_under_the_error_that_hides_it() -> None:
-    try:
-        try:
-            raise OSError(errno.EDQUOT, "quota")
-        except OSError:
-            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 - as torch does
-    except RuntimeError as error:
-        assert durable.disk_trouble(error) == errno.EDQUOT
+    error = RuntimeError("unexpected pos 704 vs 598")
+    error.__context__ = OSError(errno.EDQUOT, "quota")  # torch raises without `from`
+    assert durable.disk_trouble(error) == errno.EDQUOT
 
 
 def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:

@@ -120,7 +120,7 @@ def test_advice_after_a_resume_goes_on_where_it_was():
     assert display.advice(5, values) == {"advice/truncated": 1.0}
 
 
-OWN = {f"rewards/{name}": value for name, value in {"mine/mean": 0.31, "mine/accuracy": 0.0}.items()}
+OWN = {"rewards/mine/mean": 0.31, "rewards/mine/accuracy": 0.0}
 
 
 @pytest.mark.parametrize(

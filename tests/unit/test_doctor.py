@@ -17,6 +17,7 @@ from common import hub
 from common.paths import ROOT
 from launcher import doctor
 from launcher.doctor import Check
+from tests.support.raising import raising
 
 
 def nvidia_smi(driver: str, capability: str) -> str:
@@ -127,12 +128,8 @@ def test_the_doctor_runs_without_any_package() -> None:
 def test_a_hub_that_refuses_answers_and_one_that_fails_or_is_not_there_does_not(
     monkeypatch: pytest.MonkeyPatch, offline: str, error: OSError | None, ok: bool
 ) -> None:
-    def fail(request: object, timeout: float) -> None:
-        assert error is not None, "it is not asked"
-        raise error
-
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(doctor.urllib.request, "urlopen", fail)
+    monkeypatch.setattr(doctor.urllib.request, "urlopen", raising(error or AssertionError("it is not asked")))
     check = doctor.hub()
     assert check.ok == ok
     assert "HF_ENDPOINT" in check.fix and "HF_HUB_OFFLINE=1" in check.fix

@@ -18,6 +18,7 @@ from sampler.engine.engine_tensors import Proof, of_ranks, prove, prove_adapters
 from sampler.engine.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
+ROWS = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": HIDDEN}
 
 
 class Fp8LinearMethod:
@@ -64,12 +65,11 @@ class Model(nn.Module):
 
 
 def published(seed: int = 0) -> dict[str, torch.Tensor]:
-    shapes = {"embed_tokens.weight": (VOCABULARY, HIDDEN), "o_proj.weight": (HIDDEN, HIDDEN)}
-    shapes |= {"q_proj.weight": (8, HIDDEN), "k_proj.weight": (4, HIDDEN), "v_proj.weight": (4, HIDDEN)}
-    shapes |= {"gate_proj.weight": (6, HIDDEN), "up_proj.weight": (6, HIDDEN)}
-    all_shapes: dict[str, tuple[int, ...]] = shapes | {"q_proj.bias": (8,), "k_proj.bias": (4,), "v_proj.bias": (4,)}
+    rows = ROWS | {"embed_tokens": VOCABULARY, "gate_proj": 6, "up_proj": 6}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (count, HIDDEN) for name, count in rows.items()}
+    shapes |= {f"{name}_proj.bias": (ROWS[f"{name}_proj"],) for name in "qkv"}
     generator = torch.Generator().manual_seed(seed)
-    return {f"model.{k}": torch.randn(s, generator=generator).bfloat16() for k, s in all_shapes.items()}
+    return {f"model.{k}": torch.randn(s, generator=generator).bfloat16() for k, s in shapes.items()}
 
 
 def expected(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
@@ -299,10 +299,8 @@ def swap_rows(layer: int, slots: tuple[int, int], tensor: str = "w13") -> Spoil:
 
 
 def swap_layers(model: Any) -> None:
-    first, second = (layer.mlp.experts.w2.data for layer in model.model.layers)
-    kept = first.clone()
-    first.copy_(second)
-    second.copy_(kept)
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    first.w2, second.w2 = second.w2, first.w2
 
 
 def reverse(model: Any) -> None:
@@ -508,7 +506,6 @@ def test_a_reload_is_proven_and_a_tied_head_is_the_embedding(tmp_path: Path, in_
 
 
 PREFIX, RANK, LARGEST_RANK = "base_model.model.model", 2, 4
-ROWS = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}
 
 
 def adapters() -> dict[str, torch.Tensor]:
@@ -588,9 +585,9 @@ def test_adapters_of_a_layer_that_vllm_cuts_further_are_proven_in_every_part(nam
         b += b_of.split(sizes)
 
     def wrong(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[str]:
-        stacked = [tuple(t[None, None].clone() for t in parts) for parts in (a, b)]
-        layer = SimpleNamespace(lora_a_stacked=stacked[0], lora_b_stacked=stacked[1])
-        return prove_layers({path: layer}, tensors, None).wrong
+        a_stacked, b_stacked = (tuple(t[None, None] for t in parts) for parts in (a, b))
+        layer = SimpleNamespace(lora_a_stacked=a_stacked, lora_b_stacked=b_stacked)
+        return prove_layers({path: layer}, tensors).wrong
 
     assert wrong(a, b) == []
     for i in range(len(a)):

@@ -62,10 +62,6 @@ class Pool:
         self.replies: list[tuple[Any, Any]] = []
         self.closed: list[Any] = []
 
-    @property
-    def pending(self) -> int:
-        return len(self.owed)
-
     def start(self, key: Any, columns: Any, seed: int | None) -> None:
         self.owed[key] = ("start", columns)
 
@@ -357,9 +353,7 @@ def test_each_token_has_the_experts_of_the_turn_that_first_ran_it(goes_on: Any, 
 
 
 def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
-    played = PlayedCompletion(
-        np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2
-    )
+    played = PlayedCompletion(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2)
     rollout = as_rollout(played, np.full(4, -0.5, np.float32), {"a": 1.0}, 1.0)
     assert isinstance(rollout, Rollout) and rollout.ref_logprobs is not None
     assert rollout.ref_logprobs.tolist() == [-0.5, 0, 0, -0.5]

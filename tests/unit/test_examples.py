@@ -37,6 +37,7 @@ from sampler.prompts.dataset import load_data
 from sampler.prompts.messages import as_messages
 from sampler.turns.turns import TurnTemplate
 from tests.support.examples import TINY
+from tests.support.tiny import dense_logprobs
 
 PRODUCT = ToolProblem("product", 76, 49, "Ken has 76 boxes with 49 pens each. How many pens?")
 every = pytest.mark.parametrize("name", TINY)
@@ -223,13 +224,9 @@ def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=32, intermediate_size=32, **shape))
     prompts, answers = [[3, 4, 5], [6, 7]], [[8, 2], [9, 1, 10, 2]]
-    terms = []
-    for prompt, answer in zip(prompts, answers, strict=True):  # one by one, unpadded
-        for i, token in enumerate(answer):
-            logits = model(input_ids=torch.tensor([prompt + answer[:i]])).logits[0, -1]
-            terms.append(-torch.log_softmax(logits, -1)[token].item())
+    alone = torch.cat([dense_logprobs(model, *each) for each in zip(prompts, answers, strict=True)])  # unpadded
     shown = [asked(prompt).plus(answer, True) for prompt, answer in zip(prompts, answers, strict=True)]
-    assert loss_of(model, shown, pad_id=0).item() == pytest.approx(sum(terms) / 6, abs=1e-5)
+    assert loss_of(model, shown, pad_id=0).item() == pytest.approx(-alone.mean().item(), abs=1e-5)
 
 
 # --- tokenizer and prompts
@@ -269,7 +266,6 @@ def test_the_tokenizer_keeps_digits_and_tags_whole_and_any_text_comes_back(name:
 def test_the_sampler_makes_the_prompts_that_the_warm_start_was_taught_and_they_fit(name: str, folder_of: Any) -> None:
     from model.files.images import decode_patches, read_vision
     from model.tokenizer import load_tokenizer
-    from sampler.prompts.dataset import load_data
     from sampler.prompts.prompts import make_prompt
 
     folder, settings = folder_of(name), config.load(ROOT / "configs" / f"{name}.yaml")
@@ -385,9 +381,8 @@ def test_a_run_on_another_model_and_other_rows_builds_nothing(tmp_path: Path) ->
 
 
 def test_the_mixture_has_a_quick_start_with_its_own_config_and_a_million_parameters(folder_of: Any) -> None:
-    example = MIXTURE
-    settings = config.load(ROOT / "configs" / f"{example.folder.name}.yaml", [])
-    assert Path(settings.model.path) == example.folder / "model" and settings.model.builder == "examples.quickstart"
-    model = example.random_model(tokenizer_of(folder_of("quickstart")))
+    settings = config.load(ROOT / "configs" / f"{MIXTURE.folder.name}.yaml", [])
+    assert Path(settings.model.path) == MIXTURE.folder / "model" and settings.model.builder == "examples.quickstart"
+    model = MIXTURE.random_model(tokenizer_of(folder_of("quickstart")))
     assert (model.config.model_type, model.config.num_experts) == ("qwen3_moe", 8)
     assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 1.3e6

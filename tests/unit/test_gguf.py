@@ -37,19 +37,15 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     add_tokenizer(writer, folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, settings["num_hidden_layers"])
-    held: dict[str, NDArray[np.float32]] = {}
+    kinds, held = gguf.GGMLQuantizationType, dict[str, NDArray[np.float32]]()
     for name, tensor in load_file(folder / "model.safetensors").items():
         values, theirs = tensor.float().numpy(), names.get_name(name, (".weight", ".bias"))
         if name == leave_out:
             continue
-        if quantized and values.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            blocks = gguf.quantize(values, kind)
-            writer.add_tensor(theirs, blocks, raw_dtype=kind)
-            held[name] = gguf.dequantize(blocks, kind)
-        else:
-            writer.add_tensor(theirs, values)
-            held[name] = values
+        kind = kinds.Q8_0 if quantized and values.ndim == 2 else kinds.F32
+        blocks = gguf.quantize(values, kind)
+        writer.add_tensor(theirs, blocks, raw_dtype=kind)
+        held[name] = gguf.dequantize(blocks, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -30,24 +30,20 @@ from launcher.hosts.over_hosts import PORT, is_here, shell_on
 from tests.support.configs import config_in
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "hosts"
-    path.write_text(text)
-    return path
+def read(folder: Path, text: str) -> tuple[HostLine, ...]:
+    (folder / "hosts").write_text(text)
+    return read_hosts(folder / "hosts")
 
 
 def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path) -> None:
     text = "# two that train\n10.0.0.1 slots=2\nnode-3 slots=2 samplers=1\n\n10.0.0.4 slots=0 samplers=4\n"
-    assert read_hosts(written(tmp_path, text)) == (
-        HostLine("10.0.0.1", 2, 0),
-        HostLine("node-3", 2, 1),
-        HostLine("10.0.0.4", 0, 4),
-    )
-    bare = read_hosts(written(tmp_path, "fd00::1 slots=1\n[fd00::2] slots=1\n"))
+    hosts = read(tmp_path, text)
+    assert hosts == (HostLine("10.0.0.1", 2, 0), HostLine("node-3", 2, 1), HostLine("10.0.0.4", 0, 4))
+    bare = read(tmp_path, "fd00::1 slots=1\n[fd00::2] slots=1\n")
     assert [host.name for host in bare] == ["fd00::1", "fd00::2"]
-    other = read_hosts(written(tmp_path, "\ufeffme@node-3 slots=1\r\nfe80::1%eth0 slots=1\r\n"))
+    other = read(tmp_path, "\ufeffme@node-3 slots=1\r\nfe80::1%eth0 slots=1\r\n")
     assert [host.name for host in other] == ["me@node-3", "fe80::1%eth0"]
-    assert read_hosts(written(tmp_path, "a slots=1\nb slots=1\n"))[0] == HostLine("a", 1, 1), "somebody must sample"
+    assert read(tmp_path, "a slots=1\nb slots=1\n")[0] == HostLine("a", 1, 1), "somebody must sample"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_a_hostfile_is_deepspeeds_with_samplers_beside_the_slots(tmp_path: Path)
 )
 def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
-        read_hosts(written(tmp_path, text))
+        read(tmp_path, text)
 
 
 def test_the_hostfile_counts_the_ranks_and_names_the_address(tmp_path: Path) -> None:

@@ -26,25 +26,15 @@ from tests.support.vision import PLAIN, picture
 QWEN3 = ImageFormat(patch_size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
-def processor(form: ImageFormat, min_pixels: int, max_pixels: int) -> object:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        patch_size=form.patch_size,
-        image_mean=list(form.mean),
-        image_std=list(form.std),
-    )
-
-
 @pytest.mark.parametrize("form", [PLAIN, QWEN3])
 @pytest.mark.parametrize(("width", "height"), [(84, 84), (300, 200), (31, 500), (640, 481)])
 def test_patches_of_the_png_are_transformers_own_bit_for_bit(form: ImageFormat, width: int, height: int) -> None:
-    limits = (3136, 100_352)
-    image = picture(width, height)
-    expected = processor(form, *limits)(images=[image], return_tensors="np")  # type: ignore[operator]
-    encoded = encode_image(image, form, *limits)
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image, limits = picture(width, height), {"min_pixels": 3136, "max_pixels": 100_352}
+    of_form = {"patch_size": form.patch_size, "image_mean": list(form.mean), "image_std": list(form.std)}
+    expected = Qwen2VLImageProcessorPil(**limits, **of_form)(images=[image], return_tensors="np")
+    encoded = encode_image(image, form, **limits)
     found = decode_patches(encoded, form)
     assert list(encoded.grid_thw) == expected["image_grid_thw"][0].tolist()
     assert found.dtype == np.float32

@@ -60,7 +60,9 @@ MAY_IMPORT = {
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {str(p.relative_to(ROOT)): tree(p) for p in SOURCES}
+    """Of every module, by the name by which it is imported."""
+    names = [str(p.relative_to(ROOT).with_suffix("")).removesuffix("/__init__").replace("/", ".") for p in SOURCES]
+    return dict(zip(names, map(tree, SOURCES), strict=True))
 
 
 @cache
@@ -95,7 +97,7 @@ def test_imports_go_one_way() -> None:
     wrong = [
         f"{name} imports {module}"
         for name, tree in trees().items()
-        if (home := room(name.removesuffix(".py").replace("/", "."))) in MAY_IMPORT
+        if (home := room(name)) in MAY_IMPORT
         for module in imports(tree)
         if module.split(".")[0] in (*PACKAGES, "tests", "sampling", "training_worker")
         and not may_import(home, room(module))
@@ -113,10 +115,7 @@ def may_import(home: str, other: str) -> bool:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Wherever the imports stand: a late import only hides that two files are one."""
-    named = {
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees().items()
-    }
-    graph = {name: [m for m in modules_of(tree) if m in named and m != name] for name, tree in named.items()}
+    graph = {name: [m for m in modules_of(tree) if m in trees() and m != name] for name, tree in trees().items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -145,9 +144,9 @@ def test_one_file_names_a_vendor_of_devices_and_one_knows_the_insides_of_transfo
     """torch.cuda is ruff's (pyproject.toml); here its name as text."""
     nodes = [(name, node) for name, tree in trees().items() for node in walk(tree)]
     knowing = {name for name, node in nodes if isinstance(node, ast.Attribute) and node.attr in INTERNALS}
-    assert knowing == {"model/transformers_internals.py"}
+    assert knowing == {"model.transformers_internals"}
     named = {name for name, node in nodes if isinstance(node, ast.Constant) and node.value == "cuda"}
-    assert {name for name in named if not name.startswith(("examples", "tools"))} == {"model/devices.py"}
+    assert {name for name in named if not name.startswith(("examples", "tools"))} == {"model.devices"}
 
 
 def test_every_failpoint_in_the_list_is_in_the_code_and_every_one_in_the_code_is_in_the_list() -> None:
@@ -180,15 +179,7 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
 
 # ---- requirement files ----
 
-DISTRIBUTIONS = {
-    "PIL": "pillow",
-    "math_verify": "math-verify",
-    "yaml": "pyyaml",
-    "zmq": "pyzmq",
-    "huggingface_hub": "huggingface-hub",
-    "pytest_timeout": "pytest-timeout",
-    "xdist": "pytest-xdist",
-}
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "xdist": "pytest-xdist"}
 INSTALLED_APART = {"trl", "setuptools"}  # by its benchmarks; by pip
 
 
@@ -202,7 +193,7 @@ def imported_packages() -> set[str]:
 
 def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> None:
     required = read_lock((ROOT / "requirements.txt").read_text())
-    missing = {DISTRIBUTIONS.get(name, name) for name in imported_packages()} - set(required)
+    missing = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in imported_packages()} - set(required)
     assert missing == set()
     gpu = read_lock((ROOT / "tools/locks/gpu.lock").read_text())
     cpu = read_lock((ROOT / "tools/locks/cpu.lock").read_text())

@@ -77,9 +77,9 @@ def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: P
     (tmp_path / "mine_ü.py").write_text("def f(completions): return [1.0] * len(completions)")
     config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]})
 
-    def back(config: Config, run: str = "run") -> list[int]:
-        live(make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]}), *FIRST)
-        return begun(live(config, run=run), "10a")
+    def back(settings: Config, run: str = "run") -> list[int]:
+        live(config, *FIRST)
+        return begun(live(settings, run=run), "10a")
 
     assert back(changed(config, trainer={"max_steps": 60, "learning_rate": 1e-3})) == [20, 21]
     assert back(changed(config, sampler={"temperature": 0.7})) == []

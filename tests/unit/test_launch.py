@@ -229,15 +229,6 @@ def test_a_command_is_known_or_not_before_any_package_is_installed(typed: str, c
     assert (done.returncode, done.stdout + done.stderr) == (code, said)
 
 
-@pytest.fixture
-def caller(tmp_path: Path) -> Path:
-    """The folder in which launch.sh was called."""
-    for name in ("mine.yaml", "hosts"):
-        (tmp_path / name).touch()
-    (tmp_path / "a_run").mkdir()
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("typed", "started"),
     [
@@ -255,9 +246,12 @@ def caller(tmp_path: Path) -> Path:
         ("test tests/unit/test_wire.py -x", "-m pytest tests/unit/test_wire.py -x"),
     ],
 )
-def test_each_command_starts_its_program_with_the_callers_paths(caller: Path, typed: str, started: str) -> None:
-    name, words = command(typed.split(), caller)
-    assert " ".join(program(name, words, caller)) == started.replace("HERE", str(caller))
+def test_each_command_starts_its_program_with_the_callers_paths(tmp_path: Path, typed: str, started: str) -> None:
+    for file in ("mine.yaml", "hosts"):
+        (tmp_path / file).touch()
+    (tmp_path / "a_run").mkdir()
+    name, words = command(typed.split(), tmp_path)
+    assert " ".join(program(name, words, tmp_path)) == started.replace("HERE", str(tmp_path))
     assert program("plan", ["configs/quickstart.yaml", ""], Path())[2:] == ["configs/quickstart.yaml", ""], "our folder"
 
 
@@ -296,11 +290,10 @@ def shared() -> Iterator[Copy]:
 
 @needs_root
 @pytest.mark.parametrize("home", ["", "/", "/root"])
-def test_a_user_without_a_name_or_a_home_gets_places_of_its_own(shared: Copy, tmp_path: Path, home: str) -> None:
-    scratch = Path(f"/tmp/tandem-test-{os.getpid()}")
-    scratch.mkdir(exist_ok=True)
-    scratch.chmod(0o777)
-    try:
+def test_a_user_without_a_name_or_a_home_gets_places_of_its_own(shared: Copy, home: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        scratch = Path(folder)
+        scratch.chmod(0o777)
         done = shared.launch("run", through=ANOTHER, HOME=home, TMPDIR=str(scratch))
         mine, ops = scratch / "tandem-12345", f"/.cache/tandem/{str(shared.folder).replace('/', '_')}"
         said = f"ops: {mine}{ops}, home: {'/root' if home == '/root' else mine}, caches: {mine}/.cache, user: uid12345"
@@ -311,8 +304,6 @@ def test_a_user_without_a_name_or_a_home_gets_places_of_its_own(shared: Copy, tm
         mine.mkdir()  # somebody else's
         done = shared.launch("run", through=ANOTHER, HOME=home, TMPDIR=str(scratch))
         assert done.returncode == 2 and "export HOME=/a/folder/of/yours" in done.stderr
-    finally:
-        shutil.rmtree(scratch)
 
 
 @needs_root

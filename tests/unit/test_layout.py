@@ -14,6 +14,7 @@ from model.logits import whole_forward
 from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from tests.support.configs import config_of
+from tests.support.tiny import dense_logprobs
 from tools.families.models import random_model
 from trainer.engine.critic import ValueModel, load_value_model
 
@@ -24,18 +25,6 @@ GROUPS = [(list(range(40, 55)), [list(range(60, 69)), [7], list(range(10, 25))])
 def saved(path: Path, family: str) -> str:
     random_model(family, VOCAB).save_pretrained(path)
     return str(path)
-
-
-def own(model: Any) -> torch.Tensor:
-    """Log-probs of the targets by the class's own forward, one sequence at a time."""
-    model.set_attn_implementation("eager")
-    parts = []
-    for prompt, completions in GROUPS:
-        for completion in completions:
-            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
-            chosen = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-            parts.append(chosen.gather(-1, torch.tensor(completion)[:, None])[:, 0])
-    return torch.cat(parts)
 
 
 def gradient(model: Any, logprobs: torch.Tensor) -> torch.Tensor:
@@ -68,8 +57,7 @@ def test_separate_rows_go_through_the_model_s_own_attention_where_they_are_wante
 
 
 def test_a_soft_cap_that_sdpa_would_pass_over_is_kept_by_the_model_s_eager_attention(tmp_path: Path) -> None:
-    path = saved(tmp_path, "gemma2")
-    model = load_causal_lm(path, "bfloat16", None, False, "separate")
+    model = load_causal_lm(saved(tmp_path, "gemma2"), "bfloat16", None, False, "separate")
     assert model.config._attn_implementation == "eager"
 
 
@@ -130,7 +118,9 @@ def test_logits_are_the_class_s_own_apart_from_its_decoder_or_by_its_whole_forwa
     assert ("its whole forward runs" in capsys.readouterr().err) is is_whole
     found = score_logprobs(model, pack(GROUPS, packing_of(model)), 1.0, chunk_size=5)
     found_gradient = gradient(model, found)
-    expected = own(model)
+    model.set_attn_implementation("eager")
+    alone = [dense_logprobs(model, prompt, completion) for prompt, completions in GROUPS for completion in completions]
+    expected = torch.cat(alone)
     assert (found - expected).abs().max() < 1e-5
     assert (found_gradient - gradient(model, expected)).norm() < 2e-6 * found_gradient.norm()
 

@@ -70,9 +70,7 @@ class Doubling(Link):
 class Lossy(Link):
     """Loses a third of the messages, whatever they are; by chance, for a loss in step with the beats is for ever."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.chance = random.Random(1)
+    chance = random.Random(1)
 
     def _send(self, frames: list[bytes]) -> None:
         if self.chance.random() > 1 / 3:
@@ -185,9 +183,6 @@ def test_what_nobody_awaits_is_counted_by_reason_and_all_goes_on(link: MemoryLin
         assert [s.problem_index for s in inbox.finish_eval()[0].samples] == [0, 1, 2]
 
 
-UNREADABLE = make_rollout(environment_s=math.nan)
-
-
 @pytest.mark.parametrize(
     ("group", "reason"),
     [
@@ -196,7 +191,7 @@ UNREADABLE = make_rollout(environment_s=math.nan)
         (make_group(1, 0, make_rollout(), make_rollout(old_logprobs=np.full(2, np.nan, np.float32))), "logprob: not"),
         (make_group(1, 0, make_rollout(), make_rollout(reward=math.inf)), "reward: inf"),
         (make_group(1, 0, make_rollout(), make_rollout(())), "completion_length: 0 tokens"),
-        (make_group(1, 0, make_rollout(), UNREADABLE), "malformed: .* is no rollout"),
+        (make_group(1, 0, make_rollout(), make_rollout(environment_s=math.nan)), "malformed: .* is no rollout"),
     ],
 )
 def test_a_group_that_cannot_be_trained_is_a_tombstone_with_its_row_at_once_and_counts_as_one(
@@ -252,7 +247,6 @@ def test_a_sampler_idle_beside_its_work_is_told_why_it_goes(link: MemoryLink, mo
         sampler.link.beat = lambda *_, **__: beat("idle, no work assigned", 0, 0, {})  # type: ignore[method-assign]
         inbox.commit(0, published(0))
         until(lambda: sampler.ended)
-        assert sampler.ended is not None
         assert sampler.ended.exit_code == 75
     assert any(re.search(r"s0 is sent away: it is idle .*, and its work is group 0, group 1", line) for line in said)
 

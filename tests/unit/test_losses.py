@@ -144,11 +144,10 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
 def test_no_log_ratio_overflows_and_up_to_the_bound_nothing_changes(
     log_ratio: float, advantage: float, settings: dict[str, Any], objective: float, slope: float, dtype: torch.dtype
 ) -> None:
-    ref = settings.get("ref")
     logprobs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
-    old, reference = logprobs.detach() - log_ratio, None if ref is None else logprobs.detach() + ref
+    old, ref = logprobs.detach() - log_ratio, logprobs.detach() + settings.get("ref", 0.0)
     algorithm = Algorithm(**{k: v for k, v in settings.items() if k != "ref"})
-    found, terms = token_objective(logprobs, old, reference, logprobs.detach() * -advantage, [1], algorithm)
+    found, terms = token_objective(logprobs, old, ref, logprobs.detach() * -advantage, [1], algorithm)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert (found.item(), gradient.item()) == pytest.approx((objective, slope), rel=1e-6, nan_ok=True)
     assert math.isnan(log_ratio) or all(math.isfinite(x) for x in (terms.ratio.item(), terms.kl.item()))

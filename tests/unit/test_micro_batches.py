@@ -61,39 +61,33 @@ def streamed(works: Sequence[Work], ranks: int, budget: Budget) -> list[tuple[in
     return rounds
 
 
-def test_groups_that_are_coming_in_give_a_round_as_soon_as_it_is_full_and_what_had_no_room_waits() -> None:
-    assert streamed(of_tokens(50, 60, 50, 40, 10), 1, Budget(1, 100)) == [
-        (2, ((1,),)),  # 50 is half of 100, 50 and 60 on average are more: full at two. 60 + 50 do not fit
-        (3, ((0, 2),)),
-        (5, ((3, 4),)),
-    ]
-
-
-def test_a_round_of_a_budget_in_groups_takes_exactly_as_many() -> None:
-    rounds = streamed([Work(5, 5.0)] * 7, 2, Budget(2))
-    assert [(had, [len(mine) for mine in found]) for had, found in rounds] == [(4, [2, 2]), (7, [2, 1])]
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "budget", "rounds"),
+    [
+        # 50 is half of 100, 50 and 60 on average are more: full at two. 60 + 50 do not fit, so one of them waits
+        ((50, 60, 50, 40, 10), 1, Budget(1, 100), [(2, ((1,),)), (3, ((0, 2),)), (5, ((3, 4),))]),
+        # of a budget in groups: exactly as many
+        ((5,) * 7, 2, Budget(2), [(4, ((0, 2), (1, 3))), (7, ((4, 6), (5,)))]),
+        # the longer one of the second round to rank 1, which has done less
+        ((90, 10, 50, 40), 2, Budget(1), [(2, ((0,), (1,))), (4, ((3,), (2,)))]),
+        ((0, 0), 3, Budget(1), [(2, ((), (), ()))]),  # nothing to train
+    ],
+)
+def test_groups_that_are_coming_in_give_a_round_as_soon_as_it_is_full_and_waiting_ones_and_loads_count_in_the_next(
+    tokens: tuple[int, ...], ranks: int, budget: Budget, rounds: list[tuple[int, Round]]
+) -> None:
+    assert streamed(of_tokens(*tokens), ranks, budget) == rounds
 
 
 def test_groups_that_come_several_at_a_time_give_the_rounds_of_one_at_a_time_by_their_own_keys() -> None:
     works, planner = of_tokens(50, 60, 50, 40, 10), Planner(1, Budget(1, 100))
     assert planner.add({10 * i: work for i, work in enumerate(works)}) == [((10,),), ((0, 20),)]
     assert planner.finish() == [((30, 40),)]
-    assert streamed([NOTHING, NOTHING], 3, Budget(1)) == [(2, ((), (), ()))]
 
 
-def test_a_rank_that_got_a_long_group_gets_less_in_later_rounds() -> None:
-    (_, first), (_, second) = streamed(of_tokens(90, 10, 50, 40), 2, Budget(1))
-    assert first == ((0,), (1,))
-    assert second == ((3,), (2,))  # the longer one to rank 1, which has done less
-
-
-SIZES = st.lists(st.integers(0, 120), min_size=1, max_size=40)
+# with attention, so that cost is not tokens
+WORKS = st.lists(st.integers(0, 120).map(lambda n: Work(n, n + n * n / 50)), min_size=1, max_size=40)
 BUDGETS = st.one_of(st.integers(1, 5).map(Budget), st.integers(30, 400).map(lambda tokens: Budget(1, tokens)))
-
-
-def works_of(tokens: Sequence[int]) -> list[Work]:
-    """With attention, so that cost is not tokens."""
-    return [Work(n, n + n * n / 50) if n else NOTHING for n in tokens]
 
 
 def check(rounds: list[Round], works: Sequence[Work], ranks: int, budget: Budget) -> None:
@@ -109,32 +103,29 @@ def check(rounds: list[Round], works: Sequence[Work], ranks: int, budget: Budget
     assert all(any(found) for found in rounds) or not trained
 
 
-@given(SIZES, st.integers(1, 8), BUDGETS)
-def test_every_group_trains_once_within_the_budget_evenly_spread(tokens: list[int], ranks: int, budget: Budget) -> None:
-    works = works_of(tokens)
+@given(WORKS, st.integers(1, 8), BUDGETS)
+def test_every_group_trains_once_within_the_budget_evenly_spread(works: list[Work], ranks: int, budget: Budget) -> None:
     rounds = plan(dict(enumerate(works)), ranks, budget)
     check(rounds, works, ranks, budget)
     assert rounds == plan(dict(enumerate(works)), ranks, budget)
     check([found for _, found in streamed(works, ranks, budget)], works, ranks, budget)
     if budget.tokens is None:
-        assert len(rounds) == max(1, -(-sum(n > 0 for n in tokens) // (ranks * budget.groups)))
+        assert len(rounds) == max(1, -(-sum(one.tokens > 0 for one in works) // (ranks * budget.groups)))
 
 
-@given(SIZES, st.integers(1, 8), st.integers(30, 400))
-def test_no_rank_is_behind_another_by_more_than_the_costliest_group(tokens: list[int], ranks: int, budget: int) -> None:
-    works = works_of(tokens)
+@given(WORKS, st.integers(1, 8), st.integers(30, 400))
+def test_no_rank_is_behind_another_by_more_than_the_costliest_group(works: list[Work], ranks: int, budget: int) -> None:
     rounds = plan(dict(enumerate(works)), ranks, Budget(1, budget))
     loads = [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(one.cost for one in works) + 1e-9
 
 
-@given(SIZES, st.integers(1, 4), BUDGETS, st.data())
-def test_a_round_depends_on_no_later_group(tokens: list[int], ranks: int, budget: Budget, data: st.DataObject) -> None:
-    works = works_of(tokens)
+@given(WORKS, st.integers(1, 4), BUDGETS, st.data())
+def test_a_round_depends_on_no_later_group(works: list[Work], ranks: int, budget: Budget, data: st.DataObject) -> None:
     seen = streamed(works, ranks, budget)
     at, _ = data.draw(st.sampled_from(seen))
     before = [(had, found) for had, found in seen if had <= at and had < len(works)]
-    others = works[:at] + works_of(data.draw(SIZES))
+    others = works[:at] + data.draw(WORKS)
     assert streamed(others, ranks, budget)[: len(before)] == before
 
 

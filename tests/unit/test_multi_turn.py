@@ -39,8 +39,9 @@ class Scripted(Model):
         return key[1]
 
     @property
-    def asked(self) -> list[tuple[int, str]]:
-        return [(rollout, tokenizer().decode(ids)) for rollout, ids, _ in self.turns]
+    def asked(self) -> list[str]:
+        """The prompts of rollout 0."""
+        return [tokenizer().decode(ids) for rollout, ids, _ in self.turns if rollout == 0]
 
 
 def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(tmp_path: Path) -> None:
@@ -49,10 +50,10 @@ def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(
     called, direct = sampled.completions
     assert isinstance(called, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, direct.turns) == (2, 1, 0, 1)
-    asked = [text for rollout, text in engine.asked if rollout == 0]
-    assert '"name": "calculator"' in asked[0], "the template offers the tool"
-    assert asked[1] == (
-        f"{asked[0]}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n159294\n</tool_response><|im_end|>\n"
+    first, second = engine.asked
+    assert '"name": "calculator"' in first, "the template offers the tool"
+    assert second == (
+        f"{first}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n159294\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     [(start, end)] = called.observed
@@ -74,7 +75,7 @@ def test_the_environment_of_the_page_gives_the_prompt_the_answers_and_the_reward
     assert said == [["Higher.", "Lower."], ["Higher."] * 3]
     [asked] = sampled.prompt.for_rewards
     start = f"<|im_start|>user\n{asked['content']}<|im_end|>\n<|im_start|>assistant\n"
-    first, second, _ = (text for rollout, text in engine.asked if rollout == 0)
+    first, second, _ = engine.asked
     assert first == start and asked["content"].startswith("Guess my number")
     assert second == f"{start}5<|im_end|>\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer().decode(sampled.prompt.token_ids) == start, "what the trainer gets"
@@ -106,7 +107,7 @@ def test_dropped_thoughts_make_more_sequences_of_one_reward(tmp_path: Path, caps
     long, short = sampled.completions
     begin = "<|im_start|>user\n417*382?<|im_end|>\n<|im_start|>assistant\n"
     no = "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
-    asked = [text for rollout, text in engine.asked if rollout == 0]
+    asked = engine.asked
     assert asked == [begin, f"{begin}5{no}", f"{begin}5{no}6{no}"]
     assert (long.turns, len(long.forks), long.environment_reward, short.forks) == (3, 2, 1.0, ())
     prompt = len(sampled.prompt.token_ids)
@@ -154,9 +155,8 @@ def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_
     calls = [CALL.replace("calculator", name).replace('"expression": "417*382"', "") for name in "fg"]
     engine = Scripted(["".join(calls), "Done."], ["Done."])
     sampled = played(given, engine, row)
-    asked = [text for rollout, text in engine.asked if rollout == 0]
-    assert '"name": "g"' in asked[0] and '"name": "f"' not in asked[0]
-    assert [text.endswith("<|im_start|>assistant\nGladly ") for text in asked] == [True, True]
+    assert '"name": "g"' in engine.asked[0] and '"name": "f"' not in engine.asked[0]
+    assert [text.endswith("<|im_start|>assistant\nGladly ") for text in engine.asked] == [True, True]
     said = [m["content"] for m in sampled.completions[0].messages if m["role"] == "tool"]
     assert said == ['{"error": "Tool f not found. There are: g."}', "42"]
 

@@ -6,7 +6,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from common.config import Config
 from common.config.training import LrSchedule
 from common.errors import UserError
 from tests.support.configs import config_of
@@ -21,11 +20,9 @@ KWARGS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(**trainer: Any) -> Config:
-    return config_of({"dtype": "float32"}, trainer={"max_steps": 10, "warmup_steps": 0, "learning_rate": 0.1} | trainer)
-
-
-def made(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def made(**trainer: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    given = {"max_steps": 10, "warmup_steps": 0, "learning_rate": 0.1} | trainer
+    config = config_of({"dtype": "float32"}, trainer=given)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = adamw(policy_of(config))(parameter_groups(model, config.trainer.weight_decay))
@@ -42,7 +39,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: An
 
 @pytest.mark.parametrize("name", get_args(LrSchedule))
 def test_every_schedule_that_is_offered_begins_near_the_peak_and_takes_all_steps(name: str) -> None:
-    model, optimizer, schedule = made(settings(lr_scheduler_type=name, lr_scheduler_kwargs=KWARGS.get(name, {})))
+    model, optimizer, schedule = made(lr_scheduler_type=name, lr_scheduler_kwargs=KWARGS.get(name, {}))
     group = optimizer.param_groups[0]
     assert group["lr"] == pytest.approx(0.1, rel=0.03)
     assert (type(optimizer), group["fused"]) == (torch.optim.AdamW, True)  # one pass over the memory
@@ -53,7 +50,7 @@ def test_every_schedule_that_is_offered_begins_near_the_peak_and_takes_all_steps
 def test_the_kwargs_reach_the_schedule() -> None:
     """cos(π) = −1 at the end, so what is left is the least rate: 0.1 · 0.25."""
     kwargs = {"min_lr_rate": 0.25}
-    model, optimizer, schedule = made(settings(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=kwargs))
+    model, optimizer, schedule = made(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=kwargs)
     train(model, optimizer, schedule, 10)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
@@ -68,17 +65,16 @@ def test_the_kwargs_reach_the_schedule() -> None:
 )
 def test_kwargs_that_the_schedule_does_not_take_are_refused(name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=rf"trainer.lr_scheduler_type {name}: .*{message}.*; see trainer.lr_scheduler_"):
-        made(settings(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs))
+        made(lr_scheduler_type=name, lr_scheduler_kwargs=kwargs)
 
 
 def test_a_resumed_optimizer_has_its_own_settings_and_the_moments_and_steps_of_the_one_before() -> None:
     """Compared with the optimizer of before, whose settings are changed by hand."""
-    model, optimizer, schedule = made(settings(lr_scheduler_type="linear"))
+    model, optimizer, schedule = made(lr_scheduler_type="linear")
     train(model, optimizer, schedule, 4)
     states = [copy.deepcopy(state) for state in (model.state_dict(), optimizer.state_dict(), schedule.state_dict())]
 
-    changed = {"learning_rate": 0.02, "weight_decay": 0.3}
-    resumed = made(settings(lr_scheduler_type="linear", **changed))
+    resumed = made(lr_scheduler_type="linear", learning_rate=0.02, weight_decay=0.3)
     with keeping_settings(resumed[1], resumed[2]):
         for of, state in zip(resumed, states, strict=True):
             of.load_state_dict(state)

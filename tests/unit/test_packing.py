@@ -56,24 +56,6 @@ def test_experts_stand_where_their_tokens_do_and_none_behind_the_last(packing: P
     assert row.to(torch.device("cpu")).routing is not None
 
 
-@given(groups_of_tokens, st.sampled_from(["shared", "separate"]))
-def test_every_target_is_predicted_from_the_token_before_it_in_its_sequence(groups: Groups, packing: Packing) -> None:
-    row = pack(groups, packing)
-    ids, positions = row.input_ids.flatten().tolist(), row.position_ids.flatten().tolist()
-    expected = [  # for every target, in packed order: its own sequence, and its place in it
-        (prompt + completion, len(prompt) + t)
-        for prompt, completions in groups
-        for completion in completions
-        for t in range(len(completion))
-    ]
-    assert row.lengths == tuple(len(completion) for _, completions in groups for completion in completions)
-    assert len(row.target_ids) == len(row.source_index) == len(expected)
-    targets = zip(row.target_ids.tolist(), row.source_index.tolist(), strict=True)
-    for (target, source), (sequence, place) in zip(targets, expected, strict=True):
-        assert target == sequence[place]
-        assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
-
-
 @st.composite
 def forked_groups(draw: st.DrawFn) -> tuple[Groups, list[list[Forks]]]:
     """What agents that rewrite their histories as they like may leave."""
@@ -91,10 +73,10 @@ def forked_groups(draw: st.DrawFn) -> tuple[Groups, list[list[Forks]]]:
 
 
 @given(forked_groups(), st.sampled_from(["shared", "separate"]))
-def test_forked_tokens_are_predicted_once_in_place(given: tuple[Groups, list[list[Forks]]], packing: Packing) -> None:
+def test_each_token_is_predicted_once_in_its_place(given: tuple[Groups, list[list[Forks]]], packing: Packing) -> None:
     groups, forks = given
-    each = [(p, np.array(c), f) for (p, cs), of in zip(groups, forks, strict=True) for c, f in zip(cs, of, strict=True)]
-    walked = [(p, branches(p, make_rollout(tuple(c), forks=f))) for p, c, f in each]
+    each = [(p, c, f) for (p, cs), of in zip(groups, forks, strict=True) for c, f in zip(cs, of, strict=True)]
+    walked = [branch for p, c, f in each for branch in branches(p, make_rollout(c, forks=f))]
     experts = [
         (np.zeros((len(prompt), 1, 1)), [np.zeros((len(c) - 1, 1, 1)) for c in completions])
         for prompt, completions in groups
@@ -102,23 +84,21 @@ def test_forked_tokens_are_predicted_once_in_place(given: tuple[Groups, list[lis
     row = pack(groups, packing, routing=experts, forks=forks)
     ids, positions = row.input_ids.flatten().tolist(), row.position_ids.flatten().tolist()
     targets = zip(row.target_ids.tolist(), row.source_index.tolist(), strict=True)
-    for _, of_completion in walked:
-        for begin, own in of_completion:
-            sequence = begin + own
-            for place in range(len(begin), len(sequence)):
-                target, source = next(targets)
-                assert target == sequence[place]
-                if place:
-                    assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
+    for begin, own in walked:
+        sequence = begin + own
+        for place in range(len(begin), len(sequence)):
+            target, source = next(targets)
+            assert target == sequence[place]
+            if place:
+                assert (ids[source], positions[source]) == (sequence[place - 1], place - 1)
     assert next(targets, None) is None
     assert row.lengths == tuple(len(c) for _, c, _ in each)
-    num_sequences = sum(len(of) for _, of in walked)
     if packing == "shared":
         assert len(ids) == sum(len(p) + sum(map(len, cs)) for p, cs in groups), "what is shared is computed once"
     else:
-        assert row.input_ids.shape[0] == num_sequences
+        assert row.input_ids.shape[0] == len(walked)
     assert row.routing is not None and row.routing.shape == (len(ids), 1, 1)
-    ends = num_sequences + (len(ids) - sum(len(b + o) for _, of in walked for b, o in of)) * (packing == "separate")
+    ends = len(walked) + (len(ids) - sum(len(b + o) for b, o in walked)) * (packing == "separate")
     assert (row.routing == -1).sum() == ends, "the last token of each sequence, and padding"
 
 

@@ -11,12 +11,6 @@ from trainer.link.peers import Reports, refusal
 OLD, NEW = (7, "first start"), (7, "second start")  # in a container every process has the same pid
 
 
-def taken(reports: Reports, live: set[str]) -> tuple[dict[str, float], int]:
-    """With short names."""
-    found, num_samplers = reports.drain(live)
-    return {name.removeprefix("total/"): value for name, value in found.items()}, num_samplers
-
-
 def test_who_comes_or_goes_adds_what_it_did_and_nothing_else() -> None:
     """Counts are summed, seconds are the mean over samplers. Both have served a trainer before this one."""
     reports = Reports()
@@ -26,17 +20,17 @@ def test_who_comes_or_goes_adds_what_it_did_and_nothing_else() -> None:
 
     add("s0", 517, 80_000)
     add("s1", 3, 500)
-    assert taken(reports, {"s0", "s1"}) == ({"idle_s": 0, "tokens": 0}, 2)
+    assert reports.drain({"s0", "s1"}) == ({"total/idle_s": 0, "total/tokens": 0}, 2)
     add("s0", 523, 80_100)
     add("s1", 7, 540)
-    assert taken(reports, {"s0", "s1"}) == ({"idle_s": (6 + 4) / 2, "tokens": 100 + 40}, 2)
-    assert taken(reports, {"s0", "s1"}) == ({"idle_s": 0, "tokens": 0}, 2)
+    assert reports.drain({"s0", "s1"}) == ({"total/idle_s": (6 + 4) / 2, "total/tokens": 100 + 40}, 2)
+    assert reports.drain({"s0", "s1"}) == ({"total/idle_s": 0, "total/tokens": 0}, 2)
     add("s0", 525, 80_200)
     add("s1", 9, 550)  # its last report: it is lost
-    assert taken(reports, {"s0"}) == ({"idle_s": 2, "tokens": 110}, 2)
+    assert reports.drain({"s0"}) == ({"total/idle_s": 2, "total/tokens": 110}, 2)
     add("s0", 527, 80_300)
-    assert taken(reports, {"s0"}) == ({"idle_s": 2, "tokens": 100}, 1)
-    assert taken(reports, set()) == ({}, 0)
+    assert reports.drain({"s0"}) == ({"total/idle_s": 2, "total/tokens": 100}, 1)
+    assert reports.drain(set()) == ({}, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +38,11 @@ def test_who_comes_or_goes_adds_what_it_did_and_nothing_else() -> None:
     [
         # started again, it counts from 0 and keeps what it did before in this step
         ([(OLD, {"total/a": 500.0}), (OLD, {"total/a": 530.0, "total/b": 3.0}), (NEW, {"total/a": 8.0})],
-         {"a": 30.0 + 8.0, "b": 3.0}),
+         {"total/a": 30.0 + 8.0, "total/b": 3.0}),
         # a report that was overtaken counts nothing twice
-        ([(OLD, {"total/a": tokens}) for tokens in (10.0, 50.0, 30.0, 60.0)], {"a": 50.0}),
+        ([(OLD, {"total/a": tokens}) for tokens in (10.0, 50.0, 30.0, 60.0)], {"total/a": 50.0}),
         # a count that appears later was 0 before
-        ([(OLD, {}), (OLD, {"total/a": 2.0})], {"a": 2.0}),
+        ([(OLD, {}), (OLD, {"total/a": 2.0})], {"total/a": 2.0}),
         # what is no total: the newest
         ([(OLD, {"sync/load_s": 9.0}), (OLD, {"sync/load_s": 1.0, "logged/words": 4.0})],
          {"sync/load_s": 1.0, "logged/words": 4.0}),
@@ -58,7 +52,7 @@ def test_the_reports_of_one_sampler(reported: list[Any], expected: dict[str, flo
     reports = Reports()
     for process, stats in reported:
         reports.add("s0", process, stats)
-    assert taken(reports, {"s0"}) == (expected, 1)
+    assert reports.drain({"s0"}) == (expected, 1)
 
 
 def test_values_that_are_no_totals_are_the_mean_over_samplers() -> None:

@@ -11,6 +11,7 @@ import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -146,16 +147,13 @@ def test_paths_start_at_the_file_and_blind_rows_are_counted(tmp_path: Path, caps
 def test_images_of_datasets_are_the_bytes_of_their_files(tmp_path: Path, several: bool, saved: bool) -> None:
     import datasets
 
-    feature = datasets.List(datasets.Image()) if several else datasets.Image()
-    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.Value("string")})
-    row: dict[str, Any] = {"question": "?", "answer": "4", "images": {"bytes": BLUE}}
-    row |= {"images": [row["images"]] * 2} if several else {}
-    rows = datasets.Dataset.from_list([row], features=datasets.Features(features | {"images": feature}))
-    if saved:
-        rows.save_to_disk(str(tmp_path / "rows"))
-    else:
-        rows.to_parquet(str(tmp_path / "rows.parquet"))
-    (found,) = load_data("data.train", str(tmp_path / ("rows" if saved else "rows.parquet")), DATA)
+    text, image, of_row = datasets.Value("string"), datasets.Image(), {"bytes": BLUE}
+    features = {"question": text, "answer": text, "images": datasets.List(image) if several else image}
+    row = {"question": "?", "answer": "4", "images": [of_row] * 2 if several else of_row}
+    rows = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    path = str(tmp_path / ("rows" if saved else "rows.parquet"))
+    (rows.save_to_disk if saved else rows.to_parquet)(path)
+    (found,) = load_data("data.train", path, DATA)
     assert found.images == (BLUE,) * (1 + several)
 
 
@@ -217,7 +215,8 @@ SAID = (
 
 def test_broken_images_are_all_named_and_a_few_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert with_broken(tmp_path, BROKEN) == [i for i in range(40) if i not in BROKEN]
-    assert all(part in capsys.readouterr().err or part in SAID for part in SAID)
+    said = capsys.readouterr().err
+    assert all(part in said for part in SAID)
     with pytest.raises(UserError) as caught:
         with_broken(tmp_path, BROKEN, max_bad_rows=0)
     for part in (SAID[0].partition(" and")[0] + ". Mend them, or leave them out: data.max_bad_rows=0.075", *SAID[1:]):
@@ -344,23 +343,18 @@ def test_a_header_says_how_many_tokens_an_image_becomes(kind: str, orientation: 
 
 
 def test_images_wait_until_asked_for_or_begun(tokenizer: Any, vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sampler.prompts import prompts as module
-
-    encoded: list[int] = []
-
-    def noted(given: Problem, *rest: Any) -> Any:
-        encoded.append(given.index)
-        return encode_problem(given, *rest)
-
-    monkeypatch.setattr(module, "encode_problem", noted)
+    encode = Mock(wraps=encode_problem)
+    monkeypatch.setattr("sampler.prompts.prompts.encode_problem", encode)
     rows = [problem("?", RED, index=0), problem("?", index=1), problem("?", BLUE, index=2), problem("?", RED, index=3)]
     config = config_of(data=DATA.model_dump(), prompt=CHAT.model_dump())
     prompts, _ = make_prompts(rows, tokenizer, config, vision)
     prompts.only([1, 2])[0]
-    assert encoded == [0, 1], "the first, to look at it, and the one that was asked for"
+    # the first, to look at it, and the one that was asked for
+    assert [call.args[0].index for call in encode.call_args_list] == [0, 1]
     prompts.begin(2)
     prompts.begin(3)
-    assert [len(prompts[i].images) for i in (3, 2)] == [1, 1] and sorted(encoded) == [0, 1, 2, 3]
+    assert [len(prompts[i].images) for i in (3, 2)] == [1, 1]
+    assert sorted(call.args[0].index for call in encode.call_args_list) == [0, 1, 2, 3]
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

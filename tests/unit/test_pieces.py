@@ -17,7 +17,7 @@ from common.files import pieces
 from common.processes import watchdog
 from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
-from tests.unit.test_checkpoint_faults import TOKENIZER, SmallEngine, progress, resumed_step, save
+from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine, progress, resumed_step, save
 from trainer.save import checkpoint, disk, resume
 from trainer.save.disk import DiskTrouble, on_all_ranks
 from trainer.save.model_files import tensor_file
@@ -114,14 +114,13 @@ def test_a_save_and_a_resume_of_many_times_the_watchdogs_limit_report_each_piece
 ) -> None:
     engine, checkpoints = SmallEngine(1), tmp_path / "checkpoints"
     engine.gathered_tensors = lambda tensors, wanted: iter([("number", torch.full((4 * SMALL,), 1.0))])  # type: ignore[method-assign]
-    one = on_ranks(1, lambda ranks: ranks)[0]
     slow(LIMIT_S / 8)
     begun = time.monotonic()
-    checkpoint.save(engine, one, TOKENIZER, checkpoints, progress(1), 2)  # type: ignore[arg-type]
+    checkpoint.save(engine, ONE_RANK, TOKENIZER, checkpoints, progress(1), 2)  # type: ignore[arg-type]
     assert time.monotonic() - begun > 2 * LIMIT_S
     assert len([text for text in heard if text.startswith("writing model.safetensors")]) >= 8
     assert "tandem: writing model.safetensors, 0 MiB so far\n" in capsys.readouterr().err
-    assert resume.newest_valid(checkpoints, one, print) is not None
+    assert resume.newest_valid(checkpoints, ONE_RANK, print) is not None
     assert len([text for text in heard if text.startswith("reading model.safetensors")]) >= 8
     assert "tandem: reading model.safetensors, 0 MiB so far\n" in capsys.readouterr().err
 

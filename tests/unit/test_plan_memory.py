@@ -36,8 +36,7 @@ HEAD = 4 * 151936 * 1536  # two gradients in bfloat16
 
 
 def load_of(**changes: Any) -> Workload:
-    load = Workload(QWEN, "bfloat16", 2, 2, 384, 512, 8, 1, 16, max_num_seqs=128)
-    return replace(load, **changes)
+    return replace(Workload(QWEN, "bfloat16", 2, 2, 384, 512, 8, 1, 16, max_num_seqs=128), **changes)
 
 
 # ---- parameters
@@ -192,21 +191,19 @@ def test_activations_are_those_that_torch_keeps(dtype: str, prompt: int) -> None
 
     attention.register()
     dims = ModelDims(256, 640, 2, 4, 2, 64, 64, tied=True, bias=True)
-    completion, completions = 48, 4
+    # without a GPU torch's kernel keeps no scores in float32 either
+    work = load_of(model=dims, dtype=dtype, prompt=prompt, completion=48, num_generations=4, on_gpu=False)
 
     def saved(layers: int) -> int:
         sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": layers}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         config = Qwen2Config(**sizes, **heads, attn_implementation=attention.NAME)
         model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-        row = pack([([1] * prompt, [[2] * completion] * completions)])
+        row = pack([([1] * prompt, [[2] * work.completion] * work.num_generations)])
         given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "spans": row.spans}
         return bytes_kept(model, lambda: model.get_decoder()(use_cache=False, **given))
 
-    changes = {"dtype": dtype, "prompt": prompt, "completion": completion, "num_generations": completions}
-    changes |= {"on_gpu": False}  # where torch's kernel keeps no scores in float32 either
-    estimate = layer_activations(load_of(model=dims, **changes), dims)
-    assert (saved(3) - saved(1)) / 2 == pytest.approx(estimate, rel=0.1)
+    assert (saved(3) - saved(1)) / 2 == pytest.approx(layer_activations(work, dims), rel=0.1)
 
 
 def test_memory_of_the_sampler_by_hand() -> None:

@@ -36,8 +36,7 @@ def dims_of(settings: dict[str, Any]) -> ModelDims:
     return found
 
 
-def qwen() -> ModelDims:
-    return dims_of(QWEN | {"vision_config": TOWER})
+OF_QWEN = dims_of(QWEN | {"vision_config": TOWER})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -90,7 +89,7 @@ def test_activations_of_the_tower_are_those_that_torch_keeps(family: str, dtype:
         return kept, found
 
     (four, tower), (three, shallower) = saved(4), saved(3)
-    load = Workload(qwen(), dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)
+    load = Workload(OF_QWEN, dtype, 1, 0, 512, 64, 2, 1, 1, images=1, patches=256, on_gpu=False)
     estimate = tower_activations(load, tower) - tower_activations(load, shallower)
     assert four - three == pytest.approx(estimate, rel=0.1)
 
@@ -101,16 +100,16 @@ def config(model: dict[str, Any] | None = None, **data: Any) -> Config:
 
 
 def test_the_workload_has_the_largest_image_that_fits_into_a_prompt() -> None:
-    load = workload_of(config(), 8, qwen())
+    load = workload_of(config(), 8, OF_QWEN)
     assert (load.images, load.patches) == (1, 4 * 2674)  # tokens of 28 × 28 pixels
-    assert workload_of(config(max_prompt_length=1000), 8, qwen()).patches == 4000
-    none = workload_of(config(image_key=None, limit_images=0), 8, qwen())
+    assert workload_of(config(max_prompt_length=1000), 8, OF_QWEN).patches == 4000
+    none = workload_of(config(image_key=None, limit_images=0), 8, OF_QWEN)
     assert (none.images, none.patches) == (0, 0)
 
 
 def test_a_frozen_tower_has_weights_and_neither_gradients_nor_an_optimizer() -> None:
     trained, frozen = (
-        trainer_memory(workload_of(config({"freeze_vision_tower": frozen}), 1, qwen(), on_gpu=False))
+        trainer_memory(workload_of(config({"freeze_vision_tower": frozen}), 1, OF_QWEN, on_gpu=False))
         for frozen in (False, True)
     )
     assert trained.weights == frozen.weights == 2 * 3_754_622_976
@@ -119,7 +118,7 @@ def test_a_frozen_tower_has_weights_and_neither_gradients_nor_an_optimizer() -> 
 
 
 def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
-    load = workload_of(config(), 1, qwen())
+    load = workload_of(config(), 1, OF_QWEN)
     recomputed = 10_696 * (12 * 2 * 196 + 28 * 1280 + 8 * 3420 + 32 * 2 * 1280)
     assert tower_activations(replace(load, checkpointing=True), load.model.vision) == recomputed
     assert tower_activations(replace(load, images=2, checkpointing=True), load.model.vision) == 2 * recomputed
@@ -127,10 +126,9 @@ def test_checkpointing_keeps_the_inputs_of_the_towers_blocks_alone() -> None:
 
 
 def test_a_group_with_images_costs_what_the_tower_does() -> None:
-    dims = qwen()
-    plain, seeing = work(300, [50, 60], "shared", dims), work(300, [50, 60], "shared", dims, [1024, 256])
+    plain, seeing = work(300, [50, 60], "shared", OF_QWEN), work(300, [50, 60], "shared", OF_QWEN, [1024, 256])
     assert seeing.tokens == plain.tokens
-    assert seeing.cost - plain.cost == pytest.approx(dims.vision.flops(1024) + dims.vision.flops(256))
+    assert seeing.cost - plain.cost == pytest.approx(OF_QWEN.vision.flops(1024) + OF_QWEN.vision.flops(256))
 
 
 # ---- the command

@@ -71,18 +71,14 @@ def test_what_a_generation_prompt_opens_is_begun_and_no_header_is(end, turn_pref
 @pytest.mark.parametrize("reward", [format_reward, strict_format, boxed_format, gated_format])
 def test_a_template_that_opens_a_thought_lets_its_form_be_earned_and_a_second_tag_earns_nothing(qwen, reward):
     turn_prefix = prompt_of(qwen, template=THINKING).turn_prefix
-    texts = [
-        turn_prefix + text
-        for text in (r"2+2</think><answer>\boxed{4}</answer>", r"<think>2+2</think><answer>\boxed{4}</answer>")
-    ]
+    rest = r"2+2</think><answer>\boxed{4}</answer>"
     gold = {"answer": ["4", "4"]} if reward is gated_format else {}
-    right, twice = reward(completions=texts, **gold)
+    right, twice = reward(completions=[turn_prefix + rest, f"{turn_prefix}<think>{rest}"], **gold)
     assert right in (1.0, 1.25) and twice <= 0
 
 
 def test_a_row_that_begins_the_answer_gives_its_words_back_and_the_gold_answer_is_left_off(qwen, capsys):
-    begin = {"role": "assistant", "content": "<think> Two and"}
-    made = prompt_of(qwen, [ASK, begin])
+    made = prompt_of(qwen, [ASK, {"role": "assistant", "content": "<think> Two and"}])
     assert made.turn_prefix == "<think> Two and" and made.text.endswith("assistant\n<think> Two and")
     for told in ("It is 4.", "<answer>4</answer>", r"$\boxed{4}$.", "#### 4"):
         made = prompt_of(qwen, [ASK, {"role": "assistant", "content": told}])
@@ -198,9 +194,8 @@ def test_a_completion_ends_at_every_end_that_model_tokenizer_and_template_have(t
     found = ends(config)
     assert found.own == (end, 7, im_end) and found.ids == (end, 7, im_end, tag, 9) and found.texts == ("\n\n",)
     logged_reader(config, base)
-    assert "also end at <|im_end|>, which the model's own generation_config.json lacks" in (
-        said := capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "also end at <|im_end|>, which the model's own generation_config.json lacks" in said
     assert f'write there "eos_token_id": [{end}, 7, {im_end}]' in said
     logged_reader(config_of(**model), base)
     assert "also end" not in capsys.readouterr().err

@@ -31,8 +31,7 @@ def trainer_of(folder: Path, **sections: Any) -> Any:
     config.run.output_dir.mkdir()
     engine, rows = engine_of(given), list[Any]()
     engine.backward = lambda batch: rows.append(batch.row) or torch.full((sum(batch.row.lengths),), -1.0)
-    models = SimpleNamespace(reference=None, packing="shared")
-    batch = SimpleNamespace(models=models)
+    batch = SimpleNamespace(models=SimpleNamespace(reference=None, packing="shared"))
     parts = {"config": config, "engine": engine, "critic": None, "exchange": OneRank(), "rows": rows, "batch": batch}
     return SimpleNamespace(**parts, tokenizer=load_tokenizer(str(given)))
 

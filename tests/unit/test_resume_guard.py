@@ -21,21 +21,18 @@ from trainer.save.checkpoint import Progress
 CANARY = "canary-5f1e"
 
 
-def saved(config: Config, **changed: Any) -> Path:
-    """A checkpoint of this run, whose record alone is read here. changed: other values in the record."""
+def saved(config: Config) -> Path:
+    """A checkpoint of this run, whose record alone is read here."""
     folder = run_folder.step_dir(config.run.output_dir / run_folder.CHECKPOINTS, 40)
     folder.mkdir(parents=True, exist_ok=True)
     progress = Progress("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
-    record = dataclasses.asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}} | changed
+    record = dataclasses.asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}}
     (folder / run_folder.COMMIT).write_text(json.dumps(record | {"blake3": checkpoint.digest(record)}))
     return folder
 
 
 def resumed(folder: Path, config: Config) -> Progress:
     return resume.read_progress(folder, resume.stream_settings(config))
-
-
-TEMPLATE = "{{ content }}"
 
 
 def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -62,12 +59,12 @@ def test_another_value_is_refused_with_both(tmp_path: Path, section: str, field:
 @pytest.mark.parametrize("name", ["chat_template", "format_prompt"])
 def test_a_template_file_counts_by_its_contents_wherever_it_lies(tmp_path: Path, name: str) -> None:
     first, second = tmp_path / "first.jinja", tmp_path / "second.jinja"
-    first.write_text(TEMPLATE)
-    second.write_text(TEMPLATE)
+    for path in (first, second):
+        path.write_text("{{ content }}")
     config = config_in(tmp_path, prompt={name: first})
     folder = saved(config)
     assert resumed(folder, config_in(tmp_path, prompt={name: second})).step == 40
-    first.write_text("Solve: " + TEMPLATE)
+    first.write_text("Solve: {{ content }}")
     with pytest.raises(UserError, match=rf"prompt\.{name}='a file with BLAKE3 [0-9a-f]{{16}}' \(was 'a file with"):
         resumed(folder, config)
     first.unlink()

@@ -70,8 +70,8 @@ def returning(file):
         yield pool
 
 
-def submit(pool, key, *completions, prompt="2+2?", columns=COLUMNS):
-    pool.submit(key, prompt, completions, [[1]] * len(completions), columns)
+def submit(pool, key, *completions, columns=COLUMNS):
+    pool.submit(key, "2+2?", completions, [[1]] * len(completions), columns)
 
 
 def one(pool):
@@ -209,21 +209,17 @@ def test_of_a_row_the_process_gets_what_the_functions_name_and_images_never_unas
 
 def test_integers_of_any_size_and_halves_of_characters_travel_and_files_to_those_that_name_them(file):
     """As in JSON, where an answer may be 30!, and as `datasets` gives a picture of a text data set."""
-    large = [math.factorial(30), -(2**64), 2**63, {"a": 2**64}]
-    given = {"question": "?", "large": large, "half": "a\ud83d", "file": {"bytes": b"x"}}
-    checks = ["columns['large'] == [n] * 2", "columns['half'] == ['a' + chr(0xd83d)] * 2"]
-    checks += ["'file' not in columns"]
-    act = "n = [__import__('math').factorial(30), -2**64, 2**63, {'a': 2**64}]; assert " + " and ".join(checks)
+    large, half = [math.factorial(30), -(2**64), 2**63, {"a": 2**64}], "a\ud83d"
+    given = {"question": "?", "large": large, "half": half, "file": {"bytes": b"x"}}
+    act = f"assert columns['large'] == [{large!r}] * 2 and columns['half'] == [{half!r}] * 2 and 'file' not in columns"
     with RewardPool(Rewards(reward_funcs=[f"{file}:act"]), columns=given) as pool:
-        for key, completions in enumerate(([act, ""], ["raise ValueError(columns['half'][0])", ""])):
-            pool.submit(key, "?", completions, [[], []], given)
-        found = dict(pool.ready(limit(10)) + pool.ready(limit(10)))
-    assert not isinstance(found[0], RewardFailure), found[0]
-    assert found[1].kind == "error" and "ValueError: a\\ud83d" in found[1].reason
+        submit(pool, 1, act, "", columns=given)
+        assert not isinstance(result := one(pool)[1], RewardFailure), result
+        submit(pool, 2, "raise ValueError(columns['half'][0])", "", columns=given)
+        assert (result := one(pool)[1]).kind == "error" and "ValueError: a\\ud83d" in result.reason
     with RewardPool(Rewards(reward_funcs=[f"{file}:sees"]), columns=["images"]) as pool:
-        pool.submit(0, "?", ["a", "b"], [[], []], {"images": [{"bytes": memoryview(b"x")}]})
-        [(_, scores)] = pool.ready(limit(10))
-    assert not isinstance(scores, RewardFailure), scores
+        submit(pool, 1, "a", "b", columns={"images": [{"bytes": memoryview(b"x")}]})
+        assert not isinstance(result := one(pool)[1], RewardFailure), result
 
 
 def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
@@ -233,9 +229,9 @@ def test_what_the_user_can_fix_stops_the_start(file, tmp_path):
         ([f"{file}:act"], "wants 'question'"),
         ([f"{tmp_path}/dies.py:f"], "died of signal 11"),
     ):
-        with pytest.raises(UserError) as error, RewardPool(Rewards(reward_funcs=names), columns=["answer"]):
+        pool = RewardPool(Rewards(reward_funcs=names), columns=["answer"])
+        with pytest.raises(UserError, match=re.escape(words)), pool:
             pass
-        assert words in str(error.value)
 
 
 def test_leaving_the_pool_kills_a_busy_reward_at_once(file):
@@ -300,10 +296,7 @@ def counts(completions, seconds, log_metric, **columns):
 """
 
 
-@pytest.fixture
-def sleeps(tmp_path):
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    return tmp_path / "sleeps.py"
+sleeps = python_file(SLEEPS)
 
 
 def time_of(pool, jobs, seconds):
@@ -326,7 +319,7 @@ def test_groups_are_scored_side_by_side_in_as_many_processes_as_are_asked_for(sl
         assert time_of(pool, 3, 0.3)[1] == 1
 
 
-def test_a_judge_that_waits_costs_seconds_and_quick_functions_need_no_second_process(sleeps, figure):
+def test_a_judge_that_waits_costs_seconds_and_quick_functions_need_no_second_process(sleeps):
     with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"])) as pool:
         assert time_of(pool, 64, 0.0)[1] == 1
         time_of(pool, 1, 0.5)  # as the trial before a run
@@ -353,10 +346,10 @@ def test_functions_that_compute_get_a_process_a_core_even_on_a_busy_machine(monk
         assert (load.num_worth(1, 64), load.num_worth(9, 64), load.num_worth(1, 0)) == (most, max(9, most), 1)
 
 
-def test_a_file_that_one_process_alone_can_import_is_served_by_that_one(sleeps, capfd):
+def test_a_file_that_one_process_alone_can_import_is_served_by_that_one(tmp_path, capfd):
     takes = f"\nimport socket\nport = socket.socket(socket.AF_UNIX)\nport.bind('\\0tandem-test-{os.getpid()}')\n"
-    sleeps.write_text(SLEEPS + takes)
-    with RewardPool(Rewards(reward_funcs=[f"{sleeps}:judge"], num_workers=4)) as pool:
+    (tmp_path / "alone.py").write_text(SLEEPS + takes)
+    with RewardPool(Rewards(reward_funcs=[f"{tmp_path}/alone.py:judge"], num_workers=4)) as pool:
         assert time_of(pool, 6, 0.2)[1] == 1
     assert "rewards: no more than 1 processes" in capfd.readouterr().err
 

@@ -14,6 +14,7 @@ from rewards import NoRewardError, RewardError, score_completions
 from rewards.built_in import answer, is_formatted
 from rewards.find import bind, check_signature, resolve, wanted_by
 from rewards.mathematics.numbers import last_number
+from tests.support.raising import raising
 from tests.support.speed import overdue
 
 
@@ -220,10 +221,6 @@ def test_a_function_of_weight_0_measures_and_is_no_reward_where_no_other_applies
         assert [total for _, total in run(*functions, weights=weights)] == totals
 
 
-def raises(error):
-    raise error
-
-
 @pytest.mark.parametrize(
     ("gives", "words"),
     [
@@ -239,8 +236,8 @@ def raises(error):
         (lambda: "ab", "fn0 returned 'ab', expected a list"),
         (lambda: [None, 1.0], "every reward is None for a completion: fn0. Completion: 'a'"),
         (lambda: [1e308, 1.0], "is not finite. Completion: 'a'"),
-        (lambda: raises(KeyError("reward_model")), "fn0 raised KeyError: 'reward_model' (test_rewards.py:"),
-        (lambda: raises(SystemExit(3)), "fn0 raised SystemExit: 3"),
+        (raising(KeyError("reward_model")), "fn0 raised KeyError: 'reward_model' (raising.py:"),
+        (raising(SystemExit(3)), "fn0 raised SystemExit: 3"),
     ],
 )
 def test_anything_but_one_finite_number_per_completion_is_an_error_that_shows_it(gives, words):

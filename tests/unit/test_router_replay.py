@@ -91,14 +91,12 @@ def test_chosen_experts_have_their_scores_renormalised_and_the_router_its_gradie
     weight = block.gate.weight.detach().clone().requires_grad_()
     chosen = (x @ weight.T).softmax(-1).gather(-1, recorded)
     chosen = chosen / chosen.sum(-1, keepdim=True)
-    rows = []
-    for t in range(4):
-        parts = []
-        for j, e in enumerate(recorded[t].tolist()):
-            gate, up = (block.experts.gate_up_proj[e] @ x[t]).chunk(2)
-            parts.append(chosen[t, j] * (block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)))
-        rows.append(sum(parts))
-    by_hand = torch.stack(rows)
+
+    def expert(e: Tensor, token: Tensor) -> Tensor:
+        gate, up = (block.experts.gate_up_proj[e] @ token).chunk(2)
+        return block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
+
+    by_hand = torch.stack([chosen[t] @ torch.stack([expert(e, x[t]) for e in recorded[t]]) for t in range(4)])
     torch.testing.assert_close(block(x[None])[0], by_hand)
     by_hand.square().sum().backward()
     torch.testing.assert_close(found, weight.grad)
@@ -143,8 +141,7 @@ def test_a_router_that_chooses_otherwise_is_refused() -> None:
 def test_the_start_says_what_a_mixture_does_without_replay_and_that_no_loss_balances_experts(tmp_path: Path) -> None:
     shape = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     path = str(model_of_shape(tmp_path, shape))
-    in_bfloat16 = config_of({"path": path, "dtype": "bfloat16"})
-    routing, balance = expert_warnings(in_bfloat16)
+    routing, balance = expert_warnings(config_of({"path": path, "dtype": "bfloat16"}))
     assert "algorithm.router_replay=true" in routing and "router_aux_loss_coef 0.001" in balance
     assert expert_warnings(config_of({"path": path, "dtype": "float32"})) == [balance]
     replaying = config_of({"path": path, "dtype": "bfloat16"}, algorithm={"router_replay": True})

@@ -52,11 +52,9 @@ def test_a_report_that_nobody_sees_that_fails_or_is_stopped_does_not_change_the_
         "report.main = lambda _: print('held-out answer')\n"
         "run.exits.say('continue with'); run._report(Path('.')); sys.exit(130)"
     )
-    ends = [os.pipe() for _ in range(2)]
-    for reading, _ in ends:
-        os.close(reading)
-    out, err = (writing for _, writing in ends)
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=out, stderr=err).returncode == 130
+    reading, unread = os.pipe()
+    os.close(reading)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=unread, stderr=unread).returncode == 130
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "curves.png").mkdir()  # in the way
     launcher_run._report(tmp_path)

@@ -22,7 +22,7 @@ from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 from tests.support.raising import raising
 
-SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem
+SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem; a group has two
 PROMPT = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
 
 
@@ -33,7 +33,7 @@ class OneStepEngine:
 
     def __init__(self, on_cpu: bool = True, at_once: int | None = None) -> None:
         self.on_cpu, self._at_once = on_cpu, at_once
-        self.events: list[Any] = []  # of a RestingEngine
+        self.events: list[str] = []
         self.running: dict[Any, int] = {}
         self.shown: dict[Any, Any] = {}  # the images of each prompt
 
@@ -42,8 +42,12 @@ class OneStepEngine:
         return len(self.running)
 
     def submit(self, key: Any, _ids: Any, params: Any, images: Any) -> None:
+        self.events.append("submit")
         self.running[key] = params.num_completions
         self.shown[key] = images
+
+    def rest(self) -> None:
+        self.events.append("rest")
 
     def abort(self, keys: Any) -> None:
         self.running = {key: n for key, n in self.running.items() if key not in keys}
@@ -114,9 +118,9 @@ class Loop:
         self.sampler.rest_if_done()
         self.sampler.send_scored()
 
-    def answer_all(self, scores: Any = SCORED) -> None:
+    def answer_all(self) -> None:
         for key in list(self.pool.waiting):
-            self.pool.answer(key, scores)
+            self.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
         self.turn()
 
 
@@ -176,7 +180,7 @@ class Picky(OneStepEngine):
 def test_a_prompt_that_the_engine_refuses_costs_its_group_or_problem_by_row(tmp_path: Path) -> None:
     loop = Loop(tmp_path, Picky(), data={"shuffle": False})
     loop.credited(0, [0, 1, 2], EvalRequest("v0", 0, (0, 1)))
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     loop.turn()
     loop.answer_all()
     refused, *groups, result = loop.sent
@@ -191,7 +195,7 @@ def test_a_failed_reward_of_a_group_is_a_tombstone(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.credited(0, [0, 1])
     loop.pool.answer(loop.pool.waiting[0], RewardFailure("crash", "its process died"))
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     tombstone, group = loop.sent
     assert tombstone == Tombstone(0, 0, "row 2: its process died")
     assert isinstance(group, Group) and group.group_id == 1
@@ -209,9 +213,7 @@ def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_g
     loop.credited(0, [0], EvalRequest("v0", 0, (1,)))
     loop.turn()
     assert list(loop.engine.shown.values()) == [images, images]
-    for key in list(loop.pool.waiting):
-        loop.pool.answer(key, SCORED * (2 if isinstance(key, GroupKey) else 1))
-    loop.turn()
+    loop.answer_all()
     assert given == [images] and [group.images for group in loop.sent if isinstance(group, Group)] == [images]
     # an evaluation without a trainer shows them, too
     engine, pool = OneStepEngine(), Pool()
@@ -277,42 +279,31 @@ def test_groups_that_leave_the_lease_are_aborted_and_counted_unless_they_are_bei
     loop.credited(0, [2])
     assert loop.engine.running == {}, "2 is done too"
     assert loop.sampler.stats["total/aborted"] == 2
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     assert [group.group_id for group in loop.sent] == [0, 2]
     loop.credited(0, [1])  # its copy was lost with another sampler
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     assert [group.group_id for group in loop.sent] == [0, 2, 1]
 
 
 SLEEPING: dict[str, Any] = {"vllm": {"enable_sleep_mode": True}, "trainer": {"max_staleness": 0}}
 
 
-class RestingEngine(OneStepEngine):
-    """Writes down what it does, into `events`."""
-
-    def submit(self, key: Any, *given: Any) -> None:
-        self.events.append("submit")
-        super().submit(key, *given)
-
-    def rest(self) -> None:
-        self.events.append("rest")
-
-
 def test_the_cache_sleeps_behind_the_last_group_and_problem_and_before_they_are_sent(tmp_path: Path) -> None:
-    engine = RestingEngine(on_cpu=False, at_once=1)
+    engine = OneStepEngine(on_cpu=False, at_once=1)
     loop = Loop(tmp_path, engine, **SLEEPING)
     loop.link.send_result = lambda result: engine.events.append(f"sent {result.group_id}")
     loop.credited(0, [0, 1])
     assert engine.events == ["submit", "submit"], "group 1 decodes"
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     assert engine.events[2:] == ["rest", "sent 0"]
-    engine = RestingEngine(on_cpu=True)
+    engine = OneStepEngine(on_cpu=True)
     loop = Loop(tmp_path, engine, **SLEEPING)
     loop.credited(0, [0], EvalRequest("e", 0, (0,)))  # on a CPU an evaluation begins behind the groups
     assert engine.events == ["submit"], "the evaluation waits for the engine"
     loop.turn()
     assert engine.events == ["submit", "submit", "rest"]
-    engine = RestingEngine(on_cpu=True)
+    engine = OneStepEngine(on_cpu=True)
     Loop(tmp_path, engine).credited(0, [0])
     assert engine.events == ["submit"], "without the setting"
 
@@ -396,5 +387,5 @@ def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_pat
     turns.end(PROMPT, [played(3)], ("killed at 30 s",))
     loop.turn()
     assert loop.sent == [Tombstone(1, 0, "row 0: 1 environments failed; the first: killed at 30 s")]
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     assert loop.sent[1].failures == ("killed at 30 s",) and len(loop.sent[1].rollouts) == 2

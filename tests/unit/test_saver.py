@@ -105,8 +105,7 @@ def trainer(
     found.config = config_of(data={"eval": "e"}, eval={"steps": every}, **given)
     found.progress = Progress("run", steps // passes, 0, version, steps, 0, 0, {})
     found._evaluated_version = version if evaluated is None else evaluated
-    records = [{"step": v} for v in done]
-    log = SimpleNamespace(evaluations=lambda: records)
+    log = SimpleNamespace(evaluations=lambda: [{"step": v} for v in done])
     found.rank_zero = SimpleNamespace(log=log)  # type: ignore[assignment]
     return found
 

@@ -47,8 +47,7 @@ def test_a_config_without_secrets_is_not_changed() -> None:
 def test_the_log_shows_the_command_without_its_secrets(tmp_path: Path) -> None:
     words = (f"vllm.hf_token={CANARY}", f"deepspeed={{monitor: {{wandb_key: {CANARY}}}}}", "trainer.max_steps=3")
     argv = (sys.executable, "-c", "pass", *words, f"https://me:{CANARY}@host")
-    running = Running(Child("sampler", argv, dict(os.environ), tmp_path / "log"), "mark", 1)
-    running.close()
+    Running(Child("sampler", argv, dict(os.environ), tmp_path / "log"), "mark", 1).close()
     log = (tmp_path / "log").read_text()
     assert CANARY not in log
     assert "vllm.hf_token=***" in log and "trainer.max_steps=3" in log

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from common.config import GroupParams
 from model.logprobs import score_norms
 from tests.support import oracle
-from trainer.algorithm.advantages import Floats
 from trainer.algorithm.gae import gae
 from trainer.algorithm.segments import (
     SegmentSums,
@@ -32,12 +31,6 @@ sizes = st.sampled_from([None, 1, 2, 5, 16])
 
 def fixed(**keys: Any) -> GroupParams:
     return GroupParams.model_validate({"threshold_lr": 0.0} | keys)
-
-
-def columns(rows: list[tuple[float, float, float]]) -> tuple[Floats, Floats, Floats]:
-    """rewards, values, scores"""
-    rewards, values, scores = np.array(rows).T
-    return rewards, values, scores
 
 
 def test_four_tokens_on_paper() -> None:
@@ -71,7 +64,7 @@ def test_scores_of_a_certain_a_fair_and_an_unlikely_token() -> None:
 def test_segments_are_those_of_a_search_that_computes_everything_anew(
     rows: list[tuple[float, float, float]], tau: float, gamma: float, lam: float, longest: int | None, rule: str
 ) -> None:
-    rewards, values, scores = columns(rows)
+    rewards, values, scores = np.array(rows).T
     params = fixed(segment_rule=rule, group_max_size=longest)
     found = segment(rewards, values, scores, tau, gamma, lam, params)
     expected = oracle.cut(rewards.tolist(), values.tolist(), scores.tolist(), tau, gamma, lam, longest, 1e-6, rule)
@@ -86,7 +79,7 @@ def test_segments_are_those_of_a_search_that_computes_everything_anew(
 def test_size_1_and_the_literal_rule_at_a_threshold_of_1_or_more_are_gae_to_the_last_bit(
     rows: list[tuple[float, float, float]], gamma: float, lam: float, tau: float, longest: int | None, rule: str
 ) -> None:
-    rewards, values, scores = columns(rows)
+    rewards, values, scores = np.array(rows).T
     params = fixed(group_max_size=longest if rule == "literal" else 1, segment_rule=rule)
     found = segment(rewards, values, scores, tau, gamma, lam, params)
     advantages, returns = gae(rewards, values, gamma, lam)
@@ -102,10 +95,9 @@ def test_the_literal_rule_below_1_waits_until_sharing_pays() -> None:
 
 def test_a_nan_reward_stays_visible_and_ends() -> None:
     found = segment(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
-    sums = sums_of([found])
     assert found.ends[-1] == 1
     assert np.isnan(found.advantages).all()
-    assert next_threshold(2.0, sums, GroupParams()) == 2.0
+    assert next_threshold(2.0, sums_of([found]), GroupParams()) == 2.0
 
 
 def variance(r_ppo: float, r_grpo: float) -> SegmentSums:
@@ -128,8 +120,7 @@ def test_scores_of_different_positions_are_orthogonal_in_the_logits() -> None:
     logits = torch.randn(6, 50, generator=random, dtype=torch.float64, requires_grad=True)
     actions = torch.randint(50, (6,), generator=random)
     advantages = torch.randn(6, generator=random, dtype=torch.float64)
-    logprobs = torch.log_softmax(logits, -1)
-    chosen = logprobs[torch.arange(6), actions]
+    chosen = torch.log_softmax(logits, -1)[torch.arange(6), actions]
     q = score_norms(logits.detach(), actions, torch.nn.Identity(), 1.0, 4).double().numpy()
 
     def gradient(objective: torch.Tensor) -> torch.Tensor:
@@ -147,15 +138,12 @@ def test_scores_of_different_positions_are_orthogonal_in_the_logits() -> None:
 
 
 def test_metrics_of_ten_tokens_in_four_segments_and_of_a_step_without_tokens() -> None:
-    sums = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
+    ten = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
     names = ("total_tokens", "advantage_positions", "compression_ratio", "speedup_factor", "mean_segment_length")
-    expected = dict(zip((*names, "variance_ratio", "threshold"), (10, 4, 0.6, 2.5, 2.5, 1.5, 1.5), strict=True))
-    values = token_group_metrics(sums, threshold=1.5, segment_loss="endpoint")
-    assert values == {f"token_group/{name}": value for name, value in expected.items()}
-    every_token = token_group_metrics(sums, threshold=1.5, segment_loss="segment")
-    assert every_token["token_group/advantage_positions"] == 10
-    assert every_token["token_group/compression_ratio"] == 0.0
-    assert every_token["token_group/mean_segment_length"] == 2.5
-    values = token_group_metrics(sums_of([]), 1.0, "endpoint")
-    assert values["token_group/compression_ratio"] == 0.0
-    assert values["token_group/speedup_factor"] == 1.0
+    keys = [f"token_group/{name}" for name in (*names, "variance_ratio", "threshold")]
+    for sums, segment_loss, expected in (
+        (ten, "endpoint", (10, 4, 0.6, 2.5, 2.5, 1.5, 1.5)),
+        (ten, "segment", (10, 10, 0.0, 1.0, 2.5, 1.5, 1.5)),
+        (sums_of([]), "endpoint", (0, 0, 0.0, 1.0, 0.0, 1.0, 1.5)),
+    ):
+        assert token_group_metrics(sums, 1.5, segment_loss) == dict(zip(keys, expected, strict=True))

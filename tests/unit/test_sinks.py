@@ -135,8 +135,7 @@ def test_a_sink_of_a_file_gets_the_folder_the_settings_and_every_number(tmp_path
     log = MetricsLog(tmp_path / "run", [spec])
     log.log(1, {"reward": 0.5})
     log.close()
-    calls = OWN.load(spec).function.__globals__["calls"]
-    first, (step, values), last = calls
+    first, (step, values), last = OWN.load(spec).function.__globals__["calls"]
     assert (first, step, values["reward"], last) == (("run", SETTINGS), 1, 0.5, "closed")
 
 
@@ -148,9 +147,8 @@ HANGS = {"silent": "time.sleep(60)", "stubborn": "[one() for _ in range(60)]"}
 @pytest.mark.parametrize("how", HANGS.values(), ids=HANGS)
 def test_a_sink_that_hangs_does_not_hold_up_the_run(how: str, at: str, tmp_path: Path, capsys) -> None:
     lines = ["import time", "def one():", "    try: time.sleep(1)", "    except Exception: pass", f"def hang(): {how}"]
-    opened = "    hang()" if at == "open" else ""
-    write, close = ("hang()" if at == name else "None" for name in ("write", "close"))
-    lines += ["def sink(folder, config):", opened, f"    return lambda step, values: {write}, lambda: {close}"]
+    opens, write, close = ("hang()" if at == name else "None" for name in ("open", "write", "close"))
+    lines += ["def sink(folder, config):", f"    {opens}", f"    return lambda step, values: {write}, lambda: {close}"]
     spec = own_sink(tmp_path, *lines)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"channel": {"stall_timeout_s": 3.0}}))

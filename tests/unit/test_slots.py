@@ -105,8 +105,7 @@ def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_di
 def test_equal_sums_of_unequal_rewards_are_alive_if_each_function_is_normalized(how: str, expected: set[int]) -> None:
     """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
     rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
-    weighed = config(1).rewards.model_copy(update={"reward_weights": [1.0, 3.0]})
-    settings = config(1, multi_objective_aggregation=how).model_copy(update={"rewards": weighed})
+    settings = config_of(rewards={"reward_weights": [1.0, 3.0]}, algorithm={"multi_objective_aggregation": how})
     slots = Slots(settings, FIRST)
     slots.add([make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))])
     assert dead_ids(slots) == expected

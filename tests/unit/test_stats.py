@@ -110,8 +110,7 @@ def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
     assert shaping_metrics(GROUPS, settings()) == {}
     assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
     # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
-    shaped = shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True))
-    assert shaped == {
+    assert shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True)) == {
         "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
         "completions/masked_ratio": pytest.approx(1 / 6),
     }
@@ -128,8 +127,7 @@ def test_token_metrics_by_hand() -> None:
     sums = sums_of(tokens=2, loss=-0.1, entropy=3.0, kl=0.5, clipped=1)
     sums |= {"ratio": 2.2, "k3": 0.5}  # of sequences: not what the mismatch is made of
     sums |= {"log_ratio": 0.0, "abs_log_ratio": 2 * ln2, "abs_prob_diff": 0.5, "exp_abs_log_ratio": 4.0}
-    metrics = token_metrics(sums, beta=0.04)
-    assert metrics == {
+    assert token_metrics(sums, beta=0.04) == {
         "loss": -0.1,
         "entropy": 1.5,
         "kl": 0.25,
@@ -223,11 +221,9 @@ def test_a_problem_that_could_not_be_scored_is_named_and_left_out_of_n() -> None
 
 
 def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
-    records = samples_records([TOMBSTONE, *GROUPS], 5, 1, decode=lambda ids: " ".join(map(str, ids)))
-    assert [(r["which"], r["group_id"], r["reward"]) for r in records] == [("worst", 0, -2.0), ("best", 0, 2.25)]
-    assert records[1]["prompt"] == "0 1 2 3"
-    assert records[1]["completion"] == "0 1"
-    assert records[0]["finish_reason"] == "length"
+    worst, best = samples_records([TOMBSTONE, *GROUPS], 5, 1, decode=lambda ids: " ".join(map(str, ids)))
+    assert [(r["which"], r["group_id"], r["reward"]) for r in (worst, best)] == [("worst", 0, -2.0), ("best", 0, 2.25)]
+    assert (best["prompt"], best["completion"], worst["finish_reason"]) == ("0 1 2 3", "0 1", "length")
 
 
 def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywhere() -> None:

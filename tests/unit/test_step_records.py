@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.config import Algorithm
-from common.types import Group, Rollout, Tombstone
+from common.types import Group, Tombstone
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout, of_two_turns
@@ -63,8 +63,7 @@ def test_turns_and_calls_are_metrics_of_a_run_with_tools_and_of_no_other(tmp_pat
 
 
 def of_tokens(group_id: int, prompt: int, *lengths: int) -> Group:
-    rollouts = tuple(Rollout(np.zeros(n, np.int32), np.zeros(n, np.float32), None, {}, 0.0, "stop") for n in lengths)
-    return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), rollouts)
+    return Group(group_id, 0, group_id, np.zeros(prompt, np.int32), tuple(make_rollout([0] * n) for n in lengths))
 
 
 def test_tokens_of_prompts_and_completions_divide_by_devices_and_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +72,8 @@ def test_tokens_of_prompts_and_completions_divide_by_devices_and_three_times(mon
     clock = Throughput(now=100.0)
     groups = [of_tokens(0, 10, 5, 7), of_tokens(1, 20, 8, 12), Tombstone(2, 0, "the reward timed out")]
     timings = {"timing/backward_s": 1.5, "timing/step_s": 0.5, "timing/sampler_generate_s": 4.0}
-    values = clock.step(groups, True, timings, now=108.0, devices=4)
     # mean completion 8, mean prompt 15, 4 completions: 23 · 4 = 92 tokens on 4 devices
-    assert values == {
+    assert clock.step(groups, True, timings, now=108.0, devices=4) == {
         "timing/first_step_s": pytest.approx(41.5, abs=1.0),  # since the start of the process; once
         "timing/all_s": 8.0,
         "timing/update_s": 2.0,
@@ -119,9 +117,8 @@ def test_a_log_ratio_is_split_where_the_trainer_knows_the_sampled_version() -> N
     # token 1: engine .5, trainer then .4, trainer now .8; token 2 of an older version: engine .2, trainer now .3
     logprobs, old, own = logs(0.8, 0.3), logs(0.5, 0.2), logs(0.4, math.nan)
     sums = summed(2, mismatch.by_cause(logprobs, old, own, np.array([True, False])))
-    found = mismatch.cause_metrics(sums)
     x, y, z = math.log(0.4 / 0.5), math.log(0.8 / 0.4), math.log(0.3 / 0.2)
-    assert found == {
+    assert mismatch.cause_metrics(sums) == {
         "mismatch/numerics/mean_log_ratio": pytest.approx(x),
         "mismatch/numerics/mean_abs_prob_diff": pytest.approx(0.1),
         "mismatch/numerics/mean_exp_abs_log_ratio": pytest.approx(0.5 / 0.4),
@@ -138,8 +135,7 @@ def test_the_parts_add_up_to_the_whole_log_ratio_over_any_split_in_micro_batches
     random = torch.Generator().manual_seed(0)
     logprobs, old, own = (-torch.rand(40, generator=random, dtype=torch.float64) for _ in range(3))
     own[torch.rand(40, generator=random) < 0.4] = math.nan
-    known = ~own.isnan()
-    split = (tuple(t[rows] for t in (logprobs, old, own, known)) for rows in torch.arange(40).split(7))
+    split = zip(*(tensor.split(7) for tensor in (logprobs, old, own, ~own.isnan())), strict=True)
     parts = [mismatch.by_cause(*tensors, mask.numpy()) for *tensors, mask in split]
     found = mismatch.cause_metrics(summed(40, *parts))
     share = found["mismatch/numerics/sampled_ratio"]

@@ -35,9 +35,9 @@ def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0
     return Group(group_id, 0, 0, np.array(prompt or [5, 6], np.int32), rollouts)
 
 
-def micro_batch(groups: Sequence[Group | Tombstone], over: Denominator, **algorithm: Any) -> MicroBatch:
+def micro_batch(groups: Sequence[Group | Tombstone], num_completions: int, **algorithm: Any) -> MicroBatch:
     config = config_of(algorithm={"scale_rewards": "group", "beta": 0.0} | algorithm)
-    return tensors.micro_batch(scored(groups, config), over, config.algorithm)
+    return tensors.micro_batch(scored(groups, config), Denominator("grpo", num_completions, 1, 8), config.algorithm)
 
 
 def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
@@ -46,10 +46,6 @@ def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experien
 
 def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
     return tensors.num_tokens([Experience(g) for g in groups], algorithm)
-
-
-def denominator(num_completions: int, num_tokens: int = 1) -> Denominator:
-    return Denominator("grpo", num_completions, num_tokens, 8)
 
 
 def cut(r: Rollout) -> Rollout:
@@ -105,7 +101,7 @@ TRAINED: dict[str, tuple[list[Any], int, dict[str, Any], list[int], list[float],
 @pytest.mark.parametrize("case", TRAINED)
 def test_which_tokens_train_with_which_advantage_and_weight(case: str) -> None:
     groups, count, choice, targets, advantages, weights = TRAINED[case]
-    batch = micro_batch(groups, denominator(count), **choice)
+    batch = micro_batch(groups, count, **choice)
     assert batch.row.target_ids.tolist() == targets
     assert batch.advantages.tolist() == pytest.approx(advantages)
     assert batch.weights.tolist() == pytest.approx(weights)
@@ -113,19 +109,19 @@ def test_which_tokens_train_with_which_advantage_and_weight(case: str) -> None:
 
 
 def test_log_probs_stand_in_the_order_of_the_completions_in_float32() -> None:
-    batch = micro_batch([ONE_RIGHT], denominator(2), beta=0.1)
+    batch = micro_batch([ONE_RIGHT], 2, beta=0.1)
     assert batch.row.input_ids.tolist() == [[5, 6, 7, EOS, 8]] and batch.row.lengths == (2, 1)
     assert batch.old_logprobs.tolist() == [-0.5, -0.5, -0.25]
     assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-2.0, -2.0, -3.0]
     tensors_of = (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.weights)
     assert {t.dtype for t in tensors_of} == {torch.float32}
-    assert micro_batch([ONE_RIGHT], denominator(2)).ref_logprobs is None
+    assert micro_batch([ONE_RIGHT], 2).ref_logprobs is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("logprob", [-0.1, -300.0], ids=["likely", "impossible"])
 def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(beta: float, logprob: float) -> None:
-    batch = micro_batch([TOMBSTONE], denominator(2), beta=beta)
+    batch = micro_batch([TOMBSTONE], 2, beta=beta)
     logprobs, chosen = torch.full((1,), logprob, requires_grad=True), Algorithm(beta=beta)
     objective, terms = token_objective(logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, [1], chosen)
     total = loss(objective, batch.weights)
@@ -136,7 +132,7 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
 
 
 def test_a_nan_reward_does_not_pass_as_a_dead_group() -> None:
-    batch = micro_batch([group(rollout([1], float("nan")), rollout([2], 1.0))], denominator(2))
+    batch = micro_batch([group(rollout([1], float("nan")), rollout([2], 1.0))], 2)
     assert torch.isnan(batch.advantages).all()  # the engine sees it, skips the step and counts it
 
 
@@ -202,18 +198,13 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     known = {e.group.group_id: e for e in scored(step if needs_batch_statistics(a) else mine, config)}
     over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
     batch = tensors.micro_batch([known[g.group_id] for g in mine], over, a)
+    old, advantages, weights = (x.double() for x in (batch.old_logprobs, batch.advantages, batch.weights))
+    ref = None if batch.ref_logprobs is None else batch.ref_logprobs.double()
     shift = (batch.old_logprobs * 1e4).sin() * 0.5  # the same for the same token, wherever it stands
-    logprobs = (batch.old_logprobs.double() + shift).requires_grad_()
-    objective, _ = token_objective(
-        logprobs,
-        batch.old_logprobs.double(),
-        None if batch.ref_logprobs is None else batch.ref_logprobs.double(),
-        batch.advantages.double(),
-        batch.row.lengths,
-        a,
-        entropy=logprobs.exp(),  # some function of the token
-    )
-    total = loss(objective, batch.weights.double())
+    logprobs = (old + shift).requires_grad_()
+    entropy = logprobs.exp()  # some function of the token
+    objective, _ = token_objective(logprobs, old, ref, advantages, batch.row.lengths, a, entropy)
+    total = loss(objective, weights)
     (gradient,) = torch.autograd.grad(total, logprobs)
     return total.item(), dict(zip(batch.old_logprobs.tolist(), gradient.tolist(), strict=True))
 
@@ -239,5 +230,5 @@ def test_neither_order_nor_packing_nor_micro_batches_nor_ranks_change_loss_and_g
     shares = [share(part, [g for p in parts for g in p], config) for part in parts]
     assert sum(total for total, _ in shares) == pytest.approx(whole_loss, rel=1e-6, abs=1e-6)
     gradient = {token: value for _, part in shares for token, value in part.items()}
-    for token, value in whole_gradient.items():
-        assert gradient.get(token, 0.0) == pytest.approx(value, rel=1e-6, abs=1e-7)
+    found = {token: gradient.get(token, 0.0) for token in whole_gradient}
+    assert found == pytest.approx(whole_gradient, rel=1e-6, abs=1e-7)

@@ -104,12 +104,7 @@ def said(text, *names):
         ("hermes", "It is 24.", "It is 24.", []),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", {"a": 1})]),  # not closed
         ("hermes", f"<think>{call('f')}</think>No.", f"<think>{call('f')}</think>No.", []),
-        (
-            "hermes",
-            f"<think>As <tool_call> says</think>{call('f')}",
-            "<think>As <tool_call> says</think>",
-            [("f", {})],
-        ),
+        ("hermes", f"<think>As <tool_call> says</think>{call('f')}", "<think>As <tool_call> says</think>", [("f", {})]),
         ("hermes", f"<think>Perhaps {call('f')}", f"<think>Perhaps {call('f')}", []),  # cut off in its thought
         ("hermes", f"With <tool_call>, so: {call('f')}", "With <tool_call>, so:", [("f", {})]),
         ("hermes", "I would write <tool_call>.", "I would write <tool_call>.", []),
@@ -152,11 +147,9 @@ def test_marks_that_are_special_tokens_are_read_and_what_the_model_did_not_say_i
     tokenizer = byte_tokenizer("<|end|>", "<|mood|>", "<tool_call>", "</tool_call>")
     ids = tokenizer(f"<|mood|>See. {call('f', a=1)}<|end|>", add_special_tokens=False)["input_ids"]
     tools, visible = [{"function": {"name": "f"}}], 'See. {"name": "f", "arguments": {"a": 1}}'
-    assert CallReader(tokenizer, "hermes")("<think>Hm.</think>" + visible, "<think>Hm.</think>", ids, tools) == (
-        "<think>Hm.</think>See.",
-        [Call("f", {"a": 1})],
-    )
-    assert CallReader(tokenizer, "hermes")(visible, "<think>", ids, tools)[1] == [], "the prompt began a thought"
+    read, thought = CallReader(tokenizer, "hermes"), "<think>Hm.</think>"
+    assert read(thought + visible, thought, ids, tools) == (thought + "See.", [Call("f", {"a": 1})])
+    assert read(visible, "<think>", ids, tools)[1] == [], "the prompt began a thought"
 
 
 def test_a_turn_that_takes_for_ever_to_read_is_one_broken_call(monkeypatch):
@@ -213,11 +206,7 @@ def test_the_parser_is_the_one_of_the_chat_template(template, given, parser):
     [
         ('{{ tools }} {"name": …, "parameters": …}', "hermes", "set rollout.tool_parser=llama3_json"),
         ("{{ tools }} <tool_call><function=", "hermes", "set rollout.tool_parser=qwen3_xml"),
-        (
-            "{{ tools }} <function= [TOOL_CALLS]",
-            "auto",
-            "qwen3_xml or mistral reads them; set .*=qwen3_xml",
-        ),
+        ("{{ tools }} <function= [TOOL_CALLS]", "auto", "qwen3_xml or mistral reads them; set .*=qwen3_xml"),
         ("{{ tools }} as you like", "auto", "as no known parser reads them; set rollout.tool_parser=hermes. There are"),
         ("{{ tools }} <tool_call>", "hermess", "'hermess': the chat template writes calls as hermes"),
     ],
@@ -260,8 +249,7 @@ def test_the_environment_of_trls_documentation_runs_unchanged_with_its_reward_fu
     with EnvironmentPool(given, columns=row) as pool:
         assert [tool["function"]["name"] for tool in pool.tools] == ["increment"]
         pool.start("r", row)
-        start = one(pool)
-        assert prompt_of(prompt, start) == [{"role": "user", "content": "Start. Count to 4."}]
+        assert prompt_of(prompt, one(pool)) == [{"role": "user", "content": "Start. Count to 4."}]
         turns: list[tuple[str, Turn | Done | None]] = []
         for text in (call("increment", step=1), call("increment", step=3), "Done."):
             pool.step("r", text, said(text, "increment"))

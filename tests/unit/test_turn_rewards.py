@@ -121,8 +121,7 @@ def test_the_rollout_has_the_sum_and_each_turn_its_own(replies: Any, total: Any,
 
 def test_a_last_turn_that_is_cut_off_keeps_its_reward_and_gets_the_end_s() -> None:
     episode = Episode(1, 99).sampled(Completion(np.array([7], np.int32), np.zeros(1, np.float32), "stop"), "7")
-    one = episode.answered(rewarded(0.5)).answered(Done(0.25)).played()
-    assert one.environment_reward == 0.75
+    assert episode.answered(rewarded(0.5)).answered(Done(0.25)).played().environment_reward == 0.75
 
 
 def test_they_cross_the_wire_and_what_cannot_be_is_refused() -> None:
@@ -197,6 +196,6 @@ def test_gigpo_is_for_several_turns() -> None:
 def test_samples_show_what_each_turn_earned() -> None:
     worst, best = samples_records([GROUP], 1, 1, lambda ids: " ".join(map(str, ids)))
     assert [part.get("reward") for part in best["turns"]] == [1.0, None, 3.0]
-    assert all("reward" not in part for part in worst["turns"] if worst["reward"] == 1.0) or worst["turns"]
+    assert [part.get("reward") for part in worst["turns"]] == [0.0, None, 1.0]
     lines = sample_text(best).split("\n")
     assert lines[2:] == ["  model  │ 10 11", "  reward │ 1.00", "  tool   │ 50", "  model  │ 10", "  reward │ 3.00"]

@@ -41,13 +41,14 @@ def tokens(text: str) -> list[int]:
     return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def rendered(name: str) -> Any:
-    prompt = PromptTemplate(chat_template=TEMPLATES[name])
-    return partial(render, tokenizer(), prompt=prompt)
+def rendered(template: str | Path) -> Any:
+    """By the template of this name or file."""
+    path = TEMPLATES[template] if isinstance(template, str) else template
+    return partial(render, tokenizer(), prompt=PromptTemplate(chat_template=path))
 
 
-def of(name: str, *roles: str) -> TurnTemplate:
-    return TurnTemplate.of(rendered(name), tokens, ASK, roles)
+def of(template: str | Path, *roles: str) -> TurnTemplate:
+    return TurnTemplate.of(rendered(template), tokens, ASK, roles)
 
 
 TOOL = "<|im_end|>\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
@@ -70,8 +71,7 @@ def test_prompt_turn_and_difference_are_the_tokens_of_the_whole_conversation(nam
     """Byte pairs of one special token and the next never merge, so pieces and the whole have the same ids here."""
     end = tokens("<|eot_id|>" if name == "llama3" else "<|im_end|>")[0]
     text = rendered(name)
-    sampled = [*tokens(CALL), end]
-    pieces = [*tokens(text(ASK)), *sampled, *of(name, "tool").continuation(end, SEEN)]
+    pieces = [*tokens(text(ASK)), *tokens(CALL), end, *of(name, "tool").continuation(end, SEEN)]
     assert pieces == tokens(text([*ASK, {"role": "assistant", "content": CALL}, *SEEN]))
 
 
@@ -93,8 +93,8 @@ END = "<|im_end|>"
 class Conversation:
     """A rollout under a template, in text: what each turn was asked behind, and what trains of it."""
 
-    def __init__(self, name: str, turn_prefix: str = "") -> None:
-        self.template, self.render = of(name, "user"), rendered(name)
+    def __init__(self, template: str | Path) -> None:
+        self.template, self.render = of(template, "user"), rendered(template)
         text = self.render(ASK)
         ids = np.array(tokens(text), np.int32)
         self.prompt = Prompt(Problem(0, {}), ASK, text, ids, turn_prefix=turn_prefix_of(text))
@@ -125,26 +125,22 @@ def test_a_template_that_drops_thoughts_forks_behind_the_last_question_and_keeps
     if name not in TEMPLATES:
         pytest.skip(NO_TRL)
     talk = Conversation(name)
-    first = talk.asked[0]
     thought = THOUGHT if not talk.prompt.turn_prefix else THOUGHT.removeprefix("<think>\n")
-    talk.says(thought + "408.", USER)
-    talk.says(thought + "816.", USER)
-    texts = ["408.", "816."]
-    for i in (1, 2):
-        said = [m for text in texts[:i] for m in ({"role": "assistant", "content": THOUGHT + text}, USER)]
-        assert talk.asked[i] == talk.render([*ASK, *said]), "what the model sees is what the template writes"
-        assert "A thought" not in talk.asked[i]
+    said = [*ASK]
+    for text in ("408.", "816."):
+        talk.says(thought + text, USER)
+        said += [{"role": "assistant", "content": THOUGHT + text}, USER]
+        assert talk.asked[-1] == talk.render(said), "what the model sees is what the template writes"
+        assert "A thought" not in talk.asked[-1]
     assert len(talk.episode.forks) == 2
-    bare = first.removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
+    bare = talk.asked[0].removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
     assert talk.kept[0] == bare, "the prompt, without the thought that it opened"
     assert talk.kept[1].startswith(bare + "408.<|im_end|>")
 
 
 @pytest.mark.parametrize("path", REAL or [None], ids=lambda path: path and path.stem)
 def test_before_each_turn_the_model_sees_what_a_real_template_writes_and_sampled_tokens_count_once(path: Any) -> None:
-    name = path.stem if path else pytest.skip(NO_TRL)
-    TEMPLATES.setdefault(name, path)
-    talk = Conversation(name)
+    talk = Conversation(path or pytest.skip(NO_TRL))
     thought = THOUGHT.removeprefix(talk.prompt.turn_prefix)
     texts = [thought + "408.", "816.", thought + "1632."]
     for text in texts:
@@ -196,13 +192,11 @@ def test_a_template_may_leave_out_observations_and_whole_turns_but_not_the_last(
         + "{% for m in messages[:1] + messages[1:][-shown:] %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     )
     (tmp_path / "x.jinja").write_text(window + "{% if add_generation_prompt %}assistant: {% endif %}")
-    TEMPLATES["window"] = tmp_path / "x.jinja"
-    talk = Conversation("window")
+    talk = Conversation(tmp_path / "x.jinja")
     for text in "1234":
         talk.says(text, USER)
     first, said = "user: 12*34?<|im_end|>", "assistant: {}<|im_end|>user: And by 2?<|im_end|>"
-    whole = [first, *map(said.format, "1234")]
-    assert talk.asked[4] == "".join([first, *whole[-shown // 2 :], "assistant: "])
+    assert talk.asked[4] == "".join([first, *map(said.format, "1234"[-shown // 2 :]), "assistant: "])
     assert talk.kept == [first + "assistant: "] * (4 - shown // 2)
 
 
@@ -210,8 +204,7 @@ def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_
     drops = "{{ m.content.split('</think>')[-1] if drop is defined else m.content }}"
     text = f"{{% for m in messages %}}{{{{ m.role }}}}: {drops}<|im_end|>{{% endfor %}}assistant: "
     (tmp_path / "x.jinja").write_text(text)
-    TEMPLATES["argued"] = tmp_path / "x.jinja"
-    template = of("argued", "user")
+    template = of(tmp_path / "x.jinja", "user")
     assert not template.rewrites and not template.of_row(Problem(0, {})).rewrites
     row = template.of_row(Problem(0, {"chat_template_kwargs": {"drop": True}}))
     assert row.rewrites and "A thought" not in row.render([*ASK, {"role": "assistant", "content": THOUGHT}, USER])
@@ -219,8 +212,7 @@ def test_a_template_that_rewrites_as_the_arguments_of_a_row_say_is_followed_for_
 
 def test_two_turns_with_nothing_between_them_are_refused_as_the_wire_would(tmp_path: Path) -> None:
     (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=tmp_path / "bare.jinja"))
-    template = TurnTemplate.of(rendering, tokens, ASK, ["user"])
+    template = of(tmp_path / "bare.jinja", "user")
     assert template.continuation(0, [{"role": "user", "content": "4"}]).tolist() == tokens("4")
     with pytest.raises(ValueError, match="between two turns it writes nothing of"):
         template.continuation(0, [{"role": "user", "content": ""}])
@@ -241,6 +233,5 @@ ONE_USER = "{{ raise_exception('again') if m.role == 'user' and not loop.first }
 )
 def test_a_template_that_cannot_write_the_turns_is_refused(tmp_path: Path, writes: str, role: str, said: str) -> None:
     (tmp_path / "x.jinja").write_text(f"{{% for m in messages %}}{writes}<|im_end|>{{% endfor %}}")
-    rendering = partial(render, tokenizer(), prompt=PromptTemplate(chat_template=tmp_path / "x.jinja"))
     with pytest.raises(UserError, match=said):
-        TurnTemplate.of(rendering, tokens, ASK, [role])
+        of(tmp_path / "x.jinja", role)

@@ -49,8 +49,7 @@ GROUP = Group(0, 0, 0, np.array([5, 6], np.int32), (TWO_TURNS, rollout(2, (), 0.
 
 
 def config(**algorithm: Any) -> Config:
-    sampler = {"num_generations": 2, "max_completion_length": 8}
-    return config_of(sampler=sampler, algorithm=algorithm)
+    return config_of(sampler={"num_generations": 2, "max_completion_length": 8}, algorithm=algorithm)
 
 
 def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
@@ -124,8 +123,7 @@ def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
 
 def test_the_overlong_punishment_is_that_of_the_whole_rollout_because_so_is_the_limit() -> None:
     # L_max 8, cache 4: 6 tokens are 2 beyond 4
-    found = shaped_rewards(GROUP, config(soft_punish_cache=4))
-    assert found.tolist() == [1 - 0.5, 0.0]
+    assert shaped_rewards(GROUP, config(soft_punish_cache=4)).tolist() == [1 - 0.5, 0.0]
 
 
 def test_a_failed_rollout_is_in_nobodys_baseline_and_its_place_in_the_mean_stays() -> None:
@@ -171,22 +169,13 @@ def model(folder: Path) -> Any:
     return exact(load_causal_lm(str(folder / "model"), "float64", None, False))
 
 
-def exact_loop(loop: type[PlainTraining], folder: Path, *critic: Path, **changes: Any) -> Any:
-    plain = loop(folder / "model", *critic, **changes)
-    for model in (plain.model, getattr(plain, "critic", None)):
-        if model is not None:
-            exact(model)
-    return plain
-
-
 def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, torch.Tensor]:
     a = of.algorithm
     batch = tensors.micro_batch(known, tensors.step_denominator(known, len(known), of), a, of.trainer.packing)
     logprobs, entropy, _ = score_terms(model, batch.row, TEMPERATURE, 16, a.entropy_coef > 0)
     old, advantages, weights = (x.double() for x in (batch.old_logprobs, batch.advantages, batch.weights))
     ref = None if batch.ref_logprobs is None else batch.ref_logprobs.double()
-    terms = (batch.row.lengths, a, entropy)
-    objective, _ = token_objective(logprobs, old, ref, advantages, *terms)
+    objective, _ = token_objective(logprobs, old, ref, advantages, batch.row.lengths, a, entropy)
     model.zero_grad()
     loss(objective, weights).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -196,7 +185,8 @@ def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, to
 def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, choice: str) -> None:
     algorithm = dict(CHOICES[choice])
     of = settings(folder, "run", 1, trainer={"packing": algorithm.pop("packing", "shared")}, algorithm=algorithm)
-    plain = exact_loop(PlainTraining, folder, **algorithm)
+    plain = PlainTraining(folder / "model", **algorithm)
+    exact(plain.model)
     plain.backward(GROUPS)
     known = score_rewards([Experience(g) for g in GROUPS], of)
     assert difference(gradient_of(model, known, of), plain.gradients()) < 1e-6
@@ -205,7 +195,9 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, 
 @pytest.mark.parametrize(("given", "loop"), [(GAE, PlainActorCritic), (GROUP_PPO, PlainGroupPpo)], ids=["gae", "group"])
 def test_with_a_critic_the_gradient_is_a_dense_float64_loops(folder: Path, model: Any, given: Any, loop: Any) -> None:
     of = settings(folder, "run", 1, **given)
-    plain = exact_loop(loop, folder, folder / "critic")
+    plain = loop(folder / "model", folder / "critic")
+    exact(plain.model)
+    exact(plain.critic)
     values = {g.group_id: [v.detach().numpy() for v in plain.values(g)] for g in GROUPS}
     plain.backward(GROUPS)
     threshold = of.algorithm.group_params.group_variance_threshold

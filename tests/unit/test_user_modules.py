@@ -1,6 +1,5 @@
 """What users' files import: their own helpers, whatever these are called, and Tandem's packages under one name."""
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,6 +14,7 @@ from environments import Done
 from environments.pool import EnvironmentPool
 from environments.tools import Call
 from rewards.pool import RewardFailure, RewardPool
+from tests.support.own_process import run
 from tests.support.speed import limit
 from tests.unit.test_imports import PACKAGES
 
@@ -144,7 +144,7 @@ def test_losses_estimators_and_sinks_have_helpers_too_beside_our_own_packages(tm
         import tandem.common.errors, common.errors
         assert tandem.common.errors is common.errors and common.errors.__spec__.name == "common.errors"
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=Path(__file__).parents[2])
+    run([sys.executable, "-c", textwrap.dedent(code)])
 
 
 def test_a_package_is_looked_for_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
 from tests.unit.test_batch_training import Run
 from tests.unit.test_batch_training import config as batch_config
-from tests.unit.test_sampler_loop import SCORED, Loop, OneStepEngine
+from tests.unit.test_sampler_loop import Loop, OneStepEngine
 from trainer.link.ledger import Ledger
 from trainer.record.stats import in_flight_metrics, rollout_metrics
 from trainer.save.checkpoint import Progress
@@ -140,8 +140,7 @@ def test_versions_load_under_groups_but_not_under_evaluation(tmp_path: Path, mon
 
     def announce(version: int, lease: list[int], *, is_here: bool) -> None:
         loop.link.credit = wire.Credit(0, lease, [], version, "", "", version)
-        fetcher: Any = SimpleNamespace(start=lambda _: None, has=lambda _: is_here)
-        loop.sampler._fetcher = fetcher
+        monkeypatch.setattr(loop.sampler, "_fetcher", SimpleNamespace(start=lambda _: None, has=lambda _: is_here))
         loop.sampler.reload_if_credited()
         loop.turn()
 
@@ -154,7 +153,7 @@ def test_versions_load_under_groups_but_not_under_evaluation(tmp_path: Path, mon
     assert loop.sampler.stats["total/in_flight_updates"] == 1
     engine._at_once = None
     loop.turn()
-    loop.answer_all(SCORED * 2)
+    loop.answer_all()
     versions = [(g.policy_version, g.rollouts[0].version_spans) for g in loop.sent]
     assert versions == [(0, ((0, 0), (1, 1))), (0, ((0, 0), (1, 1))), (1, ())]
     engine._at_once = 0
@@ -181,8 +180,7 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
     """The proximal ones, which the decoupled objective keeps to, are of all tokens whatever version sampled them."""
 
     def make(group_id: int) -> Group | Tombstone:
-        spans = ((0, 0), (1, 1))
-        return make_group(group_id, 0, mixed(reward=1.0), mixed(*spans, reward=0.0), mixed((0, 1), reward=0.5))
+        return make_group(group_id, 0, mixed(reward=1.0), mixed((0, 0), (1, 1), reward=0.0), mixed((0, 1), reward=0.5))
 
     run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
     for index in (0, 1):

@@ -22,6 +22,7 @@ from model.files import lora
 from sampler.engine.reload import _canary_logprobs
 from sampler.engine.verify import checked_tensors, copy_files
 from tests.support.configs import config_of
+from tests.support.raising import raising
 from tests.support.versions import SHARDS, Change, publish
 
 CONFIG = config_of()
@@ -52,15 +53,12 @@ def in_manifest(**fields: Callable[[Any], Any]) -> Change:
 
 
 def flip_last_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    *rest, last = path.read_bytes()
+    path.write_bytes(bytes([*rest, last ^ 1]))
 
 
 def swap_for_link(path: Path) -> None:
-    real = path.with_name("elsewhere")
-    path.rename(real)
-    path.symlink_to(real)
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
 
 
 def of_head(**fields: Any) -> Change:
@@ -156,7 +154,7 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes) 
 @pytest.mark.parametrize("links", [True, False])
 def test_linked_or_copied_files_outlive_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     if not links:
-        monkeypatch.setattr("sampler.engine.verify.os.link", lambda *_, **__: (_ for _ in ()).throw(OSError))
+        monkeypatch.setattr("sampler.engine.verify.os.link", raising(OSError()))
     published = publish(tmp_path / "weights")
     manifest = weights.read_manifest(published)
     copy_files(published, manifest, tmp_path / "private")

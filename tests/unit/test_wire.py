@@ -342,16 +342,12 @@ def test_messages_that_we_never_send_are_refused_and_whole_ones_not(frames: list
     assert refusal(lambda: decode(frames)) == reason
 
 
-class Bomb:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 def test_a_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
-    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "exploded",)
+
+    bomb = pickle.dumps(Bomb())
     for frames in (sealed(bomb), sealed(header_with(BYE), bomb), [bomb] * 3, sealed(header_with(BYE, run_id=bomb))):
         assert refused(frames)
     assert list(tmp_path.iterdir()) == []
