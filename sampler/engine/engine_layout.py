@@ -30,6 +30,7 @@ from model.checksum import checksum, unordered_sum
 from sampler.engine import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_ROWS = 1 << 12  # rows of a packed matrix that are summed at a time: a head has no second copy in float32
 _COLUMNS, _WORK = 8, 1 << 22  # least columns of a packed matrix that each load compares to the bit; multiplications
 _TRIED = 4  # sample tensors of a kind: a rule that holds for one is tried on all; the first may be damaged
 
@@ -167,22 +168,22 @@ class EngineModel:
     def _is_product(self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool) -> bool:
         """Returns whether compute(x) is x Wᵀ from row `begin` of W on.
 
-        Unit vectors x show some columns of W to the bit, and in float32 a sum of columns with random signs shows
-        whatever is more than rounding in the others.
+        Unit vectors x show some columns of W to the bit. A sum of all columns with random signs, which is computed in
+        float32 and rounded once, shows whatever is more than rounding in the others.
         """
         rows, columns = matrix.shape
         chosen = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
         x = torch.nn.functional.one_hot(chosen, columns).to(matrix.dtype)
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
-        is_exact = matrix.dtype == torch.float32
-        y = compute(torch.cat([x, signs]) if is_exact else x)[:, begin : begin + rows]
-        exact = torch.cat([matrix.T.index_select(0, chosen), (matrix @ signs[0].to(matrix.dtype))[None]])
-        rounding = 4 * torch.finfo(matrix.dtype).eps * columns**0.5 * matrix.norm(dim=1)
+        y = compute(torch.cat([x, signs.to(matrix.dtype)]))[:, begin : begin + rows].float()
+        sums = torch.cat([part.float() @ signs[0] for part in matrix.split(_ROWS)])
+        exact = torch.cat([matrix.T.index_select(0, chosen).float(), sums[None]])
+        norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
+        rounding = 4 * torch.finfo(torch.float32).eps * columns**0.5 * norms
+        rounding += torch.finfo(matrix.dtype).eps * sums.abs()
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
-        if not torch.equal(y[: len(chosen)], exact[:-1]):
-            return False
-        return not is_exact or bool(((y[-1] - exact[-1]).abs() <= rounding).all())
+        return torch.equal(y[:-1], exact[:-1]) and bool(((y[-1] - exact[-1]).abs() <= rounding).all())
 
     def shows_product(self, home: str, name: str) -> bool:
         """Returns whether multiplies_by can check a published tensor."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from common.files.weights import TensorInfo
 from model.checksum import describe
+from sampler.engine import engine_layout
 from sampler.engine.engine_layout import Layout
 from sampler.engine.engine_tensors import Proof, of_ranks, prove, prove_adapters, spoil
 from sampler.engine.vllm_worker import WeightExtension
@@ -423,6 +424,22 @@ def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: boo
     else:
         assert bool(proof.wrong) is (kind != "right"), proof.wrong
     assert parts - {said.rpartition(" ")[2] for said in proof.wrong} <= proof.unproven.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_one_number_of_a_packed_matrix_shows_in_a_sum_of_all_columns(
+    error: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_layout, "_COLUMNS", 0)
+    monkeypatch.setattr(engine_layout, "_WORK", 0)  # no column is compared by itself
+    model, tensors = nn.Module(), {"layers.0.o_proj.weight": (0.05 * torch.randn(64, 2048)).to(dtype)}
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].o_proj = layer = Layer(64, 2048, [64])
+    layer.weight.data = tensors["layers.0.o_proj.weight"].clone()
+    layer.weight.data[7, 1000] += error
+    multiplying(layer)
+    assert bool(prove(model, expected(tensors), None, tensors).wrong) is (error > 0)
 
 
 @pytest.mark.parametrize("kind", ["right", "one alone", "old"])
