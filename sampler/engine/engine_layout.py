@@ -30,7 +30,6 @@ from model.checksum import checksum, unordered_sum
 from sampler.engine import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_ROWS = 1 << 12  # rows of a packed matrix that are summed at a time: a head has no second copy in float32
 _COLUMNS, _WORK = 8, 1 << 22  # least columns of a packed matrix that each load compares to the bit; multiplications
 _TRIED = 4  # sample tensors of a kind: a rule that holds for one is tried on all; the first may be damaged
 
@@ -176,11 +175,10 @@ class EngineModel:
         x = torch.nn.functional.one_hot(chosen, columns).to(matrix.dtype)
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         y = compute(torch.cat([x, signs.to(matrix.dtype)]))[:, begin : begin + rows].float()
-        sums = torch.cat([part.float() @ signs[0] for part in matrix.split(_ROWS)])
+        sums = torch.cat([part.float() @ signs[0] for part in matrix.split(4096)])  # no float32 copy of a head
         exact = torch.cat([matrix.T.index_select(0, chosen).float(), sums[None]])
         norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
-        rounding = 4 * torch.finfo(torch.float32).eps * columns**0.5 * norms
-        rounding += torch.finfo(matrix.dtype).eps * sums.abs()
+        rounding = torch.finfo(matrix.dtype).eps * sums.abs() + 2**-21 * columns**0.5 * norms
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
         return torch.equal(y[:-1], exact[:-1]) and bool(((y[-1] - exact[-1]).abs() <= rounding).all())
