@@ -143,10 +143,8 @@ def _check(config: Config, ranks: int) -> None:
     if config.run.replay is not None:
         return
     for option, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        sources = [entry.path for entry in entries(spec)]
-        for source in sources:
-            require_source(source)
-        if sources and all(Path(source.split("@")[0].split(":")[0]).expanduser().exists() for source in sources):
+        are_local = [require_source(entry.path) for entry in entries(spec)]
+        if are_local and all(are_local):
             rows = load_data(option, spec or [], config.data)
             for settings, own in by_source(rows[:: -(-len(rows) // 4)], config):  # the rewards are tried on 4 rows
                 check(settings, own)

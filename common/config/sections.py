@@ -153,12 +153,11 @@ class PromptTemplate(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Such as {enable_thinking: false}."""
 
-    @field_validator("format_prompt")
+    @field_validator("format_prompt", mode="before")
     @classmethod
-    def _template_or_file(cls, value: Path | str | None) -> Path | str | None:
-        if isinstance(value, str) and "{{" not in value and "{%" not in value:
-            return here_or_ours(Path(value).expanduser())
-        return value
+    def _template_or_file(cls, value: Any) -> Any:
+        is_file = isinstance(value, str) and "{{" not in value and "{%" not in value
+        return Path(value) if is_file else value
 
     @field_validator("examples")
     @classmethod

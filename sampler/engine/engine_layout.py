@@ -178,7 +178,8 @@ class EngineModel:
         sums = torch.cat([part.float() @ signs[0] for part in matrix.split(4096)])  # no float32 copy of a head
         exact = torch.cat([matrix.T.index_select(0, chosen).float(), sums[None]])
         norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
-        rounding = torch.finfo(matrix.dtype).eps * sums.abs() + 2**-21 * columns**0.5 * norms
+        rounding = 4 * torch.finfo(torch.float32).eps * columns**0.5 * norms
+        rounding += torch.finfo(matrix.dtype).eps * sums.abs()
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
         return torch.equal(y[:-1], exact[:-1]) and bool(((y[-1] - exact[-1]).abs() <= rounding).all())

@@ -56,8 +56,8 @@ def read_rows(spec: str) -> list[dict[str, Any]]:
     return rows
 
 
-def require_source(spec: str) -> None:
-    """Raises UserError for a local file or folder that does not exist or has no format we read. Imports nothing."""
+def require_source(spec: str) -> bool:
+    """Returns whether a source is local. Raises UserError for a local one that is absent or has no format we read."""
     path, _ = _path_and_subset(_source_and_split(spec)[0])
     name = str(path)
     looks_local = spec.startswith((".", "/", "~")) or _suffix(path) in _FORMATS or name.count("/") > 1
@@ -72,6 +72,7 @@ def require_source(spec: str) -> None:
             raise UserError(
                 f"data: folder {name} holds {' and '.join(kinds)} files; name one file, or split the folder"
             )
+    return path.exists()
 
 
 def _suffix(path: Path) -> str:
