@@ -16,7 +16,7 @@ from common.config.data import entries
 from common.errors import UserError
 from common.types import Problem
 from sampler.prompts.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
-from sampler.prompts.sources import read_rows
+from sampler.prompts.sources import read_rows, require_source
 
 ODD = [{"question": f"{i}+1?", "answer": answer} for i, answer in enumerate(["1", "007", "None", "NA", "null", "1e5"])]
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}", "level": i % 3} for i in range(10)]
@@ -132,6 +132,7 @@ def data(tmp_path_factory):
     ],
 )
 def test_a_notation_reads_these_rows_each_with_its_place_and_all_its_columns(data, spec, wanted):
+    assert require_source(f"{data}/{spec}"), "it is local"
     assert load_problems(f"{data}/{spec}") == [Problem(place, ROWS[i]) for place, i in enumerate(wanted)]
 
 
