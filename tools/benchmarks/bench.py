@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=named, nargs="+", help="default: all")
     parser.add_argument("--rows", choices=ROWS, nargs="+", help="default: all")
-    parser.add_argument("--steps", type=int, help="of a row, after the warm-up; default: 20, with --against 10")
+    parser.add_argument("--steps", type=int, help="of a row, after the warm-up; default: 20, with --against 8")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where each step is a line; default: %(default)s")
@@ -177,7 +177,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.against:
         cell, row = (arguments.cells or CELLS[1:])[0], (arguments.rows or [*TANDEM])[0]
-        return print(compare(arguments.against, row, cell, arguments.steps or 10, arguments.warmup))
+        return print(compare(arguments.against, row, cell, arguments.steps or 8, arguments.warmup))
     cells, rows = arguments.cells or CELLS, arguments.rows or ROWS
     if not arguments.table:
         if {*rows} & TRL_ROWS.keys() and importlib.util.find_spec("trl") is None:
