@@ -55,7 +55,6 @@ def test_a_reader_never_sees_a_part_while_the_writer_is_killed_again_and_again(
                 seen.add(number)
         assert writer.exitcode == -signal.SIGKILL
         first = max(int(p.name[:8]) for p in (tmp_path / "weights").glob("0*-*")) + 1
-    assert reads >= 20 * (kills - 1)
     figure("R4", f"{kills} kills of the writer, {reads:,} reads of {len(seen)} versions, 0 in part")
     assert len(seen) > 5, "the reader must have met many versions"
 

@@ -75,6 +75,9 @@ def test_a_commit_and_this_folder_are_measured_by_turns(
     said = f"{CELLS[1].name}: run-ahead: 4.000 s at HEAD, 2.000 s here, 0.500 times, on a"
     assert capsys.readouterr().out.splitlines()[-1] == said
     assert len(subprocess.check_output(["git", "worktree", "list"], cwd=tmp_path).splitlines()) == 1
+    monkeypatch.setattr(bench, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(SystemExit, match="nothing to compare"):
+        bench.main()
 
 
 def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_that_fails_is_left_out(

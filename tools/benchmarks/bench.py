@@ -126,7 +126,7 @@ def compare(commit: str, row: str, cell: Cell, steps: int, warmup: int) -> str:
                 walls.setdefault(root, []).extend(record["wall_s"] for record in records)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", there], cwd=ROOT, capture_output=True)
-    before, now = (statistics.median(walls[root]) for root in (there, ROOT))
+    before, now = (statistics.median(walls[root] or sys.exit("bench: nothing to compare")) for root in (there, ROOT))
     return f"{cell.name}: {row}: {before:.3f} s at {commit}, {now:.3f} s here, {now / before:.3f} times, on {machine()}"
 
 
