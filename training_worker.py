@@ -19,8 +19,6 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))  # torch's is in /tmp
-    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # torch keeps these in /tmp in any case
     exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # that launcher sets it
 
     from common import config  # only after signal handlers are set

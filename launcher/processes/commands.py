@@ -105,4 +105,6 @@ class Commands:
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     """Returns our environment with `additions`, which are defaults; only CUDA_VISIBLE_DEVICES overrides ours."""
     devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
-    return {**additions, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # torch would leave files in /tmp
+    own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/torchinductor", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    return {**additions, **own, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}

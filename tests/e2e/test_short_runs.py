@@ -50,7 +50,8 @@ def trained(config: str, folder: Path, *words: str, env: Mapping[str, str] = os.
     (folder / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "launcher.run", config, f"run.output_dir={folder}/run", *words]
     with tempfile.TemporaryDirectory(prefix="t-") as elsewhere:
-        own_process.run(command, 400, env={**env, "TMPDIR": elsewhere})
+        own = {name: value for name, value in env.items() if name != "TORCHINDUCTOR_CACHE_DIR"}  # set by torch here
+        own_process.run(command, 400, env={**own, "TMPDIR": elsewhere})
         memory = Path("/dev/shm").glob(f"{run_tag(folder / 'run')}*")
         assert [*Path(elsewhere).iterdir(), *memory] == []
     metrics = read_jsonl(folder / "run" / "metrics.jsonl")

@@ -117,16 +117,16 @@ def _run(row: str, cell: Cell, steps: int, warmup: int, out: Path, root: Path = 
 def compare(commit: str, row: str, cell: Cell, steps: int, warmup: int) -> str:
     """Measures a row of another commit and of this folder by turns, and returns both medians and their ratio."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        there, walls = Path(folder, "there"), dict[Path, list[float]]()
+        there, rows, walls = Path(folder, "there"), Path(folder, "rows.jsonl"), dict[Path, list[float]]()
         subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=ROOT, check=True, capture_output=True)
         try:
             for root in (there, ROOT, ROOT, there):
                 print(f"bench: {cell.name}: {row}: {commit if root is there else 'here'}", flush=True)
-                records = _run(row, cell, steps, warmup, Path(folder, "rows.jsonl"), root)
+                records = _run(row, cell, steps, warmup, rows, root) or sys.exit("bench: nothing to compare")
                 walls.setdefault(root, []).extend(record["wall_s"] for record in records)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", there], cwd=ROOT, capture_output=True)
-    before, now = (statistics.median(walls[root] or sys.exit("bench: nothing to compare")) for root in (there, ROOT))
+    before, now = (statistics.median(walls[root]) for root in (there, ROOT))
     return f"{cell.name}: {row}: {before:.3f} s at {commit}, {now:.3f} s here, {now / before:.3f} times, on {machine()}"
 
 
