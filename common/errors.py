@@ -3,8 +3,6 @@
 Exceptions of one module alone are defined in that module: weights.BadWeights, rewards.RewardError.
 """
 
-from __future__ import annotations
-
 from common.redact import without_passwords
 
 
@@ -45,3 +43,9 @@ class WireError(Exception):
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def require(is_valid: object, reason: str, detail: str = "") -> None:
+    """Raises WireError unless a part of a message is valid."""
+    if not is_valid:
+        raise WireError(reason, detail)

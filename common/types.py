@@ -6,8 +6,6 @@ Arrays are one-dimensional and never padded: a completion's mask is its length, 
 that produced it and never guessed from a pad id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +92,7 @@ class Rollout:
     version_spans: tuple[tuple[int, int], ...] = ()
     """(start, policy version) of completion_ids, ascending in both, the first at 0: the version that sampled the tokens
     from `start` on. () = the group's alone. Only sampler.in_flight_updates makes others."""
-    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    routing: NDArray[np.unsignedinteger] | None = None
     """[C − 1, layers, k] the experts that each token met, but the last, which no engine ran. None = not recorded."""
     turn_rewards: tuple[float, ...] = ()
     """What of `reward` the environment gave with each turn; the rest is of the last. () = all of it is."""
@@ -150,7 +148,7 @@ class Group:
     rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
     images: tuple[EncodedImage, ...] = ()  # the prompt's, in the order of their positions in prompt_ids
     failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
-    routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None  # [P, layers, k] the prompt's, as in Rollout
+    routing: NDArray[np.unsignedinteger] | None = None  # [P, layers, k] the prompt's, as in Rollout
     source: str = ""  # name of the data set that its row is from; "" where it has none
 
     @property

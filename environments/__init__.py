@@ -9,8 +9,6 @@ that is added to the last user message, and `get_reward()` scores the rollout at
 type hints and a docstring. This package imports only the standard library, so that user files may import `Done`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -4,19 +4,19 @@ The address (endpoint.py) is in OPENAI_BASE_URL. Clients of the openai package t
 imported, before the rollout started, are set to this address, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from common.errors import UserError
@@ -43,16 +43,15 @@ class AgentService(EnvironmentService):
         direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
         agent = self._setup.agent
-        self._clients: list[Any] = []
         if isinstance(agent, list):
             if shutil.which(agent[0]) is None:
                 raise UserError(f"rollout.agent {agent}: no program {agent[0]!r}")
             return
         with contextlib.suppress(Exception):  # without openai, or with another version of it, agents start more slowly
-            _note_clients(self._clients)
             _warm()
         self._label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
+        self._clients = _clients()
         check_columns(self._label, self._function, ["base_url", *self._setup.columns])
 
     def _answer(self, request: Request, started_s: float) -> Answer:
@@ -63,11 +62,11 @@ class AgentService(EnvironmentService):
 
     def _run(self, row: Mapping[str, Any]) -> Any:
         os.environ["OPENAI_BASE_URL"] = row["base_url"]
+        if isinstance(self._setup.agent, list):
+            return _run_command(self._setup.agent, row)
         for client in self._clients:
             if str(client.base_url).rstrip("/") == _NOWHERE:
                 client.base_url = row["base_url"]
-        if isinstance(self._setup.agent, list):
-            return _run_command(self._setup.agent, row)
         return call_user(self._label, self._function, **named_arguments(self._function, row))
 
 
@@ -86,18 +85,11 @@ def _warm() -> None:
             asyncio.run(completions.create(model="", messages=[{"role": "user", "content": ""}]))
 
 
-def _note_clients(clients: list[Any]) -> None:
-    """Appends every openai client that is created from now on to `clients`."""
-    import openai
-
-    for kind in (openai.OpenAI, openai.AsyncOpenAI):
-        init = functools.partialmethod(_init_client, kind.__init__, clients)
-        kind.__init__ = init  # type: ignore[assignment, method-assign]
-
-
-def _init_client(client: Any, init: Callable[..., None], clients: list[Any], *arguments: Any, **named: Any) -> None:
-    init(client, *arguments, **named)
-    clients.append(client)
+def _clients() -> list[Any]:
+    """Returns every openai client of this process."""
+    openai = sys.modules.get("openai")
+    kinds = (openai.OpenAI, openai.AsyncOpenAI) if openai else ()
+    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
 
 
 def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:

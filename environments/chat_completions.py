@@ -4,8 +4,6 @@ A setting that changes the distribution of tokens is refused unless it equals th
 ratios hold for the config's values. Settings that only end a completion (max_tokens, stop) are the agent's to choose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -5,6 +5,7 @@ This code runs inside the rollout's own process.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,11 +79,10 @@ class EnvironmentFactory:
             )
         if instance.tools is None:
             try:
-                inspect.signature(instance.target.step).bind("")
+                with contextlib.suppress(ValueError):  # a function written in C may have no signature
+                    inspect.signature(instance.target.step).bind("")
             except TypeError as error:
                 raise UserError(f"environment {name}: step is called with the completion alone ({error})") from None
-            except ValueError:  # a function written in C may have no signature
-                pass
         check_columns(f"environment {name}: reset", reset, self._setup.columns)
         return instance
 

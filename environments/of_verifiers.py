@@ -7,8 +7,6 @@ rollouts of a group, pictures.
     python environments/of_verifiers.py rows|serve NAME [SETTINGS]
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ A rollout is a session of JSON over a WebSocket; docs/environments.md starts the
 fields, which the model would have to write as JSON, and MCP.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Sequence

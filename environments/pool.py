@@ -22,6 +22,7 @@ import msgspec
 from common.config import MAX_ENVIRONMENTS, Rollouts
 from common.errors import UserError
 from common.outcomes import shorten
+from common.worker import WorkerSetup, encode
 from common.worker.owner import LostError, StartError, Worker, Workers
 from environments import Done, Failed, Reply, Turn
 from environments.contracts import AgentSetup, EnvironmentSetup
@@ -65,15 +66,8 @@ class EnvironmentPool:
         if config.agent is not None:
             service, setup = "environments.agents:AgentService", AgentSetup(config.agent, names)
             self._endpoint = Endpoint(law or {})
-        self._workers = Workers(
-            service,
-            setup,
-            title="environments",
-            max_memory=2 << 30,  # bytes for each environment's process
-            confine_signals=True,
-            import_timeout_s=config.import_timeout_s,
-            setting="rollout.import_timeout_s",
-        )
+        worker = WorkerSetup(service, encode(setup), max_memory=2 << 30, confine_signals=True)
+        self._workers = Workers(worker, "environments", config.import_timeout_s, "rollout.import_timeout_s")
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self._threads = ThreadPoolExecutor(MAX_ENVIRONMENTS)  # they also start the fork server
         self._rollouts: dict[Hashable, _Rollout] = {}  # by key, while it is in use

@@ -1,7 +1,5 @@
 """Service in the worker of one rollout: it runs requests in the user's environment and returns answers."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -4,8 +4,6 @@ A call that could not be parsed (tool_calls.py), names no tool, has wrong argume
 error message and is counted; it never fails the rollout. A turn without a call ends the rollout.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The contract of reward functions, which is TRL's (docs/rewards.md), and their weighted sum."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

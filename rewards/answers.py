@@ -4,8 +4,6 @@ Completions are treated as hostile: an answer has at most MAX_CHARS characters, 
 answer is wrong, so that it costs its group nothing.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

@@ -6,8 +6,6 @@ The gold answer is the column `answer`, which `gold_texts` reads. One difference
 expression `<think>.*</think>` backtracks quadratically on hostile text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

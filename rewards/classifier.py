@@ -3,8 +3,6 @@
 What it reads, and which of its numbers is the reward: docs/rewards.md.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A signature is compared with what a run on this data set offers, so that a missp
 sampled. The process of the rewards does this; no other process imports a user's functions.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ verifier if it tells right from wrong answers of the same form; format and lengt
 gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -207,20 +205,15 @@ def _check_sum(scored: Sequence[ScoredRow], findings: Findings) -> None:
             outranked.append(one.row)
     won = len(scored) - len(lost) - len(flat)
     findings.lines += [f"weighted sum: a right answer beats a wrong and an empty one on {won} of {len(scored)} rows"]
-    if flat:
-        findings.problems.append(
-            f"on {len(flat)} of {len(scored)} rows right, wrong and empty completions all score the same: no gradient "
-            f"({named_rows(flat)})"
-        )
-    if lost:
-        findings.problems.append(
-            f"on {len(lost)} of {len(scored)} rows no right answer beats a wrong one ({named_rows(lost)})"
-        )
-    if outranked:
-        findings.warnings.append(
-            f"on {len(outranked)} of {len(scored)} rows a well formed wrong answer outranks a right one in plain "
-            "words; lower the format reward's weight in rewards.reward_weights, or use gated_format"
-        )
+    same = "right, wrong and empty completions all score the same: no gradient ({})"
+    remedy = "lower the format reward's weight in rewards.reward_weights, or use gated_format"
+    for rows, sentences, text in (
+        (flat, findings.problems, same),
+        (lost, findings.problems, "no right answer beats a wrong one ({})"),
+        (outranked, findings.warnings, f"a well formed wrong answer outranks a right one in plain words; {remedy}"),
+    ):
+        if rows:
+            sentences.append(f"on {len(rows)} of {len(scored)} rows {text.format(named_rows(rows))}")
 
 
 def distribution(scores: Iterable[float]) -> str:

@@ -8,8 +8,6 @@ Completions are sent as JSON, so that none can pose as another or as the rubric;
 `openai` package repeats failed requests. The API key is the environment's OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The number of reward processes that is worth its cost, by the time that recent groups took."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

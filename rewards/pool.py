@@ -24,6 +24,7 @@ from common.config import MAX_REWARD_WORKERS, Rewards
 from common.errors import UserError
 from common.outcomes import shorten
 from common.processes.exits import say
+from common.worker import WorkerSetup, encode
 from common.worker.owner import LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted
@@ -69,7 +70,7 @@ class RewardPool:
         setup = RewardSetup(*given, max_steps, has_rollouts, config.timeout_s)
         memory = int(config.max_memory_gib * 2**30)
         self._more_memory = f"; allow more: rewards.max_memory_gib={2 * config.max_memory_gib:g}"
-        self._workers = Workers("rewards.service:RewardService", setup, title="rewards", max_memory=memory)
+        self._workers = Workers(WorkerSetup("rewards.service:RewardService", encode(setup), memory), "rewards")
         self._timeout_s, self._import_timeout_s = config.timeout_s, config.import_timeout_s
         self.patience_s = config.timeout_s + config.import_timeout_s  # the longest job: its process may be a new one
         models = config.arguments_of_built_in("classifier")  # each process would load them

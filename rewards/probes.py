@@ -6,8 +6,6 @@ r"""Completions whose worth is known without a model: right and wrong answers, i
 Reward functions are tried on them before anything is sampled.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,6 @@ from rewards.answers import same_answer
 from rewards.mathematics.gold import gold_texts
 from rewards.mathematics.notations import (
     AS_WRITTEN,
-    ENDING,
-    ending_in,
     is_equal,
     near_misses,
     notations,
@@ -89,7 +85,6 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
     writings = notations(gold) if thorough else {AS_WRITTEN: gold}
     wrong = {
         NEAR: [wrong_answer(gold), *(near_misses(gold) if thorough else ())],
-        ENDING: ending_in(gold) if thorough else [],
         OTHER: [t for t in others if gold not in t and t not in gold and not same_answer(t, gold)][:2],
     }
     made = [probe for what, text in writings.items() for probe in _in_forms(True, text, what)]

@@ -4,8 +4,6 @@ The worker, not the fork server, imports the user's modules: they may start thre
 survive a fork. This module never imports torch, vllm or pydantic: killing and replacing a worker is cheap.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

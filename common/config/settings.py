@@ -1,7 +1,5 @@
 """The settings of all sections together, and the numbers that follow from them."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -71,11 +69,8 @@ class Settings(Section):
         if source is None:
             return self
         if source.rewards is not None:
-            kept = {
-                spec: weight
-                for spec, weight in zip(rewards.reward_funcs, rewards.weights, strict=True)
-                if short_name(spec) in source.rewards
-            }
+            weights = zip(rewards.reward_funcs, rewards.weights, strict=True)
+            kept = {spec: weight for spec, weight in weights if short_name(spec) in source.rewards}
             rewards = rewards.model_copy(update={"reward_funcs": [*kept], "reward_weights": [*kept.values()]})
         return self.model_copy(update={"rewards": rewards, "rollout": source.rollout or self.rollout})
 

@@ -1,10 +1,7 @@
 """Errors that the next start would repeat: they are reported once, with exit code 2, instead of a restart."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,7 +9,7 @@ from pydantic import ValidationError
 from common.durable import disk_trouble
 from common.errors import Retryable, UserError
 from common.outcomes import shorten
-from common.processes.out_of_memory import memory_advice
+from common.processes.out_of_memory import memory_advice, raising_instead
 
 _CERTAIN = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
 _DEVICE_SIGNS = ("cuda error", "cublas", "nccl", "gloo")  # in a RuntimeError's text: it may not occur again
@@ -31,16 +28,9 @@ def would_repeat(error: Exception) -> bool:
     return isinstance(error, _CERTAIN)
 
 
-@contextlib.contextmanager
-def raising_permanent_errors(what: str, remedy: str = _REMEDY) -> Iterator[None]:
+def raising_permanent_errors(what: str, remedy: str = _REMEDY) -> contextlib.AbstractContextManager[None]:
     """Raises the error of `permanent_error` in place of an error inside the block that the next start would repeat."""
-    try:
-        yield
-    except Exception as error:
-        if not would_repeat(error):
-            raise
-        traceback.print_exc()
-        raise permanent_error(what, error, remedy) from error
+    return raising_instead(lambda error: permanent_error(what, error, remedy) if would_repeat(error) else None)
 
 
 def permanent_error(what: str, error: Exception | None = None, remedy: str = _REMEDY) -> UserError:

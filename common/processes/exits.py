@@ -5,8 +5,6 @@ native code and cannot react. A training loop needs more: after `defer_interrupt
 a flag, so that the loop can stop where its state is whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes  # here and not in die_with_parent, which runs between fork and exec: importing is not safe there
 import faulthandler

@@ -4,11 +4,9 @@ The update is the same with any of the settings named for the trainer. Errors ar
 and vLLM, whose classes take seconds to import. After a SIGKILL by the kernel no code runs here: killed.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from common.errors import UserError
 
@@ -49,13 +47,22 @@ def memory_advice(process: str, error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def with_memory_advice(process: str) -> Iterator[None]:
-    """Raises UserError in place of an out-of-memory error, after its traceback: the next start would end the same."""
+def raising_instead(of: Callable[[Exception], UserError | None]) -> Iterator[None]:
+    """Raises the UserError that `of` returns for an error inside the block, after its traceback; None: the error."""
     try:
         yield
     except Exception as error:
-        advice = memory_advice(process, error) if not isinstance(error, UserError) else None
-        if advice is None:
+        if (instead := of(error)) is None:
             raise
         traceback.print_exc()
-        raise UserError(advice) from error
+        raise instead from error
+
+
+def with_memory_advice(process: str) -> contextlib.AbstractContextManager[None]:
+    """Raises UserError in place of an out-of-memory error: the next start would end the same."""
+
+    def of(error: Exception) -> UserError | None:
+        advice = None if isinstance(error, UserError) else memory_advice(process, error)
+        return None if advice is None else UserError(advice)
+
+    return raising_instead(of)

@@ -4,8 +4,6 @@ Nothing is interrupted in other threads, or in native code that does not return:
 ends those.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Conversion of a program's output to plain lines for a log file, and the last lines of such files."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer's ZeroMQ address, which both processes derive from a config, and the checks that it is free."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import ipaddress

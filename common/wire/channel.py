@@ -8,8 +8,6 @@ High-water marks sit above the credit window, so nothing blocks and nothing is d
 Who may connect: docs/SECURITY.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

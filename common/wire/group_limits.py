@@ -1,15 +1,15 @@
 """The limits of a valid group in this run: every number of a received group is checked before it is used."""
 
-from __future__ import annotations
-
 import io
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import WireError
+from common.errors import WireError, require
 from common.types import Group, Rollout, oldest_version
 
 MAX_FAILURE = 500  # characters of the reason why a rollout is missing
@@ -52,101 +52,123 @@ class Limits:
 
 
 def check_group(group: Group, limits: Limits) -> None:
-    """Raises WireError if the group cannot be a valid one. Shapes were checked by `decode`."""
+    """Raises WireError if the group cannot be a valid one."""
+    check_spans(group)
     _check_size(group, limits)
     _check_versions(group, limits)
-    if not 0 < len(group.prompt_ids) <= limits.max_prompt_length:
-        raise WireError("prompt_length", f"{len(group.prompt_ids)} tokens")
+    require(0 < len(group.prompt_ids) <= limits.max_prompt_length, "prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
     _check_images(group, limits.images)
     _check_routing(group, limits)
     for rollout in group.rollouts:
         length = len(rollout.completion_ids)
-        if not 0 < length <= limits.max_completion_length:
-            raise WireError("completion_length", f"{length} tokens")
+        require(0 < length <= limits.max_completion_length, "completion_length", f"{length} tokens")
         _check_ids(rollout.completion_ids, limits.vocab_size)
         _check_logprobs(rollout.old_logprobs, length)
-        if (rollout.ref_logprobs is not None) != limits.needs_ref_logprobs:
-            what = "needs reference log-probs and got none" if limits.needs_ref_logprobs else "wants none and got some"
-            raise WireError("reference", f"the trainer {what}")
+        wants = "needs reference log-probs and got none" if limits.needs_ref_logprobs else "wants none and got some"
+        is_wanted = (rollout.ref_logprobs is not None) == limits.needs_ref_logprobs
+        require(is_wanted, "reference", f"the trainer {wants}")
         if rollout.ref_logprobs is not None:
             _check_logprobs(rollout.ref_logprobs, length)
         _check_sampling_mask(rollout, limits)
         _check_turns(rollout, limits)
-        if not math.isfinite(rollout.reward) or any(map(math.isinf, rollout.rewards.values())):
-            raise WireError("reward", f"{rollout.reward} from {dict(rollout.rewards)}")
-        if tuple(rollout.rewards) != limits.reward_funcs:
-            raise WireError("reward_funcs", f"{tuple(rollout.rewards)}, expected {limits.reward_funcs}")
+        finite = math.isfinite(rollout.reward) and not any(map(math.isinf, rollout.rewards.values()))
+        require(finite, "reward", f"{rollout.reward} from {dict(rollout.rewards)}")
+        names = tuple(rollout.rewards)
+        require(names == limits.reward_funcs, "reward_funcs", f"{names}, expected {limits.reward_funcs}")
+
+
+def check_spans(group: Group) -> None:
+    """Raises WireError if spans do not lie in their completion, or counts do not fit together."""
+    for r in group.rollouts:
+        length, turns = len(r.completion_ids), f"{r.turns} turns, {r.tool_errors} errors of {r.tool_calls} calls"
+        spans = [*itertools.chain(*r.observed), length]
+        begins_observed = spans[0] == 0  # if the agents of a group started with different prompts
+        has_sampled_between = not r.observed or _ascend(spans if begins_observed else [0, *spans])
+        counts_fit = len(r.observed) < r.turns + begins_observed and 0 <= r.tool_errors <= r.tool_calls
+        fits = has_sampled_between and counts_fit and 0 <= r.environment_s < math.inf
+        what = f"{length} tokens, observed {r.observed}, {turns}, {r.environment_s} s is no rollout"
+        require(fits, "malformed", what)
+        fits = len(r.turn_rewards) in (0, len(r.observed) + 1) and all(map(math.isfinite, r.turn_rewards))
+        require(fits, "malformed", f"turn rewards {r.turn_rewards} of {r.turns} turns")
+        starts, versions = [start for start, _ in r.version_spans], [version for _, version in r.version_spans]
+        fits = not starts or (starts[0] == 0 and _ascend([*starts, length]) and _ascend(versions))
+        require(fits, "malformed", f"version spans {r.version_spans} of {length} tokens")
+        begins, size, before = {start for start, _ in r.observed}, len(group.prompt_ids), 0
+        what = f"forks {r.forks} of {size} + {length} tokens, observed {r.observed}"
+        for start, kept in r.forks:
+            require(start in begins and before < start and 0 <= kept < size + start - before, "malformed", what)
+            before, size = start, kept
+
+
+def _ascend(numbers: Sequence[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(numbers))
 
 
 def _check_size(group: Group, limits: Limits) -> None:
     found, failed = len(group.rollouts), len(group.failures)
-    if found + failed != limits.num_generations or found < 2:
-        raise WireError("group_size", f"{found} rollouts and {failed} failures, expected {limits.num_generations}")
-    if failed and not limits.max_turns:
-        raise WireError("failure", "there is no environment that could have failed")
-    if any(len(reason) > MAX_FAILURE for reason in group.failures):
-        raise WireError("failure", f"a reason of more than {MAX_FAILURE} characters")
+    what = f"{found} rollouts and {failed} failures, expected {limits.num_generations}"
+    require(found + failed == limits.num_generations and found >= 2, "group_size", what)
+    require(not failed or limits.max_turns, "failure", "there is no environment that could have failed")
+    longest = max(map(len, group.failures), default=0)
+    require(longest <= MAX_FAILURE, "failure", f"a reason of more than {MAX_FAILURE} characters")
 
 
 def _check_versions(group: Group, limits: Limits) -> None:
-    if any(r.version_spans for r in group.rollouts) and not limits.in_flight_updates:
-        raise WireError("version_spans", "versions of single tokens nobody asked for")
-    oldest = oldest_version(group.policy_version, group.rollouts)
-    if oldest != group.policy_version:
-        raise WireError("version_spans", f"its oldest token is of {oldest}, it is of {group.policy_version}")
+    has_spans = any(r.version_spans for r in group.rollouts)
+    require(limits.in_flight_updates or not has_spans, "version_spans", "versions of single tokens nobody asked for")
+    oldest, version = oldest_version(group.policy_version, group.rollouts), group.policy_version
+    require(oldest == version, "version_spans", f"its oldest token is of {oldest}, it is of {version}")
 
 
 def _check_turns(rollout: Rollout, limits: Limits) -> None:
     """Raises WireError unless observed tokens have log-probs of 0 and no alternatives, and turns are within limits."""
     observed = np.delete(np.arange(len(rollout.completion_ids)), rollout.sampled())
     logprobs = [x[observed] for x in (rollout.old_logprobs, rollout.ref_logprobs) if x is not None]
-    if any(map(np.any, logprobs)):
-        raise WireError("observed", "an observed token has a log-prob")
-    if rollout.sampling_mask is not None and (rollout.sampling_mask[observed, 1:] != -1).any():
-        raise WireError("observed", "an observed token has a set of tokens that could have been sampled")
-    if rollout.turns > max(1, limits.max_turns) or (rollout.tool_calls and not limits.max_turns):
-        raise WireError("turns", f"{rollout.turns} turns and {rollout.tool_calls} calls, at most {limits.max_turns}")
+    require(not any(map(np.any, logprobs)), "observed", "an observed token has a log-prob")
+    is_alone = rollout.sampling_mask is None or (rollout.sampling_mask[observed, 1:] == -1).all()
+    require(is_alone, "observed", "an observed token has a set of tokens that could have been sampled")
+    is_allowed = rollout.turns <= max(1, limits.max_turns) and (limits.max_turns or not rollout.tool_calls)
+    what = f"{rollout.turns} turns and {rollout.tool_calls} calls, at most {limits.max_turns}"
+    require(is_allowed, "turns", what)
 
 
 def _check_routing(group: Group, limits: Limits) -> None:
-    routed = [group.routing, *(rollout.routing for rollout in group.rollouts)]
-    if (limits.experts is None) != (group.routing is None):
-        wants = "wants none and got some" if limits.experts is None else "needs the experts of each token and got none"
-        raise WireError("routing", f"the trainer {wants}: give both the same algorithm.router_replay")
-    for experts in routed:
-        if limits.experts is None or experts is None or not experts.size:
-            continue
-        count, per_token = limits.experts
-        if experts.shape[2] != per_token or experts.max() >= count:
-            raise WireError("routing", f"experts up to {experts.max()} of {count}, {experts.shape[2]} for a token")
+    wants = "wants none and got some" if limits.experts is None else "needs the experts of each token and got none"
+    is_wanted = (limits.experts is None) == (group.routing is None)
+    require(is_wanted, "routing", f"the trainer {wants}: give both the same algorithm.router_replay")
+    if limits.experts is None or group.routing is None:
+        return
+    count, per_token = limits.experts
+    routed = [(group.routing, len(group.prompt_ids)), *((r.routing, len(r.completion_ids) - 1) for r in group.rollouts)]
+    for experts, tokens in routed:
+        shape = (tokens, *group.routing.shape[1:2], per_token)
+        if experts is None or experts.shape != shape or experts.max(initial=0) >= count:
+            found = "none" if experts is None else f"{experts.shape} up to {experts.max(initial=0)}"
+            raise WireError("routing", f"experts: {found}, expected {shape} below {count}")
 
 
 def _check_images(group: Group, limits: ImageLimits | None) -> None:
     """Raises WireError unless every PNG decodes to the size of its grid and the prompt has all its image tokens."""
+    count, tokens = len(group.images), 0
     if limits is None:
-        if group.images:
-            raise WireError("image", f"{len(group.images)} images nobody asked for")
-        return
-    if group.images and any(rollout.forks for rollout in group.rollouts):
-        raise WireError("image", "the history of a prompt with images was rewritten")
-    if len(group.images) > limits.max_images:
-        raise WireError("image", f"{len(group.images)} images, at most {limits.max_images} are allowed")
-    tokens = 0
+        return require(not count, "image", f"{count} images nobody asked for")
+    is_rewritten = count and any(rollout.forks for rollout in group.rollouts)
+    require(not is_rewritten, "image", "the history of a prompt with images was rewritten")
+    require(count <= limits.max_images, "image", f"{count} images, at most {limits.max_images} are allowed")
     for image in group.images:
         times, rows, columns = image.grid_thw
-        if times != 1 or min(rows, columns) <= 0 or rows % limits.merge_size or columns % limits.merge_size:
-            raise WireError("image", f"a grid of {image.grid_thw} patches")
+        is_whole = min(rows, columns) > 0 and not (rows % limits.merge_size or columns % limits.merge_size)
+        require(times == 1 and is_whole, "image", f"a grid of {image.grid_thw} patches")
         try:
             size = picture_size(image.png, limits.max_pixels)
         except ValueError as error:
             raise WireError("image", f"a PNG of {len(image.png)} bytes: {error}") from None
-        if size != (rows * limits.patch_size, columns * limits.patch_size):
-            raise WireError("image", f"{size[1]} × {size[0]} pixels in a grid of {rows} × {columns} patches")
+        what = f"{size[1]} × {size[0]} pixels in a grid of {rows} × {columns} patches"
+        require(size == (rows * limits.patch_size, columns * limits.patch_size), "image", what)
         tokens += rows * columns // limits.merge_size**2
     found = int((group.prompt_ids == limits.image_token).sum())
-    if found != tokens:
-        raise WireError("image", f"{found} image tokens in the prompt, its images have {tokens}")
+    require(found == tokens, "image", f"{found} image tokens in the prompt, its images have {tokens}")
 
 
 def picture_size(png: bytes, max_pixels: int) -> tuple[int, int]:
@@ -165,26 +187,26 @@ def picture_size(png: bytes, max_pixels: int) -> tuple[int, int]:
 
 def _check_sampling_mask(rollout: Rollout, limits: Limits) -> None:
     ids = rollout.sampling_mask
-    if (ids is None) != (limits.max_sampling_mask == 0):
-        raise WireError("sampling_mask", f"{'no' if ids is None else 'unwanted'} sets of kept tokens")
+    is_wanted, tokens = (ids is None) == (limits.max_sampling_mask == 0), len(rollout.completion_ids)
+    require(is_wanted, "sampling_mask", f"{'no' if ids is None else 'unwanted'} sets of kept tokens")
     if ids is None:
         return
+    require(ids.ndim == 2 and len(ids) == tokens, "sampling_mask", f"sets of shape {ids.shape} for {tokens} tokens")
     ordered = np.sort(ids, -1)
     repeats = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if ids.shape[1] > limits.max_sampling_mask or ids.min() < -1 or ids.max() >= limits.vocab_size or repeats.any():
         raise WireError("sampling_mask", f"{ids.shape[1]} tokens, {ids.min()}…{ids.max()}, repeated: {repeats.any()}")
-    if (ids[:, 0] != rollout.completion_ids).any():
-        raise WireError("sampling_mask", "a sampled token is not the first of its set")
+    is_first = (ids[:, 0] == rollout.completion_ids).all()
+    require(is_first, "sampling_mask", "a sampled token is not the first of its set")
 
 
 def _check_ids(ids: NDArray[np.int32], vocab_size: int) -> None:
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise WireError("token_id", f"{ids.min()}…{ids.max()} outside the vocabulary of {vocab_size}")
+    low, high = ids.min(), ids.max()
+    is_known = ids.ndim == 1 and low >= 0 and high < vocab_size
+    require(is_known, "token_id", f"{low}…{high} outside the vocabulary of {vocab_size}")
 
 
 def _check_logprobs(logprobs: NDArray[np.float32], length: int) -> None:
-    if len(logprobs) != length:
-        raise WireError("logprob_length", f"{len(logprobs)} log-probs for {length} tokens")
+    require(logprobs.shape == (length,), "logprob_length", f"{logprobs.shape} log-probs for {length} tokens")
     # 1e-3 above zero: a log-prob of a certain token may round to a hair above 0.
-    if length and not (np.isfinite(logprobs).all() and logprobs.max() <= 1e-3):
-        raise WireError("logprob", "not finite or above 0")
+    require(np.isfinite(logprobs).all() and logprobs.max() <= 1e-3, "logprob", "not finite or above 0")

@@ -1,7 +1,5 @@
 """The choice of a free TCP port of this host."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -5,8 +5,6 @@ range-checked (common/wire/group_limits.py); what fails raises WireError and is 
 authenticates tcp; the digest catches damage on any link.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from common.errors import WireError
+from common.errors import WireError, require
 from common.types import EvalRequest, EvalResult, Group, Tombstone
-from common.wire.group_frames import Frame, GroupHeader, read_group, read_outline, write_group
+from common.wire.group_frames import ArrayReader, Frame, GroupBody, array_writer
 
-PROTO = 3
+PROTO = 4
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
@@ -63,7 +61,7 @@ class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
 
 
 WireMessage = Hello | Credit | Beat | Bye | Group | Tombstone | EvalResult
-_Body = Hello | Credit | Beat | Bye | GroupHeader | Tombstone | EvalResult
+_Body = Hello | Credit | Beat | Bye | GroupBody | Tombstone | EvalResult
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -79,25 +77,6 @@ class _Header(Envelope, frozen=True, forbid_unknown_fields=True):
     body: _Body
 
 
-class _ResultIds(msgspec.Struct):
-    """The fields that a result must have for its failure to be counted, whatever else cannot be read."""
-
-    policy_version: int
-    group_id: int = -1
-    problem_index: int = -1
-    eval_id: str = ""
-    chunk: int = -1
-
-
-class _ResultHeader(Envelope, frozen=True):
-    body: _ResultIds
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=float)  # the hook is for numpy's numbers
-_decoder = msgspec.msgpack.Decoder(_Header)
-_result_decoder = msgspec.msgpack.Decoder(_ResultHeader)
-
-
 @dataclass(frozen=True)
 class Received:
     """A group and the frames that it came in, whose memory the group's arrays use."""
@@ -108,12 +87,16 @@ class Received:
 
 def encode(envelope: Envelope, message: WireMessage) -> list[bytes]:
     """Returns the three frames of a message: header, arrays, and a digest of both. Inverse of `decode`."""
-    body, arrays = write_group(message) if isinstance(message, Group) else (message, b"")
+    body = GroupBody.of(message) if isinstance(message, Group) else message
     whole = _Header(envelope.run_id, envelope.incarnation, envelope.sampler_id, PROTO, body)
+    parts: list[bytes] = []
     try:
-        header = _encoder.encode(whole)
+        header = msgspec.msgpack.encode(whole, enc_hook=array_writer(parts))
     except UnicodeEncodeError:  # half a surrogate, in a text that a row or a user's function made
-        header = _encoder.encode(_with_whole_characters(msgspec.to_builtins(whole, enc_hook=float)))
+        parts.clear()
+        plain = msgspec.to_builtins(whole, enc_hook=array_writer(parts))
+        header = msgspec.msgpack.encode(_with_whole_characters(plain))
+    arrays = b"".join(parts)
     return [header, arrays, _digest(header, arrays)]
 
 
@@ -127,46 +110,29 @@ def _with_whole_characters(value: Any) -> Any:
 
 def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
     """Returns the envelope and the message. Raises WireError for anything that `encode` did not make."""
-    if len(frames) != 3:
-        raise WireError("frame_count", f"{len(frames)} frames, expected 3")
+    require(len(frames) == 3, "frame_count", f"{len(frames)} frames, expected 3")
     header, arrays, digest = frames
-    if _digest(header, arrays) != digest:
-        raise WireError("digest")
+    require(_digest(header, arrays) == digest, "digest")
+    read = ArrayReader(arrays)
     try:
-        decoded = _decoder.decode(header)
-        if decoded.proto != PROTO:
-            raise WireError("proto", f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them")
-        body = decoded.body
-        if arrays and not isinstance(body, GroupHeader):
-            raise WireError("malformed", f"{len(arrays)} bytes of arrays behind a {type(body).__name__}")
-        message: WireMessage = read_group(body, arrays) if isinstance(body, GroupHeader) else body
+        decoded = msgspec.msgpack.decode(header, type=_Header, dec_hook=read)
+        what = f"the peer speaks protocol {decoded.proto}, this is {PROTO}: update one of them"
+        require(decoded.proto == PROTO, "proto", what)
+        fits = read.num_bytes == len(arrays)
+        require(fits, "malformed", f"{len(arrays)} bytes of arrays, and the header has {read.num_bytes}")
+        message: WireMessage = decoded.body.whole() if isinstance(decoded.body, GroupBody) else decoded.body
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise WireError("malformed", str(error)) from None
     return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
 
 
-def failure_of(frames: Sequence[Frame], reason: str) -> tuple[Envelope, Tombstone | EvalResult] | None:
-    """Returns the failure in place of a group or evaluation that `decode` refuses; None for damage or anything else."""
-    try:
-        header, arrays, digest = frames
-        found = _result_decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        return None
-    ids, envelope = found.body, Envelope(found.run_id, found.incarnation, found.sampler_id)
-    if _digest(header, arrays) != digest:
-        return None
-    if ids.eval_id:
-        return envelope, EvalResult(ids.eval_id, ids.chunk, ids.policy_version, ())
-    return envelope, Tombstone(ids.group_id, ids.policy_version, f"row {ids.problem_index}: {reason}")
-
-
 def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
-    """Returns (the group without its arrays: see `read_outline`, their bytes) of a header that `decode` accepted."""
-    body = _decoder.decode(header).body
-    if isinstance(body, GroupHeader):
-        return read_outline(body), body.num_bytes
-    assert isinstance(body, Tombstone), f"a {type(body).__name__} is no group"
-    return body, 0
+    """Returns (the group without its arrays: see `ArrayReader`, their bytes) of a header that `decode` accepted."""
+    read = ArrayReader(None)
+    body = msgspec.msgpack.decode(header, type=_Header, dec_hook=read).body
+    message = body.group if isinstance(body, GroupBody) else body
+    assert isinstance(message, Group | Tombstone), f"a {type(body).__name__} is no group"
+    return message, read.num_bytes
 
 
 def _digest(header: Frame, arrays: Frame) -> bytes:

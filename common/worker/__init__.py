@@ -11,8 +11,6 @@ accidents (crash, hang, flood of output), not a sandbox. Nothing here imports mo
 msgspec, so that a fork server is up in 0.2 s.
 """
 
-from __future__ import annotations
-
 import struct
 from datetime import datetime
 from typing import Any, Protocol

@@ -44,26 +44,15 @@ class LostError(Exception):
 
 
 class Workers:
-    """A source of workers that run one service.
+    """A source of workers that run one service. Nothing is started before the first `fork`.
 
-    service: "package.module:Class". setup: its settings. title: names it in messages, as in "the process that rewards
-    are forked from". Nothing is started before the first `fork`.
+    title: names it in messages, as in "the process that rewards are forked from". import_timeout_s, setting: the limit
+    for importing the user's file, and the name of this limit.
     """
 
-    def __init__(
-        self,
-        service: str,
-        setup: msgspec.Struct,
-        *,
-        title: str,
-        max_memory: int = 0,
-        confine_signals: bool = False,
-        import_timeout_s: float = 120.0,
-        setting: str = "",
-    ) -> None:
-        """Stores the settings. import_timeout_s, setting: limit for importing the user's file, and the limit's name."""
-        self._setup = WorkerSetup(service, encode(setup), max_memory, confine_signals)
-        self._title, self._import_timeout_s, self._setting = title, import_timeout_s, setting
+    def __init__(self, setup: WorkerSetup, title: str, import_timeout_s: float = 120.0, setting: str = "") -> None:
+        self._setup, self._title = setup, title
+        self._import_timeout_s, self._setting = import_timeout_s, setting
         self._server: _Server | None = None
         self._closed = False
         self._starting, self._closing = threading.Lock(), threading.Lock()

@@ -4,8 +4,6 @@ It imports what its service shares once, and then runs none of the user's code. 
 (PR_SET_CHILD_SUBREAPER), and kills those that left the session of the worker that started them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -4,8 +4,6 @@ Completions are treated as hostile: callers limit the time (time_limits.py) in t
 functions run; rewards.timeout_s is the limit beyond that.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

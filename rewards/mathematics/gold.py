@@ -5,8 +5,6 @@ letters and texts without case and marks; the rest by math-verify: 2\sqrt{3} is 
 order, and decimals agree to six places.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -198,19 +196,18 @@ def split_unit(text: str) -> tuple[str, str]:
 def _same_quantity(given: str, wanted: str) -> bool:
     """Compares quantities: 50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
     (number, unit), (gold_number, gold_unit) = split_unit(given), split_unit(wanted)
-    value, gold = _value(number), _value(gold_number)
-    if value is None or gold is None:
+    amount, gold = value(number), value(gold_number)
+    if amount is None or gold is None:
         return False
     if not gold_unit and not is_scale(unit):
-        return value == gold
-    return same_amount(value, unit, gold, gold_unit)
+        return amount == gold
+    return same_amount(amount, unit, gold, gold_unit)
 
 
-def _value(number: str) -> Fraction | None:
-    value = plain_number(number)
-    if value is None and re.search(r"[\d\\]", number) and not _has_words(number):
-        return rational(number)
-    return value
+def value(number: str) -> Fraction | None:
+    """Returns the exact value of a number without a unit, which may be mathematics; None if it has none."""
+    plain = plain_number(number)
+    return rational(number) if plain is None and re.search(r"[\d\\]", number) and not _has_words(number) else plain
 
 
 def _letter(text: str) -> str | None:

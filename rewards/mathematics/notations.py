@@ -3,38 +3,26 @@ r"""Other notations of a gold answer, and other answers near to it. The input is
 A reward must accept most notations, and no near miss. For some (DOUBTFUL) it may decide otherwise, by the data.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from fractions import Fraction
-from typing import Any
 
-from rewards.mathematics.algebra import load
-from rewards.mathematics.gold import gold_kind, split_unit, without_layout
+from common.processes.time_limits import within
+from rewards.mathematics.algebra import equal, expression
+from rewards.mathematics.gold import gold_kind, split_unit, value, without_layout
 from rewards.mathematics.numbers import plain_number
 from rewards.mathematics.units import ONE, unit_of
 
-AS_WRITTEN, ENDING = "as written", "another answer that ends in it"
+AS_WRITTEN = "as written"
 DOUBTFUL = frozenset(
     {
         *("in $…$", "in \\text", "in bold", "in other case", "in Unicode", "with a Unicode minus", "with LaTeX commas"),
         *("a decimal of a whole number", "a percentage as a decimal", "without its unit", "the right side alone"),
-        ENDING,
     }
 )
 
 _INTEGER = re.compile(r"\d+(?:,\d{3})*")
 _CURRENCY = re.compile(r"(\\?[$€£¥])(.+)")
-_TIMES = r"(?: *(?:\\times|\\cdot|x|\*|×) *(?=10)|(?=[eE]))"
-_POWER_OF_TEN = re.compile(rf"(?:([-+]?\d*\.?\d+){_TIMES})?(?:10\^\{{?|[eE])([-+]?\d{{1,3}})\}}?")
-_POWER = re.compile(r"(\d{1,3})\^\{?(\d{1,3})\}?")
-_MIXED = re.compile(r"(-?)(\d+)(?: +(?=\d+/)|(?=\\frac))(.+)")
-_CLOCK = re.compile(r"(\d{1,2}(?::\d\d){0,2}) ?([ap])\.?m\.?", re.IGNORECASE)
-_DATES = ("%B %d, %Y", "%d %B %Y", "%Y-%m-%d", "%b %d, %Y")
 _MOST_DIGITS = 12  # the most of a decimal that is written out
 _REWRITTEN = (  # for mathematics: name, pattern, replacement
     ("without spaces", r"(?<=[^\w\\]) +| +(?=[^\w\\])", ""),
@@ -72,30 +60,13 @@ def notations(gold: str) -> dict[str, str]:
     elif kind in ("text", "time"):
         bare = without_layout(gold)
         found |= {"without \\text": bare, "in \\text": rf"\text{{{bare}}}", "in bold": rf"\textbf{{{bare}}}"}
-        other_case = bare.lower() if bare[:1].isupper() else bare[:1].upper() + bare[1:]
-        found |= dict(_times(bare)) if kind == "time" else {"in other case": other_case}
+        if kind == "text":
+            found["in other case"] = bare.lower() if bare[:1].isupper() else bare[:1].upper() + bare[1:]
     elif kind == "mathematics":
         found |= dict(_mathematics(gold))
     if kind in ("number", "mathematics") and "$" not in gold:
         found["in $…$"] = f"${gold}$"
     return {name: text for name, text in found.items() if name == AS_WRITTEN or text != gold}
-
-
-def _times(gold: str) -> Iterator[tuple[str, str]]:
-    if clock := _CLOCK.fullmatch(gold):
-        yield "with p.m.", f"{clock[1]} {clock[2].lower()}.m."
-        yield "with PM", f"{clock[1]} {clock[2].upper()}M"
-    if re.fullmatch(r"\d:\d\d", gold):
-        yield "with a zero", f"0{gold}"
-    for form in _DATES:
-        with contextlib.suppress(ValueError):
-            date = datetime.strptime(gold, form)
-            yield "the day first", f"{date.day} {date:%B} {date.year}"
-            yield "the year first", f"{date:%Y-%m-%d}"
-    if day := re.fullmatch(r"([A-Z][a-z]+) (\d{1,2})", gold):
-        yield "the day first", f"{day[2]} {day[1]}"
-    if re.fullmatch(r"[\d/-]+", gold):
-        yield "without zeros", re.sub(r"\b0(?=\d)", "", gold)
 
 
 def _numbers(gold: str) -> Iterator[tuple[str, str]]:
@@ -143,22 +114,14 @@ def _writings(value: Fraction) -> Iterator[tuple[str, str]]:
 
 def value_of(gold: str) -> Fraction | None:
     r"""Returns the value of a unitless number.  1,234   1e-05   1.2\times 10^{-3}   2^{10}   3 1/4   1\frac{1}{2}"""
-    text = gold.strip("$. ").replace("{,}", ",").replace("−", "-").replace("dfrac", "frac")
-    if power := _POWER_OF_TEN.fullmatch(text):
-        return Fraction(power[1] or 1) * Fraction(10) ** int(power[2])
-    if large := re.fullmatch(r"(\d+(?:\.\d+)?) (thousand|million|billion)", text):
-        return Fraction(large[1]) * 1000 ** (1 + ("thousand", "million", "billion").index(large[2]))
-    if power := _POWER.fullmatch(text):
-        return Fraction(int(power[1]) ** int(power[2]))
-    mixed = _MIXED.fullmatch(text)
-    number = plain_number(mixed[3] if mixed else text)
-    if number is None or mixed is None:
-        return number
-    return (int(mixed[2]) + number) * (-1 if mixed[1] else 1)
+    number, unit = split_unit(without_layout(gold))
+    scale = unit_of(unit) if unit in ("thousand", "million", "billion") else None
+    amount = value(number) if "=" not in number and (scale or not unit) else None
+    return amount * scale[1] if amount and scale else amount
 
 
 def _mathematics(gold: str) -> Iterator[tuple[str, str]]:
-    """Yields mathematics as sympy writes it, with other spaces, braces and fractions, and a set in another order."""
+    """Yields mathematics with other spaces, braces and fractions, and a set in another order."""
     for name, found, instead in _REWRITTEN:
         yield name, re.sub(found, instead, gold)
     if (parts := re.fullmatch(r"(\\\{ *)([^{}()\[\]]+?)( *\\\})", gold)) and "," in parts[2]:
@@ -166,27 +129,6 @@ def _mathematics(gold: str) -> Iterator[tuple[str, str]]:
     if one_side := re.fullmatch(r"(?:[a-zA-Z]|f\(x\)) *= *([^=,<>]+?)", gold):
         yield "the right side alone", one_side[1]
     yield "in Unicode", re.sub(r"\\[a-z]+", lambda command: _UNICODE.get(command[0], command[0]), gold)
-    if ":" not in gold and (canonical := _as_sympy_writes(gold)):
-        yield "as sympy writes it", canonical
-
-
-def _as_sympy_writes(gold: str) -> str | None:
-    sympy = load("sympy")
-    read = next((one for one in _read(gold) if isinstance(one, sympy.Expr)), None)
-    if read is None:
-        return None
-    written = str(sympy.latex(read))
-    return written if _letters(written) == _letters(gold) and is_equal(written, gold) else None
-
-
-def _letters(text: str) -> set[str]:
-    """Returns the letters outside of commands, because math-verify loses some: it reads 2c as 2 of something."""
-    return set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
-
-
-@functools.lru_cache(1000)
-def _read(text: str) -> list[Any]:
-    return list(load("math_verify").parse(rf"\boxed{{{text}}}", parsing_timeout=1))
 
 
 def is_equal(text: str, gold: str) -> bool:
@@ -195,7 +137,7 @@ def is_equal(text: str, gold: str) -> bool:
     if None not in values:
         return values[0] == values[1]
     is_same_text = text.casefold().strip() == gold.casefold().strip()
-    return is_same_text or bool(load("math_verify").verify(_read(gold), _read(text), timeout_seconds=1))
+    return is_same_text or within(1.0, lambda: equal(expression(gold), expression(text)), False)
 
 
 def near_misses(gold: str) -> list[str]:
@@ -224,12 +166,6 @@ def near_misses(gold: str) -> list[str]:
         found += [f"({pair[2]}, {pair[1]})" for pair in re.findall(r"^(\() *([^,()]+), *([^,()]+)\)$", gold)]
     found = [text.strip() for text in found if text.strip() and text.count("{") == text.count("}")]
     return [text for text in dict.fromkeys(found) if text != gold]
-
-
-def ending_in(gold: str) -> list[str]:
-    """Returns other answers that end in a gold whole number: a reward that reads the last number accepts them."""
-    is_whole = re.fullmatch(r"[\d,]+", gold) and gold_kind(gold).name == "number"
-    return [rf"\frac{{7}}{{{gold}}}", f"x+{gold}"] if is_whole else []
 
 
 def of_another_unit(gold: str) -> str | None:

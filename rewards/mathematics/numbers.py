@@ -5,8 +5,6 @@ so the text is treated as hostile. Every step is a constant number of linear sca
 see at most _MAX_CHARS characters. LaTeX beyond a fraction and arithmetic are left to rewards/mathematics/algebra.py.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

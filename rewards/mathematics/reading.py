@@ -1,7 +1,5 @@
 """The search for the answer in a completion: after its thoughts, in tags, in a box, or at its end."""
 
-from __future__ import annotations
-
 import re
 
 _THOUGHTS = (

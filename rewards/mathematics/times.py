@@ -1,7 +1,5 @@
 """The comparison of times of the day and dates, as people write them."""
 
-from __future__ import annotations
-
 import re
 from datetime import datetime
 

@@ -1,7 +1,5 @@
 """Units before or after a number: percent, money, units of measure, by sympy's tables."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

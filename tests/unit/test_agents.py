@@ -20,7 +20,7 @@ from common.config import Config
 from common.errors import UserError
 from common.paths import ROOT
 from common.types import Group, Problem, sequences
-from common.wire.group_frames import read_group, write_group
+from common.wire.group_limits import check_spans
 from environments.chat_completions import ChatRequest, ModelAnswer, RequestError, end_of_stream
 from environments.endpoint import Endpoint, PendingRequest
 from environments.pool import EnvironmentPool
@@ -69,6 +69,7 @@ class Model:
         self._writes, self._running = writes, dict[Any, tuple[list[int], Any]]()
         self.turns: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []  # rollout, what it followed, what it wrote
         self.seeds: list[int] = []
+        self.keeps_seed: list[bool] = []
 
     @property
     def num_running(self) -> int:
@@ -78,6 +79,7 @@ class Model:
         assert key not in self._running
         self._running[key] = ([int(i) for i in ids], params)
         self.seeds.append(params.seed)
+        self.keeps_seed.append(params.keeps_seed)
 
     def abort(self, keys: Any) -> None:
         self._running = {key: what for key, what in self._running.items() if key not in keys}
@@ -150,7 +152,7 @@ def play(given: Config, writes: Any, problem: Problem = PROBLEM) -> tuple[Any, M
     logprobs = [float(c.logprobs.sum()) for c in sampled.completions]
     assert sum(logprobs) == -0.5 * sum(len(wrote) for _, _, wrote in model.turns)
     rollouts = tuple(as_rollout(c, None, {"environment": 1.0}, 1.0) for c in sampled.completions)
-    read_group(*write_group(Group(0, 0, 0, sampled.prompt.token_ids, rollouts)))
+    check_spans(Group(0, 0, 0, sampled.prompt.token_ids, rollouts))
     return sampled, model
 
 
@@ -504,6 +506,12 @@ await said(question)
     for completion in sampled.completions:
         assert len(completion.token_ids) <= 20 and completion.finish_reason == "length" and completion.turns < 4
     assert [c.environment_reward for c in sampled.completions] == [0.0, 0.0], "who stumbles over a limit ended by it"
+
+
+def test_an_accelerator_keeps_the_seeds_that_requests_name_and_no_others(tmp_path: Path) -> None:
+    code = 'await said(question, seed=5)\nawait said(question, "fine", "And?")'
+    played(config(tmp_path, code), model := Model(lambda i, prompt: "fine"))
+    assert sorted(model.keeps_seed) == [False, False, True, True]
 
 
 SILENT = "the agent neither asked the model nor ended within 2 s, so its process was killed"

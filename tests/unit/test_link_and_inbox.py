@@ -218,7 +218,6 @@ def test_a_group_that_cannot_be_trained_is_a_tombstone_with_its_row_at_once_and_
         (EvalResult("v0", 0, 0, ()), "eval_problems"),
         (EvalResult("v0", 0, 0, OTHER_PROBLEM), "eval_problems"),
         (EvalResult("v0", 0, 0, WITHOUT_SCORE, tuple(EvalFailure(i, "killed") for i in (1, 2))), "reward_funcs"),
-        (EvalResult("v0", 0, 0, (dataclasses.replace(OTHER_PROBLEM[0], num_tokens=0.5),)), "malformed"),  # type: ignore
     ],
 )
 def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, answer: EvalResult, reason: str) -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from common.config import Config
 from common.errors import WireError
 from common.types import Group, Rollout
+from common.wire.group_limits import check_spans
 from common.wire.wire import Envelope, decode, decode_outline, encode
 from environments import Done, Turn
 from environments.contracts import BrokenEnvironment, Instance
@@ -131,7 +132,7 @@ def test_they_cross_the_wire_and_what_cannot_be_is_refused() -> None:
     for wrong in [(1.0,), (1.0, 2.0, 3.0), (math.nan, 1.0), (1.0, math.inf)]:
         bad = dataclasses.replace(GROUP.rollouts[0], turn_rewards=wrong)
         with pytest.raises(WireError):
-            decode(encode(ENVELOPE, dataclasses.replace(GROUP, rollouts=(bad, *GROUP.rollouts[1:]))))
+            check_spans(dataclasses.replace(GROUP, rollouts=(bad, *GROUP.rollouts[1:])))
 
 
 # ---- what they train ---------------------------------------------------------------------------------------

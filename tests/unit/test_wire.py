@@ -17,8 +17,7 @@ import pytest
 from common.errors import WireError
 from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
 from common.wire import wire
-from common.wire.group_frames import GroupHeader, RolloutHeader
-from common.wire.group_limits import check_group
+from common.wire.group_limits import check_group, check_spans
 from common.wire.wire import Envelope, decode, encode
 from tests.support.protocol_helpers import HELLO, LIMITS, make_group, make_rollout, of_two_turns
 from tests.support.speed import overdue
@@ -142,12 +141,6 @@ def test_rewards_may_be_any_number_and_nan_means_does_not_apply() -> None:
     check_group(make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.nan}, reward=0.0)), LIMITS)
 
 
-def test_the_sets_of_kept_tokens_of_a_group_get_the_width_of_the_widest() -> None:
-    sets = [np.array(rows, np.int32) for rows in ([[3], [4]], [[3, 9], [4, 7]])]
-    _, arrived = decode(encode(ENVELOPE, make_group(0, 0, *(make_rollout(sampling_mask=one) for one in sets))))
-    assert [r.sampling_mask.tolist() for r in arrived.rollouts] == [[[3, -1], [4, -1]], [[3, 9], [4, 7]]]
-
-
 def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
     rng = random.Random(5)
     for group in (random_group(rng) for _ in range(50)):
@@ -258,18 +251,26 @@ def header_with(body: dict[str, Any], **fields: Any) -> bytes:
 
 
 BYE = {"type": "bye", "reason": "", "exit_code": 0}
-ROLLOUT = {"length": 5, "rewards": {}, "reward": 0.0, "finish_reason": "stop", "observed": [[2, 4]], "turns": 2}
-NAMES = ("group_id", "policy_version", "problem_index", "prompt_length", "has_ref_logprobs")
-GROUP = {"type": "group", **dict(zip(NAMES, (0, 0, 0, 1, False), strict=True)), "rollouts": [ROLLOUT]}
+IDS = dict.fromkeys(("group_id", "policy_version", "problem_index"), 0)
+ROLLOUT = {"completion_ids": ["<i4", [5]], "old_logprobs": ["<f4", [5]], "ref_logprobs": None, "rewards": {}}
+ROLLOUT |= {"reward": 0.0, "finish_reason": "stop", "observed": [[2, 4]], "turns": 2}
+BODY = IDS | {"prompt_ids": ["<i4", [1]], "rollouts": [ROLLOUT], "images": [{"png": b"", "grid_thw": [1, 2, 2]}]}
+GROUP = {"type": "group", "group": BODY, "pngs": [["|u1", [0]]]}
 ARRAYS = bytes(4 * (1 + 2 * 5))
 
 
 def group_with(**changes: Any) -> list[bytes]:
-    return sealed(header_with(GROUP | changes), ARRAYS)
+    return sealed(header_with(GROUP | {"group": BODY | changes}), ARRAYS)
 
 
 def rollout_with(**changes: Any) -> list[bytes]:
     return group_with(rollouts=[ROLLOUT | changes])
+
+
+def whole(frames: list[bytes]) -> None:
+    _, message = decode(frames)
+    if isinstance(message, Group):
+        check_spans(message)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +295,18 @@ def rollout_with(**changes: Any) -> list[bytes]:
         (sealed(header_with({"type": "nothing of ours"})), "malformed"),
         (sealed(header_with(BYE), b"arrays where none belong"), "malformed"),
         (sealed(header_with(GROUP), ARRAYS + bytes(4)), "malformed"),
-        (group_with(prompt_length=-1), "malformed"),
-        (group_with(prompt_length=2**62), "malformed"),
-        (group_with(support_width=-1), "malformed"),
-        (group_with(images=[{"grid_thw": [1, 2, 2], "size": -1}]), "malformed"),
-        (group_with(images=[{"grid_thw": [1, 2, 2], "size": 2**62}]), "malformed"),
-        (rollout_with(length=-1), "malformed"),
-        (rollout_with(length=2**62), "malformed"),
+        (group_with(prompt_ids=["<i4", [-1]]), "malformed"),
+        (group_with(prompt_ids=["<i4", [2**62]]), "malformed"),
+        (group_with(prompt_ids=["<i4", []]), "malformed"),
+        (group_with(prompt_ids=["<f4", [1]]), "malformed"),
+        (group_with(prompt_ids=["|O", [1]]), "malformed"),
+        (group_with(prompt_ids="<i4"), "malformed"),
+        (group_with(images=[]), "malformed"),  # and one PNG
+        (sealed(header_with(GROUP | {"pngs": [["|u1", [-1]]]}), ARRAYS), "malformed"),
+        (sealed(header_with(GROUP | {"surplus": 1}), ARRAYS), "malformed"),
+        (rollout_with(completion_ids=["<i4", [-1]]), "malformed"),
+        (rollout_with(completion_ids=["<i4", [2**62]]), "malformed"),
         (rollout_with(finish_reason="abort"), "malformed"),
-        (rollout_with(surplus=1), "malformed"),
         (rollout_with(observed=[[0, 5]]), "malformed"),  # the model writes something
         (rollout_with(observed=[[2, 5]]), "malformed"),  # and ends
         (rollout_with(observed=[[2, 2]]), "malformed"),
@@ -339,7 +343,7 @@ def rollout_with(**changes: Any) -> list[bytes]:
     ],
 )
 def test_messages_that_we_never_send_are_refused_and_whole_ones_not(frames: list[bytes], reason: str | None) -> None:
-    assert refusal(lambda: decode(frames)) == reason
+    assert refusal(lambda: whole(frames)) == reason
 
 
 def test_a_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
@@ -430,6 +434,9 @@ def group_of(**changes: Any) -> Group:
         (make_group(0), EXPERTS, "routing"),
         (routed(make_group(0)), {"experts": (7, 2)}, "routing"),
         (routed(make_group(0)), {"experts": (8, 3)}, "routing"),
+        (replace(routed(make_group(0)), rollouts=make_group(0).rollouts), EXPERTS, "routing"),
+        (replace(routed(make_group(0)), routing=np.zeros((9, 3, 2), np.uint8)), EXPERTS, "routing"),
+        (both_of(kept([3, 9])), FILTERED, "sampling_mask"),  # of one token alone
         (one_of(reward=math.nan), {}, "reward"),
         (one_of(reward=math.inf), {}, "reward"),
         (one_of(rewards={"answer": math.inf}), {}, "reward"),
@@ -454,7 +461,7 @@ def test_a_group_that_cannot_be_honest_is_refused_by_name_and_an_honest_one_pass
 
 def test_the_bytes_of_a_group_with_experts_by_hand() -> None:
     """Experts of every token but the last of each completion: 5 + 3 + 4 − 2 tokens, 3 layers, 2 experts of a byte."""
-    rollouts = tuple(RolloutHeader(length, {}, 0.0, "stop") for length in (3, 4))
-    header = GroupHeader(0, 0, 0, 5, False, rollouts, routing=(3, 2, 1))
-    assert header.routed == (10, 3, 2, 1)
-    assert header.num_bytes == 4 * (5 + 2 * 7) + 10 * 3 * 2
+    group = replace(
+        make_group(0, 0, make_rollout((3, 4, 5)), make_rollout((3, 4, 5, 6))), prompt_ids=np.ones(5, np.int32)
+    )
+    assert len(encode(ENVELOPE, routed(group))[1]) == 4 * (5 + 2 * 7) + 10 * 3 * 2

@@ -1,12 +1,10 @@
 """State of a held-out evaluation: chunks of problems, their leases and their results. No socket, no clock."""
 
-from __future__ import annotations
-
 import collections
 from dataclasses import dataclass, field
 
 from common.config import Config
-from common.errors import WireError
+from common.errors import WireError, require
 from common.types import EvalFailure, EvalRequest, EvalResult
 
 _MAX_PROBLEMS = 64  # per chunk
@@ -51,19 +49,17 @@ class Evaluation:
         request = self.requests.get(result.chunk)
         if request is None or request.eval_id != result.eval_id:
             raise WireError("eval_unknown", result.eval_id)
-        if result.policy_version != version:
-            raise WireError("eval_version", f"{result.policy_version}")
-        if result.chunk in self.results:
-            raise WireError("eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
+        require(result.policy_version == version, "eval_version", f"{result.policy_version}")
+        require(result.chunk not in self.results, "eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
         # every requested problem is answered once, by a failure or by num_generations samples
         failed = [failure.problem_index for failure in result.failures]
         scored = [problem for problem in request.problem_indexes if problem not in failed]
         counts = collections.Counter(sample.problem_index for sample in result.samples)
         answered = sorted([*scored, *failed]) == sorted(request.problem_indexes)
-        if not answered or counts != dict.fromkeys(scored, num_generations):
-            raise WireError("eval_problems", f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}")
-        if any(tuple(sample.rewards) != reward_funcs for sample in result.samples):
-            raise WireError("reward_funcs", f"expected {reward_funcs}")
+        found = f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}"
+        require(answered and counts == dict.fromkeys(scored, num_generations), "eval_problems", found)
+        have_rewards = all(tuple(sample.rewards) == reward_funcs for sample in result.samples)
+        require(have_rewards, "reward_funcs", f"expected {reward_funcs}")
         self.results[result.chunk] = result
 
     def fail(self, chunk: int, version: int, reason: str) -> EvalResult:

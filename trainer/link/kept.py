@@ -13,8 +13,6 @@ Training does not wait for this disk: if it fails, or a power cut damages a file
 could not be produced are not kept, but tried again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

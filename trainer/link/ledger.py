@@ -10,13 +10,11 @@ A batch that passes dead groups takes further ones: window and total grow by as 
 A free group goes to the sampler with the shortest lease. Once none is free, a sampler without work also gets groups
 that others have leased, the oldest first, because the trainer waits for those: so a slow or silent sampler costs
 nothing but its own work. A group is leased to at most two samplers. Its first result is accepted, which ends the other
-lease, and later results are refused as duplicates. A group's sampling seeds follow from its id, so it does not matter
-which sampler produced it.
+lease, and later results are refused as duplicates. On a CPU both draw nearly the same tokens, because a group's seeds
+follow from its id; on accelerators they draw others, and of two the shorter arrives first more often.
 
     a and b, window 8:     a 0 2 4 6, b 1 3 5 7;  a is done, b has made 1:  a 3 5 7 too, and whoever is first counts
 """
-
-from __future__ import annotations
 
 import collections
 import heapq

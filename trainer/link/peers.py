@@ -1,7 +1,5 @@
 """State of the samplers as the trainer knows them: hellos, times of messages, statistics. No socket, no clock."""
 
-from __future__ import annotations
-
 import collections
 import threading
 from collections.abc import Collection, Mapping

@@ -9,8 +9,6 @@ records wait in memory until the next checkpoint, which waits for them. Groups a
 trainer` records no reference log-probs, which a replay scores again. Evaluations change no weights and are left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import struct

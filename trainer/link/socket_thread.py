@@ -4,8 +4,6 @@ The thread never waits for the training loop and the loop never touches the tran
 the link. Both exchange data through SharedState.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -90,21 +88,11 @@ class SocketThread(threading.Thread):
                 break
             failpoint("inbox.received")
             try:
-                envelope, message = self._decoded(frames)
+                envelope, message = wire.decode(frames)
                 with self.state.changed:
                     self._handle(envelope, message, frames)
             except WireError as error:
                 self.count(error)
-
-    def _decoded(self, frames: list[bytes]) -> tuple[wire.Envelope, wire.WireMessage]:
-        """Decodes a message; an intact but unreadable result is a failure, because each resend would be refused too."""
-        try:
-            return wire.decode(frames)
-        except WireError as error:
-            if (failure := wire.failure_of(frames, str(error))) is None:
-                raise
-            self.count(error)
-            return failure
 
     def count(self, error: WireError) -> None:
         counters, name = self.state.counters, f"refused/{error.reason}"

@@ -1,7 +1,5 @@
 """The training loop's interface to its source of groups: samplers (inbox.py) or a recording (recording.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
