@@ -6,8 +6,6 @@ launch.sh installs what is missing, and passes the words as they were typed. Sta
 `--known NAME` asks before anything is installed whether the command exists.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import signal

@@ -4,8 +4,6 @@ Runs the reward functions over right and wrong answers of the config's data (rew
 treated like completions of a run. Imports no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field

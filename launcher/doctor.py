@@ -5,8 +5,6 @@ before anything is installed: launch.sh calls `--before-install` for checks that
 starts no part of a run and does not check what one config needs; `launch.sh plan` does.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
@@ -17,9 +15,9 @@ import sys
 import sysconfig
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from common.hub import hub_address, hub_error
 from common.paths import ROOT
@@ -29,8 +27,7 @@ from launcher.resources.machine import GIB
 OLDEST_DRIVER = 580  # for CUDA 13
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """The result of a check, for example Check(False, "g++: not found", "apt-get install g++")."""
 
     ok: bool
@@ -152,7 +149,9 @@ def packages() -> Check:
     """Checks that every package of the lock is installed at its version."""
     try:
         lock = ROOT / ("tools/locks/cpu.lock" if machine.is_cpu_build() else "tools/locks/gpu.lock")
-        wrong = mismatches(read_lock(lock.read_text()), _version)
+        found = reversed([*metadata.distributions()])  # of several the first, which is the one that is imported
+        installed = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in found}
+        wrong = mismatches(read_lock(lock.read_text()), installed.get)
     except (metadata.PackageNotFoundError, ModuleNotFoundError):
         return Check(False, "packages: not installed", "bash launch.sh setup")
     text = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -172,19 +171,11 @@ def mismatches(pins: dict[str, str], version_of: Callable[[str], str | None]) ->
     """Returns packages that are missing or of another version; a plain version also allows a build tag, as +cu130."""
     from packaging.specifiers import SpecifierSet
 
-    found = ((name, version_of(name), wanted) for name, wanted in pins.items())
     return [
         f"{name} {version or 'missing'} (wants {wanted})"
-        for name, version, wanted in found
-        if version is None or not SpecifierSet(wanted).contains(version, prereleases=True)
+        for name, wanted in pins.items()
+        if (version := version_of(name)) is None or not SpecifierSet(wanted).contains(version, prereleases=True)
     ]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def compilers_and_gpus() -> Iterable[Check]:

@@ -4,14 +4,12 @@ Errors that would end the job at its start are reported before it is queued. On 
 srun (slurm.sbatch). Script and log lie beside the run folder, which a later run may move aside.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common import durable
 from common.config import Config, load
@@ -40,18 +38,14 @@ _DEFAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a job. Nodes(nodes=3, gpus=8, ranks=8, samplers=4): 8 GPUs each, and 8 ranks on all but the last."""
+class Nodes(NamedTuple):
+    """The nodes of a job. Nodes(3, training_nodes=2, gpus=8, ranks=8, samplers=4): 8 GPUs each, and 8 ranks on two."""
 
     nodes: int
+    training_nodes: int  # of several the last one samples, unless a recording is replayed
     gpus: int
     ranks: int
-    samplers: int  # 0 if a recording is replayed
-
-    @property
-    def training_nodes(self) -> int:
-        return self.nodes - 1 if self.nodes > 1 and self.samplers else self.nodes
+    samplers: int
 
     @property
     def all_ranks(self) -> int:
@@ -105,7 +99,7 @@ def layout(config: Config, nodes: int, gpus: int | None) -> Nodes:
         raise UserError(f"--nodes={nodes} --gpus-per-node={gpus}: write for example --nodes=2 --gpus-per-node=8")
     if nodes == 1 and config.run.replay is None:
         place = placement(config, range(gpus), usable_cores())
-        return Nodes(1, gpus, place.num_ranks, len(place.samplers))
+        return Nodes(1, 1, gpus, place.num_ranks, len(place.samplers))
     if config.channel.endpoint is not None:
         raise UserError(f"channel.endpoint {config.channel.endpoint}: Slurm chooses rank 0's node; remove it")
     if named and gpus <= max(named):
@@ -121,14 +115,14 @@ def layout(config: Config, nodes: int, gpus: int | None) -> Nodes:
             f"a multiple of {training}"
         )
     if config.run.replay is not None:
-        return Nodes(nodes, gpus, ranks, 0)
+        return Nodes(nodes, training, gpus, ranks, 0)
     samplers = config.sampler.num_samplers
     if gpus and width * samplers > gpus:
         raise UserError(
             f"sampler.num_samplers {samplers} with vllm.tensor_parallel_size {width} needs {width * samplers} GPUs "
             f"of the last node, which has {gpus}; raise --gpus-per-node"
         )
-    return Nodes(nodes, gpus, ranks, samplers if samplers > 1 or not gpus else gpus // width)
+    return Nodes(nodes, training, gpus, ranks, samplers if samplers > 1 or not gpus else gpus // width)
 
 
 def _check(config: Config, ranks: int) -> None:
@@ -160,7 +154,7 @@ def sbatch(place: Nodes, folder: Path, words: Sequence[str], options: Sequence[s
     lines |= {"--output": f"{folder}".replace("%", "%%") + "-%j.log"}
     lines |= {option: value for option, _, value in (word.partition("=") for word in options)}
     header = "".join(f"#SBATCH {o}{f'={shlex.quote(value)}' * bool(value)}\n" for o, value in lines.items())
-    values = {"root": ROOT, "folder": folder, **asdict(place), "training_nodes": place.training_nodes}
+    values = {"root": ROOT, "folder": folder, **place._asdict()}
     values |= {"gpus_per_sampler": width if place.gpus else ""}
     body = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
     rest = Path(__file__).with_name("slurm.sbatch").read_text()

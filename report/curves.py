@@ -4,8 +4,6 @@ Dots are single steps, lines their centred mean over about a tenth of the run, d
 95 % interval, so that nobody takes noise for progress. Left out: comparison of runs, significance tests.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math
@@ -18,15 +16,9 @@ from numpy.typing import NDArray
 
 from common.durable import write_file
 from common.errors import UserError
+from report import full_marks
 from report.escape import one_line
-from report.full_marks import (
-    Records,
-    functions_with_full_marks,
-    functions_without_full_marks,
-    reward_functions,
-    share_of_full_marks,
-    without_accuracies,
-)
+from report.full_marks import Records, reward_functions, share_of_full_marks, without_accuracies
 from report.run_log import read_jsonl
 from report.sinks import saved_settings
 
@@ -67,8 +59,8 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
     evaluations = [latest[step] for step in sorted(latest)]
-    names = functions_without_full_marks(saved_settings(folder).get("rewards", {}))
-    names -= functions_with_full_marks([*rows, *evaluations])
+    names = full_marks.functions_without_full_marks(saved_settings(folder).get("rewards", {}))
+    names -= full_marks.functions_with_full_marks([*rows, *evaluations])
     return [without_accuracies(row, names) for row in rows], [without_accuracies(one, names) for one in evaluations]
 
 

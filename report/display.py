@@ -5,8 +5,6 @@ Text written by the model is never shown, and invisible characters of every othe
 terminal ends the display, never the run.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import sys
@@ -16,10 +14,9 @@ from typing import TextIO
 
 from common.config import Config
 from report import full_marks
-from report.advice import advise
+from report.advice import History, advise
 from report.escape import one_line
 from report.full_marks import Record, Records
-from report.history import History
 
 
 class StepDisplay:

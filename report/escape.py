@@ -4,8 +4,6 @@ A reader must see what a model wrote, so control, direction and other invisible 
 of vanishing. Look-alike letters stay: they are visible and may be meant.
 """
 
-from __future__ import annotations
-
 import unicodedata
 
 

@@ -4,8 +4,6 @@ A function of your own counts as right from 1.0 on unless rewards.full_marks say
 scored so much, its accuracy would stay 0 % and mean nothing: its mean is shown instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 It reads only the run folder, so it works during a run, after a crash and on another machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sqlite3

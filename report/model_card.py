@@ -6,8 +6,6 @@ It reads config.json, metrics.jsonl and eval.jsonl of the run folder; the text i
 Left out: the licence, intended use and risks, which only a person can say.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -82,14 +80,14 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
             held_out=", ".join(map(shown_path, (entry.path for entry in entries(config.data.eval)))),
             train=", ".join(map(shown_path, train)),
             trained=_trained([row for row in rows if row.get("policy_version", version) <= version]),
-            versions=_versions(),
+            versions=versions(),
             settings=settings,
             fence="`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0)),
         )
     )
 
 
-def _versions() -> str:
+def versions() -> str:
     """Returns the versions of the installed PACKAGES, such as "torch 2.13.0, vllm 0.32.0"."""
     installed = {one.name.lower(): one.version for one in metadata.distributions()}
     found = {name: installed.get(name) or installed.get(f"{name}-cpu") for name in PACKAGES}

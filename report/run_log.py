@@ -5,11 +5,8 @@ write, so a killed process leaves at most one torn last line, which readers igno
 does not stop training: lines wait in memory until they can be written. Left out: rotation.
 """
 
-from __future__ import annotations
-
 import errno
 import json
-import math
 import os
 import re
 import time
@@ -104,8 +101,9 @@ class MetricsLog:
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         assert isinstance(record.get("step"), int), f"{path.name}: a record needs an integer step, got {record}"
-        bad: list[float] = []
-        written = _finite(record, bad)
+        bad: list[str] = []  # of numbers that are not finite, in the place of which `append` returns None
+        plain = json.dumps(record, default=lambda value: value.tolist())  # of numpy and torch
+        written = json.loads(plain, parse_constant=bad.append)
         if bad and path == self._metrics:
             written["num_non_finite"] = len(bad)
         # valid JSON and UTF-8, readable in any language, without bytes that control a terminal
@@ -127,19 +125,6 @@ class MetricsLog:
                 os.ftruncate(self._files[path], size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             del self._waiting[0]
-
-
-def _finite(value: Any, bad: list[float]) -> Any:
-    """Returns the value as plain JSON data. Non-finite numbers become None and are added to `bad`."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch, scalars and arrays
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item, bad) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item, bad) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        bad.append(value)
-        return None
-    return value
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

@@ -4,8 +4,6 @@ Text from a model is escaped: invisible characters become visible marks, so that
 terminal's output. Left out: searching; samples.jsonl is one JSON record per line.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

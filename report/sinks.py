@@ -6,14 +6,12 @@ line, because a lost copy must not end a run. A resumed run continues under its 
 folder's sinks.json. Samples are sent to somebody else's server only if run.log_completions is true. Left out: files.
 """
 
-from __future__ import annotations
-
-import functools
 import importlib
 import importlib.util
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,9 +56,10 @@ class Sinks:
         config = saved_settings(folder)
         self._sends_samples = config.get("run", {}).get("log_completions", False)
         self._patience_s = config.get("channel", {}).get("stall_timeout_s", 1800.0) / 6
+        known = {"tensorboard": partial(_tensorboard, folder, last_step), "wandb": partial(_wandb, folder, is_resumed)}
         for name in report_to:
             try:
-                self._open[name] = self._soon(functools.partial(_opened, name, folder, last_step, is_resumed))
+                self._open[name] = self._soon(known.get(name) or partial(_own, name, folder))
             except UserError:
                 raise
             except Exception as error:
@@ -72,7 +71,7 @@ class Sinks:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if value is not None}
         for name, (write, _) in list(self._open.items()):
-            self._guard(name, functools.partial(write, step, numbers))
+            self._guard(name, partial(write, step, numbers))
 
     def write_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Sends a table of a step's completions, as MetricsLog.log_samples takes them, if they may leave this host."""
@@ -106,12 +105,6 @@ class Sinks:
         if isinstance(done, TimeoutError):
             raise done
         return done
-
-
-def _opened(name: str, folder: Path, last_step: int, is_resumed: bool) -> tuple[Write, Close]:
-    if name == "tensorboard":
-        return _tensorboard(folder, last_step)
-    return _wandb(folder, is_resumed) if name == "wandb" else _own(name, folder)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:

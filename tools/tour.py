@@ -6,8 +6,6 @@ Every stop calls the code that a run calls, on the config's own rows and model. 
 transformers samples four short completions in the place of vLLM, and the gradient is not given to DeepSpeed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ docs/evaluation.md says what each may be; a folder of LoRA adapters counts as a 
 Evaluating several models at once is not supported.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -13,17 +11,20 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from common import durable
 from common.config import Config, load
 from common.errors import UserError
+from common.files.run_folder import FINAL, checkpoints
 from common.processes import exits
 from common.processes.certain_errors import raising_permanent_errors
 from common.redact import redacted
 from common.types import Prompt
 from launcher.evaluation.results import report, table
-from launcher.evaluation.target import Target, find_target
+from model.files import lora
+from model.files.folder import looks_local, require_model
+from model.files.hub import read_json
 from model.tokenizer import load_tokenizer
 from report.escape import one_line
 from rewards.pool import RewardFailure, RewardPool
@@ -37,6 +38,58 @@ from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import Decode, held_out_params
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
+
+
+class Target(NamedTuple):
+    """A model to evaluate, with its config and the folder of its results."""
+
+    model: str  # a folder or a hub id; with adapters their folder
+    config: Path
+    output: Path  # parent of the results
+    rank: int = 0  # of LoRA adapters, whose base is the config's own model.path; 0 = a whole model
+
+    def overrides(self) -> list[str]:
+        """Returns the overrides that make this model the model of the config."""
+        if self.rank:
+            return [f"lora={{r: {self.rank}}}"]
+        of_no_hub = ["model.revision=null"] if Path(self.model).is_dir() else []
+        return [f"model.path={json.dumps(self.model)}", "lora={}", *of_no_hub]
+
+
+def find_target(checkpoint: str, config: str | None) -> Target:
+    """Returns the model and config of a run folder, a checkpoint or a hub id. Raises UserError if there are none."""
+    folder = Path(checkpoint).expanduser()
+    if not folder.is_dir():
+        if checkpoint.endswith(".gguf"):
+            require_model(checkpoint)  # says how to convert it
+        if looks_local(checkpoint) or checkpoint.startswith("runs/"):
+            raise UserError(f"{checkpoint} is no folder; name a run folder, a checkpoint in it, or a model on the hub")
+        if config is None:
+            raise UserError("which prompts and rewards? Add --config, for example --config configs/quickstart.yaml")
+        return Target(checkpoint, Path(config), Path("runs/evaluations"))
+    runs = [f for f in (folder, *folder.resolve().parents[:2]) if "sampler" in (read_json(f / "config.json") or {})]
+    run_folder = runs[0] if runs else None  # a model's config.json has other sections than a run's
+    settings = Path(config) if config else run_folder / "config.json" if run_folder else None
+    if settings is None:
+        raise UserError(f"{folder} is in no run folder; which prompts and rewards? Add --config configs/….yaml")
+    saved = [*checkpoints(folder), *filter(Path.is_dir, [folder / FINAL])] if run_folder == folder else [folder]
+    if not saved:
+        raise UserError(f"{folder} holds no final/ and no checkpoint; the run has not saved yet (trainer.save_steps)")
+    model = saved[-1]
+    rank = _rank_of_adapters(model)
+    if not rank and not (model / "config.json").is_file():
+        raise UserError(f"{model} is no model: it has no config.json and no {lora.SETTINGS}")
+    return Target(str(model), settings, (run_folder or Path("runs")) / "evaluations", rank)
+
+
+def _rank_of_adapters(folder: Path) -> int:
+    """Returns the rank of the LoRA adapters in `folder`; 0 if there are none, or a whole model lies beside them."""
+    if (folder / "config.json").is_file() or not (folder / lora.SETTINGS).is_file():
+        return 0
+    try:
+        return int(json.loads((folder / lora.SETTINGS).read_text())["r"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / lora.SETTINGS} is not peft's: {error!r}; save the adapters again") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

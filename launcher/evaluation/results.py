@@ -8,8 +8,6 @@ answer does not vote.
 The intervals count problems, because completions of one problem are not independent.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -4,8 +4,6 @@ The lines of a hostfile are DeepSpeed's, with samplers= beside them. Devices by 
 differ from host to host.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -7,8 +7,6 @@ stdin    lines of JSON: questions, then the order (hosts.py); then signal number
 exit     the code of the process, 256 - n for a signal n; 2 if this host does not see the run folder of the others
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -60,10 +58,8 @@ def main() -> int:
         guard.tell(running, running.scratch)
         code = _watch(running, kills)
         if code in SIGKILLED:
-            role = "trainer" if child.name == "trainer" else "sampler"
-            advice = less_memory(role, is_host_of_gpus="DS_ACCELERATOR" not in child.env)
-            _, said = kills.why_killed(f"{child.name} on {order['host']}", advice)
-            say(said)
+            advice = less_memory(child.name.partition(".")[0], is_host_of_gpus="DS_ACCELERATOR" not in child.env)
+            say(kills.why_killed(f"{child.name} on {order['host']}", advice)[1])
         return code % 256
 
 

@@ -9,8 +9,6 @@ a connection that breaks, counts as 75 (start again); a refused connection as 2.
 from a host. TANDEM_SSH holds the command words before the name of a host, by default "ssh" with options.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Replaces DeepSpeed's launcher, which imports torch before it starts ranks, exits
 orphans if the signal came early, and kills ranks that then take longer than 30 s. SIGINT and SIGTERM go to all ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

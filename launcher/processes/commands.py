@@ -1,7 +1,5 @@
 """The commands that start the sampler and the trainer, and the changes that a restart makes to them."""
 
-from __future__ import annotations
-
 import glob
 import os
 import sys
@@ -17,7 +15,7 @@ from common.paths import ROOT
 from common.processes.exits import RETRYABLE, STARTED_AT, say, started_at
 from common.wire.ports import free_port
 from launcher.processes.processes import PID, Child
-from launcher.resources.placement import Placement, SamplerPlace
+from launcher.resources.placement import Placement
 from report.run_log import read_jsonl
 
 RANKS = (sys.executable, *(["-P"] * sys.flags.safe_path), "-m", "launcher.hosts.ranks")
@@ -37,20 +35,15 @@ class Commands:
 
     def samplers(self) -> list[Child]:
         """Returns one sampler, or sampler.num_samplers of them, each with the name of its log as its id."""
-        if len(self.place.samplers) == 1:
-            return [self._sampler("sampler", self.place.samplers[0])]
-        named = {f"sampler.{i}": place for i, place in enumerate(self.place.samplers)}
-        return [self._sampler(name, place, "--id", name) for name, place in named.items()]
-
-    def _sampler(self, name: str, place: SamplerPlace, *extra: str) -> Child:
-        return Child(
-            name=name,
-            argv=(sys.executable, str(ROOT / "sampling.py"), *self._arguments, *extra),
-            env=_environment(place.env),
-            log=self._logs / f"{name}.log",
-            cores=place.cores,
-            scratch=(f"/dev/shm/{self._tag}-reload-{PID}", f"{self._temporary}/{self._tag}-*-{PID}"),
-        )
+        argv = (sys.executable, str(ROOT / "sampling.py"), *self._arguments)
+        scratch = (f"/dev/shm/{self._tag}-reload-{PID}", f"{self._temporary}/{self._tag}-*-{PID}")
+        children, places = list[Child](), self.place.samplers
+        for i, place in enumerate(places):
+            name = f"sampler.{i}" if len(places) > 1 else "sampler"
+            words = ("--id", name) if len(places) > 1 else ()
+            log = self._logs / f"{name}.log"
+            children.append(Child(name, (*argv, *words), _environment(place.env), log, place.cores, scratch=scratch))
+        return children
 
     def trainer(self, *extra: str) -> Child:
         port = free_port()

@@ -4,8 +4,6 @@ The kernel's counter has grown when a process ended by its kill. Only the host o
 another host on_host.py looks. A sender other than the kernel is not identified.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

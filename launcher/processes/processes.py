@@ -6,8 +6,6 @@ gone, even by SIGKILL, and kills every group and every process that carries our 
 means may miss what a user's function starts. When to start or stop a process is decided in supervisor.py.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -23,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import psutil
 
@@ -65,26 +63,22 @@ class Running:
             self._log = open(os.devnull, "w")  # noqa: SIM115
         command = shlex.join(redacted_words(child.argv))
         self._note(f"=== {child.name}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}")
-        (out, child_out), (err, child_err) = os.pipe(), os.pipe()
-        self.streams = {out: (Transcript(), child.echo), err: (Transcript(), False)}
-        try:
-            self.process = subprocess.Popen(
-                child.argv,
-                env={**child.env, MARK: self._mark},
-                stdin=subprocess.DEVNULL,
-                stdout=child_out,
-                stderr=child_err,
-                start_new_session=True,
-                preexec_fn=lambda: _in_child(child.cores),  # safe: this process has no threads
-            )
-        finally:
-            os.close(child_out)
-            os.close(child_err)
+        self.process = subprocess.Popen(
+            child.argv,
+            env={**child.env, MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: _in_child(child.cores),  # safe: this process has no threads
+        )
+        pipes = (self.process.stdout, child.echo), (self.process.stderr, False)
+        self.streams = {pipe.fileno(): (pipe, Transcript(), echo) for pipe, echo in pipes if pipe}
         self.scratch = [pattern.replace(PID, str(self.process.pid)) for pattern in child.scratch]
 
     def relay(self, descriptor: int) -> bool:
         """Moves available output to the log, and what people should see to the terminal. Returns False at its end."""
-        transcript, echo = self.streams[descriptor]
+        pipe, transcript, echo = self.streams[descriptor]
         data = os.read(descriptor, 65536)
         lines = transcript.feed(data) if data else transcript.end()
         self._note(*lines)
@@ -94,7 +88,7 @@ class Running:
         if echo and data:
             show(data)
         if not data:
-            os.close(descriptor)
+            pipe.close()
             del self.streams[descriptor]
         return bool(data)
 
@@ -108,8 +102,8 @@ class Running:
         for descriptor in list(self.streams):
             while select.select([descriptor], [], [], 1.0)[0] and self.relay(descriptor):
                 pass
-        for descriptor in self.streams:  # another process holds the other end
-            os.close(descriptor)
+        for pipe, _, _ in self.streams.values():  # another process holds the other end
+            pipe.close()
         self.streams.clear()
         with suppress(OSError):
             self._log.close()
@@ -152,7 +146,7 @@ class Guard:
             self._process.stdin.write(json.dumps([running.process.pid, scratch]).encode() + b"\n")
             self._process.stdin.flush()
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,12 +172,9 @@ def remove(patterns: Sequence[str]) -> None:
     """Deletes files and folders of this user by glob patterns, without following a link."""
     for path in [path for pattern in patterns for path in glob.glob(pattern)]:
         with suppress(OSError):
-            if os.lstat(path).st_uid != os.getuid():
-                continue
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+            if os.lstat(path).st_uid == os.getuid():
+                is_folder = os.path.isdir(path) and not os.path.islink(path)
+                shutil.rmtree(path) if is_folder else os.unlink(path)
 
 
 def _in_child(cores: tuple[int, ...]) -> None:

@@ -16,9 +16,7 @@ later, that would silently repeat steps that were already reported. In a run ove
 processes of over_hosts.py, which hold the connections.
 """
 
-from __future__ import annotations
-
-import selectors
+import select
 import signal
 import sys
 import time
@@ -70,13 +68,12 @@ class Supervisor:
         # The trainer first: when all have ended, its exit code decides.
         self._slots = {"trainer": _Slot(trainer)} | {sampler.name: _Slot(sampler) for sampler in samplers}
         self._guard, self._kills = Guard(), OomKills()
-        self._selector = selectors.DefaultSelector()
         self._interrupts = 0
 
     def run(self) -> int:
         previous = {number: signal.signal(number, self._on_signal) for number in ends()}
         try:
-            with self._guard, self._selector:
+            with self._guard:
                 for slot in self._slots.values():
                     self._start(slot)
                 try:
@@ -179,13 +176,9 @@ class Supervisor:
         slot.attempt, slot.start_at, slot.end_by = slot.attempt + 1, None, None
         slot.running = Running(slot.child, self._guard.mark, slot.attempt)
         self._guard.tell(slot.running, slot.running.scratch)
-        for descriptor in slot.running.streams:
-            self._selector.register(descriptor, selectors.EVENT_READ, slot.running)
 
     def _close(self, slot: _Slot) -> None:
         assert slot.running is not None
-        for descriptor in slot.running.streams:
-            self._selector.unregister(descriptor)
         slot.running.close()
         self._guard.tell(slot.running, None)
         slot.running, slot.end_by = None, None
@@ -211,7 +204,6 @@ class Supervisor:
         for name, running in live.items():
             if steps and running.process.poll() is None and self._interrupts < limit:
                 say(f"{name} did not end within {grace_s:.0f} s, and is killed")
-        for name in live:
             self._close(self._slots[name])
 
     def _grace_s(self, number: int | None) -> float:
@@ -219,9 +211,10 @@ class Supervisor:
         return max(self._rules.grace_s, self._rules.batch_s() if number == signal.SIGINT else 0.0)
 
     def _relay(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            if not key.data.relay(key.fd):
-                self._selector.unregister(key.fd)
+        running = [slot.running for slot in self._slots.values() if slot.running is not None]
+        streams = {descriptor: child for child in running for descriptor in child.streams}
+        for descriptor in select.select(list(streams), [], [], timeout_s)[0]:
+            streams[descriptor].relay(descriptor)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._interrupts += 1

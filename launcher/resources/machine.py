@@ -1,8 +1,6 @@
 """Facts about this machine: its GPUs, memory and cores, and the build of torch. Standard library only, so that it works
 before anything is installed, and within a second, because it never imports torch."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -10,7 +8,7 @@ import shutil
 import subprocess
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -44,11 +42,11 @@ def is_cpu_build() -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, one line of `nvidia-smi -L`: Gpu(0, "GPU-5f2b…")."""
+    """A GPU, one line of `nvidia-smi -L`: Gpu(0, "GPU-5f2b…", False)."""
 
     number: int
     uuid: str
-    is_cut: bool = False  # divided into MIG devices
+    is_cut: bool  # divided into MIG devices
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -63,15 +61,10 @@ def nvidia_smi(*arguments: str) -> str:
 def listed_gpus() -> tuple[Gpu, ...]:
     """Returns the GPUs that the driver lists; () without a driver.
 
-    "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" → (Gpu(0, "GPU-5f2b"),); lines of MIG devices follow their GPU.
+    "GPU 0: NVIDIA L4 (UUID: GPU-5f2b)" → (Gpu(0, "GPU-5f2b", False),); lines of MIG devices follow their GPU.
     """
-    found: list[Gpu] = []
-    for line in nvidia_smi("-L").splitlines():
-        if match := re.match(r"GPU (\d+):(?:.*\(UUID: (\S+)\))?", line):
-            found.append(Gpu(int(match[1]), match[2] or ""))
-        elif line.strip().startswith("MIG ") and found:
-            found[-1] = replace(found[-1], is_cut=True)
-    return tuple(found)
+    found = re.findall(r"^GPU (\d+):(?:.*\(UUID: (\S+)\))?.*(\n +MIG )?", nvidia_smi("-L"), re.MULTILINE)
+    return tuple(Gpu(int(number), uuid, bool(parts)) for number, uuid, parts in found)
 
 
 def smallest_gpu() -> int:

@@ -1,14 +1,12 @@
 """Assigns GPUs and cores to processes: a pure function of the configuration and of the devices that are visible.
 
 Each gets CUDA_VISIBLE_DEVICES, which names a GPU twice if two ranks share it over gloo (ranks.py). A single GPU is
-shared by both processes, in the parts that shares.py chooses. Several hosts are left to hosts.py; MIG is refused.
+shared by both processes, in the parts that fit.py chooses. Several hosts are left to hosts.py; MIG is refused.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.config import Config
 from common.errors import UserError
@@ -19,8 +17,7 @@ from model import cpu
 _WRITE_NUMBERS = "Tandem takes numbers of whole GPUs, as `nvidia-smi -L` has them: CUDA_VISIBLE_DEVICES=0,1"
 
 
-@dataclass(frozen=True)
-class SamplerPlace:
+class SamplerPlace(NamedTuple):
     """The devices of one sampler. Its environment is a default, except for CUDA_VISIBLE_DEVICES."""
 
     env: Mapping[str, str]
@@ -28,8 +25,7 @@ class SamplerPlace:
     where: str  # for people: "GPU 1"
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """A run's devices. 2 cores, 1 rank, run-ahead: samplers[0].cores=(0,), trainer_cores=(1,), OMP_NUM_THREADS=1."""
 
     num_ranks: int

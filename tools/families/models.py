@@ -4,8 +4,6 @@ A family is a `model_type` of transformers and what its configuration needs beyo
 the published files: windows shorter than a sequence, every kind of layer, sizes that vLLM's kernels for a CPU take.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
