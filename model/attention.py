@@ -2,8 +2,11 @@
 
 Attention is causal in the prompt; every completion sees the prompt and its own past, never another completion. The
 prompt's keys and values are computed once and read by all completions of the group (Hydragen, arXiv 2402.05099, shares
-them in decoding; this is the same for training). No [T, T] mask exists: the G completions of a group become a batch of
-G rows, padded to the longest of them. Padded keys lie behind every real query, so the causal mask already hides them.
+them in decoding; this is the same for training). No [T, T] mask exists.
+
+    accelerator    one FlexAttention for all groups of a row (arXiv 2412.05496), whose mask is packing.ancestry
+    CPU            group by group: the G completions become a batch of G rows, padded to the longest of them. Padded
+                   keys lie behind every real query, so the causal mask already hides them
 
 A layer's other options are computed as transformers does: a window, a soft cap of the scores, sinks.
 
@@ -14,8 +17,6 @@ It works with stock transformers models that use AttentionInterface. `use_cache=
 append to a cache, and sequences would attend to each other. Left out: attention dropout; any other option, which is
 refused, and which layout.py detects when a model is loaded.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -28,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import devices
-from model.packing import PackedRow, SequenceGroup, Span
+from model.compiled import compiled, is_compiled
+from model.packing import PackedRow, SequenceGroup, Span, ancestry
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
@@ -76,8 +78,14 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
             "these layers would mix the sequences of a row"
         )
         return {} if row.vision is None else {"position_ids": row.position_ids}
-    ranks = {} if row.shard is None else {"sequence_group": row.shard.group}
-    return {"position_ids": row.position_ids, "spans": row.spans, **ranks}
+    found: dict[str, Any] = {"position_ids": row.position_ids, "spans": row.spans}
+    if row.shard is not None:
+        found["sequence_group"] = row.shard.group
+    if is_compiled(row.input_ids):
+        windows = {None, getattr(base.config.get_text_config(), "sliding_window", None)}
+        device, spans = row.input_ids.device, row.spans or (Span(0, row.input_ids.shape[1], ()),)
+        found["block_masks"] = {window: _block_mask(spans, window, device) for window in windows}
+    return found
 
 
 def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
@@ -88,6 +96,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     attention_mask: None,
     scaling: float | None = None,
     spans: tuple[Span, ...] | None = None,
+    block_masks: dict[int | None, Any] | None = None,  # by the layer's window, on an accelerator
     sequence_group: SequenceGroup | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -99,19 +108,69 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
     Raises NotImplementedError if the model needs an option that is not supported.
     """
-    if spans is None:
+    if block_masks is None and spans is None:  # a compiled layer must not look at spans: each row has others
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
     _refuse_options(("position_bias", "indices", "block_indices"), extra)
     if sequence_group is not None:
         query, key, value = tokens_for_heads(query, key, value, sequence_group)
         s_aux = None if s_aux is None else s_aux.chunk(sequence_group.size)[sequence_group.rank]
-    layer = _LayerOptions(scaling, sliding_window, softcap, s_aux)
-    if spans:
-        output = torch.cat([_span_attention(query, key, value, span, layer) for span in spans], dim=2)
+    by_group = functools.partial(_by_group, layer=_LayerOptions(scaling, sliding_window, softcap, s_aux))
+    if block_masks is None:
+        output = by_group(query, key, value, spans or ())
     else:
-        output = _attend(query, key, value, layer)
+        if sliding_window not in block_masks:  # a layer's own, which its configuration does not have
+            whole = spans or (Span(0, query.shape[2], ()),)
+            block_masks[sliding_window] = _block_mask(whole, sliding_window, query.device)
+        given = query, key, value, block_masks[sliding_window], scaling, softcap, s_aux
+        if torch.compiler.is_compiling():  # with the layer around it
+            output = _flex_attention(*given)
+        else:
+            output = compiled(_flex_attention, *given, instead=lambda: by_group(query, key, value, spans or ()))
     output = output.transpose(1, 2).contiguous()
     return output if sequence_group is None else heads_for_tokens(output, sequence_group), None
+
+
+@functools.lru_cache(maxsize=4)  # full and windowed layers of a row, and of the reference's
+def _block_mask(spans: tuple[Span, ...], window: int | None, device: torch.device) -> Any:
+    """Returns FlexAttention's mask of a row, made once for all its layers with this window."""
+    tree = ancestry(spans)
+    return compiled(_mask_of, tree.to(device, non_blocking=True), tree.shape[1] if window is None else window)
+
+
+def _mask_of(tree: Tensor, window: int) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    first, end, depth = tree.unbind()
+
+    def is_seen(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (first[j] <= first[i]) & (first[i] < end[j]) & (depth[i] - depth[j] < window)
+
+    return create_block_mask(is_seen, None, None, tree.shape[1], tree.shape[1], tree.device)
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Returns attention [rows, H, T, d]. A sink is a key without a value: o · Z / (Z + exp(sink)) with log Z = lse."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return score if cap is None else cap * torch.tanh(score / cap)
+
+    gqa = query.shape[1] != key.shape[1]
+    output, found = flex_attention(
+        query, key, value, capped, mask, scale, gqa, return_aux=AuxRequest(lse=sinks is not None)
+    )
+    if sinks is None or found.lse is None:
+        return output
+    return output * torch.sigmoid(found.lse - sinks[:, None]).to(output.dtype)[..., None]
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...], layer: _LayerOptions) -> Tensor:
+    """Returns the attention of a row, [rows, H, T, d], one group after the other."""
+    if not spans:
+        return _attend(query, key, value, layer)
+    return torch.cat([_span_attention(query, key, value, span, layer) for span in spans], dim=2)
 
 
 def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, layer: _LayerOptions) -> Tensor:
@@ -190,7 +249,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layer: _LayerOptions) -> 
     if layer.cap is not None or layer.sinks is not None:
         return _explicit_attention(query, key, value, layer, _mask(queries, keys, window, query.device))
     gqa, causal = query.shape[1] != key.shape[1], queries == keys and window is None
-    mask = None if causal else _past_mask(queries, keys, window, query.device)
+    mask = None if causal else _mask(queries, keys, window, query.device)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=layer.scale, enable_gqa=gqa)
 
 
@@ -207,19 +266,6 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, layer: _Layer
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[2]] @ value
-
-
-def _past_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns what the last `queries` of `keys` tokens see: themselves and all tokens before, [queries, keys].
-
-    On a GPU it is a description that torch passes to flash attention, which reads grouped heads as they are; flash
-    attention refuses a mask, and the other kernel writes out every score. On a CPU, or with a window, it is a mask.
-    """
-    if window is None and devices.is_accelerator(device):
-        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it
-
-        return causal_lower_right(queries, keys)
-    return _mask(queries, keys, window, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,8 +13,7 @@ not do: sign bits that flip at the top of two words add 2^63 twice. The sums det
 (0700) and the SHA-256 of the manifest protect against intent.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -22,28 +21,92 @@ import torch
 from torch import Tensor
 
 from common.files.weights import TensorInfo
+from model import devices
 
+ZEROS = "0" * 32  # the checksum of zeros
 _CHUNK = 1 << 15  # words, 256 KiB
-_DEVICE_CHUNKS = 1 << 8  # summed at once on a GPU, with 64 MiB of temporary memory
+_DEVICE_CHUNKS = 1 << 8  # summed at once on a GPU, in 128 MiB
 _HOST_CHUNKS = 1 << 3  # summed at once on a CPU, where 2 MiB stay in its caches: five times as fast
 
 
 def describe(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), checksum(tensor))
+    sums = Checksums()
+    sums.add("", tensor)
+    return sums.infos()[""]
 
 
 def checksum(tensor: Tensor) -> str:
     """Returns 32 hexadecimal digits. Views of the same bits in any shape and dtype have the same checksum."""
-    words = words_of(tensor.detach())
-    full = words.numel() // _CHUNK
-    size = _HOST_CHUNKS if words.is_cpu else _DEVICE_CHUNKS
-    blocks = list(words[: full * _CHUNK].view(full, _CHUNK).split(size)) if full else []
-    blocks.append(words[full * _CHUNK :].view(1, -1))
-    a, g = _odd_numbers(words.device, _CHUNK, stream=0), _odd_numbers(words.device, full + 1, stream=1)
-    low = torch.cat([_dot(w, a) for w in blocks])
-    high = torch.cat([_dot(w >> 32, a) for w in blocks])
-    sums = torch.stack([(g * low).sum(), (g * high).sum()]).tolist()  # one wait for a GPU
-    return "".join(f"{value % 2**64:016x}" for value in sums)
+    return describe(tensor).checksum
+
+
+def unlike(expected: Iterable[tuple[str, Tensor, str]], device: torch.device | None = None) -> set[str]:
+    """Returns the names of tensors that have another checksum, after one wait. expected: (name, tensor, checksum)."""
+    sums, wanted = Checksums(device), dict[str, str]()
+    for name, tensor, digits in expected:
+        sums.add(name, tensor)
+        wanted[name] = digits
+    return {name for name, info in sums.infos().items() if info.checksum != wanted[name]}
+
+
+class Checksums:
+    """The checksums of named tensors, for which an accelerator is waited for once: when they are read.
+
+    Tensors of any device are copied behind one another, each from a chunk on, into one buffer, which is summed when it
+    is full. An accelerator so runs one operator for most tensors and a dozen for each buffer, in 128 MiB.
+    """
+
+    def __init__(self, device: torch.device | None = None, with_finite: bool = False):
+        """device: the one that sums, by default the first tensor's. with_finite: looks for NaN and infinite numbers."""
+        self._device, self._with_finite = device, with_finite
+        self._forms: dict[str, tuple[str, list[int], int]] = {}  # dtype, shape, number of chunks
+        self._sums: list[Tensor] = []  # [chunks, 3]: the two inner sums of each chunk, and whether it is finite
+        self._buffer = torch.empty(0, _CHUNK, dtype=torch.int64)  # [chunks, _CHUNK] int64, zeros from chunk `_used` on
+        self._used, self._dtype = 0, torch.uint8
+        self.not_finite: list[str] = []  # names of tensors, once the infos are read
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        assert name not in self._forms, f"{name} was added before"
+        if not len(self._buffer):
+            device = self._device or tensor.device
+            chunks = _DEVICE_CHUNKS if devices.is_accelerator(device) else _HOST_CHUNKS
+            self._buffer = torch.zeros(chunks, _CHUNK, dtype=torch.int64, device=device)
+        if tensor.dtype != self._dtype and self._with_finite:
+            self._sum_buffer()
+        self._dtype, total = tensor.dtype, 0
+        for octets in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * self._buffer.numel()):
+            chunks = -(-len(octets) // (8 * _CHUNK))
+            if self._used + chunks > len(self._buffer):
+                self._sum_buffer()
+            self._buffer[self._used :].view(-1).view(torch.uint8)[: len(octets)].copy_(octets, non_blocking=True)
+            self._used, total = self._used + chunks, total + chunks
+        self._forms[name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), total
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Returns the infos of all tensors that were added, in their order, after the one wait."""
+        self._sum_buffer()
+        sums, found = torch.cat(self._sums).cpu().numpy(), dict[str, TensorInfo]()
+        for name, (dtype, shape, chunks) in self._forms.items():
+            own, sums = sums[:chunks], sums[chunks:]
+            g = _odd_numbers(torch.device("cpu"), chunks, stream=1).numpy()
+            digits = "".join(f"{value % 2**64:016x}" for value in (g @ own[:, :2]).tolist())
+            found[name] = TensorInfo(dtype, shape, digits)
+            self.not_finite += [] if own[:, 2].all() else [name]
+        return found
+
+    def _sum_buffer(self) -> None:
+        words = self._buffer[: self._used].view(-1, _CHUNK)
+        a = _odd_numbers(words.device, _CHUNK, stream=0)
+        low, numbers = _dot(words, a), words.view(self._dtype)
+        is_finite = torch.ones_like(low)
+        if self._with_finite and devices.is_accelerator(words.device):
+            is_finite = all_finite(numbers, dim=1)
+        elif self._with_finite:  # a CPU takes three times as long for all rows at once
+            is_finite = torch.tensor([bool(all_finite(row)) for row in numbers])
+        words >>= 32  # in place: nothing needs the words any more
+        self._sums.append(torch.stack([low, _dot(words, a), is_finite.long()], dim=1))
+        words.zero_()
+        self._used = 0
 
 
 def unordered_sum(tensor: Tensor) -> int:
@@ -61,28 +124,17 @@ def unordered_sum(tensor: Tensor) -> int:
     return total % 2**64
 
 
-def all_finite(tensor: Tensor) -> Tensor:
-    """Returns a bool on the tensor's device: whether no element is NaN or infinite.
+def all_finite(tensor: Tensor, dim: int | None = None) -> Tensor:
+    """Returns bools on the tensor's device: whether no element, or none along `dim`, is NaN or infinite.
 
     Both extremes are NaN if any element is. isfinite() on each element takes seven times as long on a CPU.
     """
-    return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
-
-
-def words_of(tensor: Tensor) -> Tensor:
-    """Returns the tensor's bits as int64 [n], with zeros at the end if they do not fill the last word."""
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
-    if octets.numel() % 8:
-        octets = torch.nn.functional.pad(octets, (0, 8 - octets.numel() % 8))
-    if octets.storage_offset() % 8:
-        octets = octets.clone()
-    return octets.view(torch.int64)
+    return torch.isfinite(torch.stack(torch.aminmax(tensor, dim=dim))).all(0)
 
 
 def _dot(w: Tensor, a: Tensor) -> Tensor:
     """Returns Σ_i a_i · w_ki for each row k. NumPy's integer product has no temporary; torch has no such product."""
-    a = a[: w.shape[1]]
-    return torch.from_numpy(w.numpy() @ a.numpy()) if w.is_cpu else (w * a).sum(1)
+    return (w * a).sum(1) if devices.is_accelerator(w.device) else torch.from_numpy(w.numpy() @ a.numpy())
 
 
 @cache

@@ -4,8 +4,6 @@ torch.accelerator has the functions that all vendors' back ends share; the colle
 type. pyproject.toml keeps torch.cuda out of all other packages.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch
@@ -21,6 +19,12 @@ def count() -> int:
 def first() -> torch.device:
     """Returns the first accelerator, or the CPU."""
     return _accelerator() or torch.device("cpu")
+
+
+def in_use() -> torch.device:
+    """Returns the accelerator if this process computes on it already, else the CPU: a first use costs its memory."""
+    is_initialized = getattr(torch.get_device_module(first()), "is_initialized", lambda: False)
+    return first() if is_initialized() else torch.device("cpu")
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -9,8 +9,6 @@ own forward, one at a time, and in each layout; a layout that differs by more th
 tried in train mode, because a model that drops something at random in it is another network than the sampler's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal

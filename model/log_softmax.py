@@ -8,22 +8,16 @@ all operations run on a few rows at a time while these are in the processor's ca
 result of a row does not depend on other rows.
 """
 
-from __future__ import annotations
-
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from model import devices
+from model.compiled import compiled
 
 _BLOCK = 1 << 19  # logits for each thread, 2 MiB: the cache of a core
-
-_uncompiled: set[str] = set()  # names of functions that could not be compiled
 
 
 class LogSoftmaxAt(torch.autograd.Function):
@@ -49,8 +43,7 @@ class LogSoftmaxAt(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = logits, targets, sets, temperature, with_entropy
-        parts = [_run(_terms, *rows) for rows in _blocks(*given)]
-        logprobs, entropy, log_support, log_normaliser = (torch.cat(part) for part in zip(*parts, strict=True))
+        logprobs, entropy, log_support, log_normaliser = joined([compiled(_terms, *rows) for rows in _blocks(*given)])
         log_mass = log_support - log_normaliser if sets is not None else torch.zeros_like(log_normaliser)
         ctx.temperature = temperature
         ctx.save_for_backward(logits, targets, sets, log_support, log_normaliser, entropy)
@@ -66,11 +59,16 @@ class LogSoftmaxAt(torch.autograd.Function):
         given = logits, targets, sets, ctx.temperature, log_support, log_normaliser, entropy, grad, grad_entropy
         blocks = list(_blocks(*given))
         if len(blocks) == 1:
-            return _run(_gradient, *given), None, None, None, None, None
+            return compiled(_gradient, *given), None, None, None, None, None
         found = torch.empty_like(logits)
         for out, rows in zip(_split(found, logits), blocks, strict=True):
-            out.copy_(_run(_gradient, *rows))
+            out.copy_(compiled(_gradient, *rows))
         return found, None, None, None, None, None
+
+
+def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Returns the tensors of all parts, each concatenated; of one part they are not copied."""
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -136,28 +134,3 @@ def _split(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     rows = max(2, _BLOCK * torch.get_num_threads() // max(1, logits.shape[-1]))
     count = 1 if devices.is_accelerator(logits.device) else len(logits) // rows
     return x.tensor_split(count) if count > 1 else (x,)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function for any number of tokens, because the last chunk of every row has another."""
-    return torch.compile(function, fullgraph=True, dynamic=True)
-
-
-def _compiles(logits: Tensor) -> bool:
-    return devices.is_accelerator(logits.device) and not isinstance(logits, FakeTensor)
-
-
-def _run(function: Callable[..., Any], logits: Tensor, *given: Any) -> Any:
-    """Calls the function, compiled on an accelerator."""
-    if not _compiles(logits) or function.__name__ in _uncompiled:
-        return function(logits, *given)
-    try:
-        return _compiled(function)(logits, *given)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _uncompiled.add(function.__name__)
-        reason = " ".join(str(error).split())[:200]
-        print(f"tandem: the head's log-probs are not compiled and slower: {reason}", file=sys.stderr, flush=True)
-        return function(logits, *given)

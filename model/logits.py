@@ -9,8 +9,6 @@ When a model is loaded, its own forward of a few tokens decides which way is rig
 others), the class's forward around given hidden states, or, if neither gives its logits, its whole forward.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

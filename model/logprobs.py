@@ -5,9 +5,8 @@ chunks of tokens instead, and with gradients each of several chunks is recompute
 exist at a time in either direction. Prompt positions never enter the head.
 """
 
-from __future__ import annotations
-
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from model import attention, vision
 from model.cpu.linear import use_faster_linear
 from model.files.folder import causal_lm_class, check_model_folder
 from model.layout import backbone, choose_layout, hidden_at_sources
-from model.log_softmax import LogSoftmaxAt, on_support, scaled
+from model.log_softmax import LogSoftmaxAt, joined, on_support, scaled
 from model.logits import Head, own_logits, whole_forward
 from model.packing import PackedRow, Packing
 from model.sequence_parallel import gather
@@ -116,16 +115,14 @@ def token_terms(  # noqa: PLR0913 as score_terms
     def chunk(h: Tensor, target: Tensor, sets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return LogSoftmaxAt.apply(head(h), target, sets, temperature, with_entropy, entropy_gradient)
 
-    parts = []
-    for begin in range(0, max(1, len(targets)), chunk_size):  # without targets: one empty chunk
-        rows = slice(begin, begin + chunk_size)
-        given = hidden[rows], targets[rows], None if sampling_mask is None else sampling_mask[rows]
-        if torch.is_grad_enabled() and len(targets) > chunk_size:
-            parts.append(checkpoint(chunk, *given, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(chunk(*given))
-    logprobs, entropies, log_masses = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
+    if len(targets) <= chunk_size:
+        return chunk(hidden, targets, sampling_mask)
+    recomputed = functools.partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
+    run = recomputed if torch.is_grad_enabled() else chunk
+    sets = itertools.repeat(None) if sampling_mask is None else sampling_mask.split(chunk_size)
+    parts = [run(*given) for given in zip(hidden.split(chunk_size), targets.split(chunk_size), sets, strict=False)]
+    logprobs, entropy, log_mass = joined(parts)
+    return logprobs, entropy, log_mass
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ vision.py adds the tensors that a model needs for them. Left out: splitting a gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -164,6 +164,48 @@ def _sequences(prompt: int, completion: int, forks: Forks) -> list[tuple[int, ND
     """Returns (tokens shared with the sequence before, positions of all tokens) of each sequence of a completion."""
     shared = (prompt, *(kept for _, kept in forks))
     return list(zip(shared, sequences(prompt, completion, forks), strict=True))
+
+
+def _paths(spans: Sequence[Span]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yields (tokens shared with the sequence before, places in the row of all tokens) of each prompt and sequence."""
+    for span in spans:
+        yield 0, np.arange(span.start, span.start + span.prompt)
+        shift = span.start
+        for completion, forks in zip(span.completions, span.forks or [()] * len(span.completions), strict=True):
+            for shared, at in _sequences(span.prompt, completion, forks):
+                yield shared, at + np.where(at < span.prompt, span.start, shift)
+            shift += completion
+
+
+def ancestry(spans: Sequence[Span]) -> Tensor:
+    """Returns (first, end, depth) of each token of a row, [3, T] int32: what each token sees, whatever the forks.
+
+    A row is a forest, in which a token is the child of the token before it in its sequence. The tokens are numbered in
+    pre-order. Those of the subtree of j have the numbers from first_j to end_j, so that token i sees j if
+
+        first_j ≤ first_i < end_j        and, with a window,  depth_i − depth_j < window
+
+    Depths are positions in a sequence. Prompt a b, completions [c d] and [e]: first 0 1 2 3 4, end 5 5 4 4 5.
+    """
+    paths = list(_paths(spans))
+    first, end, depth, free = np.zeros((4, 1 + max(int(path[-1]) for _, path in paths)), np.int32)
+    for shared, path in paths:
+        new = path[shared:]
+        depth[new] = np.arange(shared, len(path))
+        end[new] = np.arange(len(new), 0, -1)  # the sizes of the subtrees, until the numbers are known
+        end[path[:shared]] += len(new)
+    roots = 0
+    for shared, path in paths:
+        new = path[shared:]
+        size = end[new[0]]
+        if shared:
+            begin = free[path[shared - 1]]
+            free[path[shared - 1]] += size
+        else:
+            begin, roots = roots, roots + size
+        first[new] = begin + np.arange(len(new))
+        free[new] = first[new] + 1 + np.append(end[new[1:]], 0)  # the number of the next child
+    return torch.from_numpy(np.stack([first, first + end, depth]))
 
 
 def common_packing(*packings: Packing) -> Packing:

@@ -6,8 +6,6 @@ policy's, so that an identical reference gives a KL of zero at the first step. v
 prefix cache and build a [T, vocabulary] tensor. Left out: sharding; every rank holds the whole model.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ groups choose these first, by other sizes, and score the chosen experts themselv
 which are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ so that the gradients of the ranks of a group add up to the gradient of the row.
 is not packed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

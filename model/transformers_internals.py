@@ -3,8 +3,6 @@
 Each function gives its reason, and tests/unit/test_transformers_internals.py names it when an upgrade breaks it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

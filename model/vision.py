@@ -11,8 +11,6 @@ attends within each image alone. A row without images gets a blank one that noth
 tower's parameters in every forward and backward, so that a rank without images must run it, too. Left out: videos.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ The figures are in docs/log.md. A speed-up that changes a computation compares i
 process or layer, and switches itself off if the two are not equal.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

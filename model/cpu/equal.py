@@ -1,7 +1,5 @@
 """The comparison of a CPU speed-up's result with the plain computation's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ that a resumed run makes the same one. All other devices and dtypes go to torch 
 products are inside torch's own kernel.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -12,8 +12,6 @@ Left out: images, adapters, pipeline stages, GPUs, layers that keep something el
 another form (`takes_rows`). In these cases every row is computed, as by vLLM itself.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Parameters are exact either way, and no weights are read. Counting costs the imp
 second. Left out: code that comes with a model, which is not run for an estimate; recurrent layers' activations.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ a gated MLP with three matrices, two norms per layer; and for Qwen2-VL, Qwen2.5-
 vision_dims.py. Other decoders are counted: counted_dims.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

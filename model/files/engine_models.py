@@ -4,8 +4,6 @@ An architecture is judged as vLLM does: by vLLM's table of models, else by its T
 model's attention must use transformers' interface. Left out, and so accepted: models with code of their own, plugins.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

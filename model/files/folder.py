@@ -5,8 +5,6 @@ joins the shard names of `*.index.json` to the folder unchecked, so that "../../
 models by hub id, which the hub's own client places.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

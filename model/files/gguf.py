@@ -4,8 +4,6 @@ transformers reads the file and undoes its quantization; the resulting values ar
 parts, and writing GGUF.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Single files of models in a folder or on the hub, without transformers, whose import takes seconds and torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

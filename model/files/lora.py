@@ -7,8 +7,6 @@ sampler requires them of a folder before its engine loads it. Left out: variants
 biases, whole modules beside adapters); adapters of experts; those in a vision tower, which stays frozen.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

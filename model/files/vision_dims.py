@@ -5,8 +5,6 @@
 Qwen2-VL and Qwen3-VL attend over the whole image in every block, Qwen2.5-VL within windows in all blocks but a few.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

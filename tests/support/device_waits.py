@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITS = {
@@ -41,3 +42,29 @@ class DeviceWaits(TorchDispatchMode):
 
 def _has_booleans(indexes: Any) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indexes)
+
+
+class HostReads(TorchFunctionMode):
+    """Counts the calls that bring values to the host, which on a CPU run no operation. Use it as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.cpu, Tensor.tolist):
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operations that a GPU would run: all but views and allocations. Use it as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func._schema.name.startswith("aten::empty"):
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))

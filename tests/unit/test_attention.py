@@ -1,5 +1,6 @@
 """Shared-prompt attention against the same stock model run densely, one sequence at a time."""
 
+import contextlib
 import copy
 import itertools
 import types
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from common.types import Forks
-from model import attention, devices
+from model import attention
 from model.packing import Packing, pack
 from tests.support.protocol_helpers import make_rollout
 from tests.support.threads import threads
 from tests.support.tiny import branches, randomise_vectors
+from tools.benchmarks.count_operators import Operators, as_on_accelerator
 
 VOCAB = 61
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -76,9 +78,9 @@ def random_groups() -> Groups:
 def packed_logits(model: Any, groups: Groups, packing: Packing, forks: Any) -> Tensor:
     """Logits that predict each target, in the model's own precision: [N, V]."""
     row = pack(groups, packing, forks=forks)
-    hidden = model.get_decoder()(
-        input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, spans=row.spans
-    ).last_hidden_state.flatten(0, 1)
+    decoder = model.get_decoder()
+    hidden = decoder(input_ids=row.input_ids, use_cache=False, **attention.options(decoder, row)).last_hidden_state
+    hidden = hidden.flatten(0, 1)
     return model.lm_head(hidden[row.source_index])
 
 
@@ -138,25 +140,11 @@ def test_logits_and_gradients_equal_one_dense_forward_per_sequence(
     check(dense, packed.train(), packing, dtype, tolerance)
 
 
-@pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "plain"])
-@PRECISION
-def test_what_a_gpu_is_asked_for_instead_of_a_mask_gives_the_same_logits_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    monkeypatch.setattr(devices, "is_accelerator", lambda _: True)
-    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask keeps flash attention away"))
-    dense = make_model("Qwen2", num_key_value_heads=heads)
-    dense = exact(dense) if dtype == torch.float64 else dense
-    check(dense, shared(dense), "shared", dtype, tolerance)
-
-
-def test_a_gpu_gets_no_mask_and_a_cpu_the_lower_right_triangle() -> None:
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-
-    asked = attention._past_mask(2, 5, None, torch.device("cuda"))
-    assert isinstance(asked, CausalBias) and asked.variant == CausalVariant.LOWER_RIGHT
-    assert (asked.seq_len_q, asked.seq_len_kv) == (2, 5)
-    assert attention._past_mask(2, 5, None, torch.device("cpu")).tolist() == [[True] * 4 + [False], [True] * 5]
+@pytest.fixture(params=["cpu", "accelerator"], autouse=True)
+def place(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test here runs with the attention of a CPU and with that of an accelerator."""
+    with as_on_accelerator() if request.param == "accelerator" else contextlib.nullcontext():
+        yield
 
 
 def test_cudnns_attention_which_plans_every_new_shape_is_switched_off() -> None:
@@ -202,3 +190,32 @@ def test_calling_the_model_without_spans_is_refused() -> None:
 def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
     dense = exact(make_model("Qwen2", use_sliding_window=True, sliding_window=13, max_window_layers=0))
     check(dense, shared(dense), "shared", torch.float64, 1e-9)
+
+
+def test_a_window_that_only_a_layer_knows_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, groups = shared(make_model("Qwen2")), random_groups()
+    whole = packed_logits(model, groups, "shared", ())
+    model.model.layers[1].self_attn.sliding_window = 3
+    found = packed_logits(model, groups, "shared", ())
+    monkeypatch.setattr(attention, "is_compiled", lambda _: False)
+    torch.testing.assert_close(found, packed_logits(model, groups, "shared", ()))
+    assert relative(found, whole) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_a_layer_takes_as_many_operators_for_16_groups_as_for_one_and_for_forked_ones(kind: str) -> None:
+    """Those of two layers more or less, in forward and backward of the accelerators' path."""
+    family, changes = KINDS.get(kind, ("Qwen2", {}))
+
+    def of_layers(groups: Groups, forks: Any) -> int:
+        totals = []
+        for layers in (4, 2):
+            model = shared(make_model(family, "eager", **changes | {"num_hidden_layers": layers}))
+            with as_on_accelerator(), Operators() as counted:
+                packed_logits(model, groups, "shared", forks).sum().backward()
+            totals.append(counted.names.total())
+        return totals[0] - totals[1]
+
+    one, many = random_groups()[:1], random_groups() * 4
+    found = [of_layers(groups, forks) for groups, forks in ((one, ()), (many, ()), (many, forks_of(many)))]
+    assert max(found) - min(found) <= 2, found

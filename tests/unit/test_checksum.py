@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from model import checksum as module
-from model.checksum import all_finite, checksum, unordered_sum
+from model import devices
+from model.checksum import Checksums, all_finite, checksum, describe, unlike, unordered_sum
 
 _WORDS = 1 << 15
 
@@ -53,6 +54,48 @@ def test_the_sums_are_what_the_equation_says_in_pieces_of_any_size(
     assert checksum(tensor) == expected
     monkeypatch.setattr(module, "_HOST_CHUNKS", 2)
     assert checksum(tensor) == expected
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5, 256])
+def test_tensors_in_an_accelerator_s_buffer_have_their_own_sums_wherever_they_lie_in_it(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (3, 4 * _WORDS, 1, 0, 12 * _WORDS + 5, 4 * _WORDS - 1, 30 * _WORDS + 7)
+    tensors = {f"{n} of {dtype}": random(n, dtype=dtype) for dtype in (torch.bfloat16, torch.float64) for n in sizes}
+    tensors |= {"none": random(7)[:0], "turned": random(300, 900).T, "one": random(dtype=torch.float32)}
+    expected = {name: describe(tensor) for name, tensor in tensors.items()}
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(module, "_DEVICE_CHUNKS", chunks)
+    for with_finite in (False, True):
+        sums = Checksums(with_finite=with_finite)
+        for name, tensor in tensors.items():
+            sums.add(name, tensor)
+        assert (sums.infos(), sums.not_finite) == (expected, [])
+
+
+@pytest.mark.parametrize("is_accelerator", [False, True])
+def test_a_number_that_is_not_finite_is_of_the_tensor_that_has_it(
+    is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: is_accelerator)
+    monkeypatch.setattr(module, "_DEVICE_CHUNKS", 2)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        tensors = {str(i): random(5 + 4 * _WORDS * i, dtype=(torch.bfloat16, torch.float32)[i % 2]) for i in range(6)}
+        for spoiled in ("3", "4"):
+            tensors[spoiled][-1] = bad
+        tensors["ids"] = torch.tensor([1, 2])
+        sums = Checksums(with_finite=True)
+        for name, tensor in tensors.items():
+            sums.add(name, tensor)
+        assert sums.infos().keys() == tensors.keys() and sums.not_finite == ["3", "4"]
+
+
+def test_tensors_unlike_their_checksums_are_named_and_no_name_comes_twice() -> None:
+    one, other = random(7), random(9)
+    given = [("one", one, checksum(one)), ("other", other, checksum(one)), ("zeros", one * 0 != 0, module.ZEROS)]
+    assert unlike(given) == {"other"}
+    with pytest.raises(AssertionError, match="one was added before"):
+        unlike([given[0], given[0]])
 
 
 def test_a_slice_and_a_transposed_view_are_summed_as_their_copies() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from model import log_softmax
+from model import compiled, log_softmax
 from model.log_softmax import LogSoftmaxAt
 from tests.support.raising import raising
 from tests.support.threads import threads
@@ -20,8 +20,8 @@ from tests.support.threads import threads
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     yield
-    log_softmax._compiled.cache_clear()
-    log_softmax._uncompiled.clear()
+    compiled._compiled.cache_clear()
+    compiled._uncompiled.clear()
 
 
 def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,14 +135,14 @@ def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch
         sets = sets_of(targets, 300) if has_sets else None
         expected = computed()
         with monkeypatch.context() as on_gpu:
-            on_gpu.setattr(log_softmax, "_compiles", lambda _: True)
+            on_gpu.setattr(compiled, "is_compiled", lambda _: True)
             assert all(torch.equal(a, b) for a, b in zip(computed(), expected, strict=True))
     assert counted.frame_count == 4, "one forward and one backward, with sets and without"
 
 
 def compiling(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Tensor:
     """Log-probs where the compiler ends with this error."""
-    monkeypatch.setattr(log_softmax, "_compiles", lambda _: True)
+    monkeypatch.setattr(compiled, "is_compiled", lambda _: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: raising(error))
     logits, targets, _ = problem(4, 50)
     return LogSoftmaxAt.apply(logits, targets, None, 1.0, False, False)[0]
