@@ -9,8 +9,6 @@ the order of their ids, so that training goes on while the rest decodes. Both pl
 rewards alone, which every rank has for all groups, so that all ranks compute the same plan.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict
@@ -21,7 +19,9 @@ import torch
 from torch import Tensor
 
 from common.config import Config
+from common.processes.exits import say
 from common.processes.watchdog import report_progress
+from model import devices
 from model.cores import LentCores
 from model.packing import Packing, common_packing
 from model.reference import Reference
@@ -73,6 +73,7 @@ class BatchTraining:
         self.models, self._exchange, self._receiver = models, exchange, receiver
         self._seconds, self._lent_cores = seconds, lent_cores
         self._budget = Budget(config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch)
+        self._ran_out_of_memory = False  # on this rank, in this step
 
     def prepare(self, progress: Progress) -> None:
         """Prepares the batch that follows `progress`, without taking any group of it yet."""
@@ -99,6 +100,33 @@ class BatchTraining:
                 self._train_round(round_)
         else:
             self._rounds[step.places] = self._train_as_they_come(step)
+        if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
+            self._halve_micro_batches()
+            self._rounds = {step.places: self._plan(step.places)}
+            for round_ in self._rounds[step.places]:
+                self._train_round(round_)
+
+    @property
+    def _may_halve(self) -> bool:
+        """Returns whether memory that runs out halves micro-batches: once, and where a step can begin anew."""
+        most = self.config.trainer.max_tokens_per_micro_batch
+        if most is None or self._budget.tokens != most:
+            return False
+        # no other rank may wait for this one in its forward and backward
+        return self._exchange.sp_size == 1 and self.models.policy.can_drop_gradients
+
+    def _halve_micro_batches(self) -> None:
+        for engine in (self.models.policy, *([self.models.critic.critic] if self.models.critic else [])):
+            engine.drop_gradients()
+        devices.release_cache()
+        most = self.config.trainer.max_tokens_per_micro_batch or 0
+        half = most // 2
+        self._budget, self._ran_out_of_memory = replace(self._budget, tokens=half), False
+        if self._exchange.rank == 0:
+            say(
+                f"a GPU's memory ran out with micro-batches of {most:,} tokens: the step begins anew with {half:,}; "
+                f"to start so, set trainer.max_tokens_per_micro_batch={half}"
+            )
 
     def _train_as_they_come(self, step: Step) -> list[Round]:
         """Trains as `train` does, on several groups at a time. Returns the rounds, which later passes repeat."""
@@ -203,17 +231,25 @@ class BatchTraining:
     def _train_round(self, round_: Round) -> None:
         """Trains on this rank's part of one round of a step."""
         self._deliver([round_])
-        with self._lent_cores.borrowed():
-            own = self._own_part(round_)
-            batch = None if self.critic_only else self._packed(own)
-            report_progress(f"training a micro-batch of step {self._progress.step + 1}")
-            start = time.monotonic()
-            if self.models.critic:
-                self.models.critic.backward(own, self._value_tokens)
-            if batch:
-                logprobs = self.models.policy.backward(batch, self._progress.policy_version)
-                self._remember(batch, logprobs)
-            self._seconds["timing/backward_s"] += time.monotonic() - start
+        try:
+            with self._lent_cores.borrowed():
+                if not self._ran_out_of_memory:  # else the step begins anew once all ranks have ended it
+                    self._backward(self._own_part(round_))
+        except torch.OutOfMemoryError:
+            if not self._may_halve:
+                raise
+            self._ran_out_of_memory = True
+
+    def _backward(self, own: Sequence[Experience]) -> None:
+        batch = None if self.critic_only else self._packed(own)
+        report_progress(f"training a micro-batch of step {self._progress.step + 1}")
+        start = time.monotonic()
+        if self.models.critic:
+            self.models.critic.backward(own, self._value_tokens)
+        if batch:
+            logprobs = self.models.policy.backward(batch, self._progress.policy_version)
+            self._remember(batch, logprobs)
+        self._seconds["timing/backward_s"] += time.monotonic() - start
 
     def _packed(self, own: Sequence[Experience]) -> MicroBatch:
         """Packs a micro-batch, with reference log-probs if this rank computes them: once for all passes."""

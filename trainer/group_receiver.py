@@ -6,8 +6,6 @@ Planning needs only what a header holds: lengths, rewards, how a completion ende
 of a group (`wire.decode_outline`) until `deliver` has brought its arrays.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence

@@ -7,8 +7,6 @@
 With max_staleness 0 the trainer trains on groups while the rest of the batch still decodes (batch_training.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict

@@ -11,8 +11,6 @@ weights and comes seconds later; publishing, reload and proof, which version 0 g
 sampler rehearses its own part (sampler/rehearsal.py). A resumed run has done all of it.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from functools import partial

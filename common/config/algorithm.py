@@ -1,7 +1,5 @@
 """The settings of the objective. Each contradiction inside the section is refused with what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, get_args
 

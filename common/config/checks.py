@@ -1,7 +1,5 @@
 """The checks across sections of settings: one sentence per contradiction, with what to write instead."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The settings of data sets: where rows come from, and how several data sets are mixed in the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ Their formulas are in trainer/algorithm/advantages.py, which has the same names;
 segments.py beside it. A user's own estimator is none of these names and has the values of OWN.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

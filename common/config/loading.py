@@ -1,7 +1,5 @@
 """Loading of a YAML file and `key=value` overrides as the checked configuration, with readable errors."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Defaults, choices and meanings are written in common/config and nowhere else; a test compares the page with them.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

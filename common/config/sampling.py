@@ -1,7 +1,5 @@
 """The settings of sampling: training samples, their turns, held-out evaluations and the rewards of both."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, Literal

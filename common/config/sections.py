@@ -1,7 +1,5 @@
 """The settings of what both processes share: the run, models, data, prompts, the link and the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self

@@ -1,7 +1,5 @@
 """The settings of the trainer's ranks: optimizer, batches, devices, checkpoints, and the critic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -44,7 +42,7 @@ class TrainerSettings(Section):
     prompts_per_step: int = Field(8, gt=0)
     """Groups per step over all ranks."""
     groups_per_micro_batch: int = Field(1, gt=0)
-    """Groups in a rank's forward."""
+    """Groups in a rank's forward; launch.sh run chooses tokens for GPUs of one host."""
     max_tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Instead: whole groups, in tokens."""
     packing: Literal["auto", "shared", "separate"] = "auto"
@@ -77,6 +75,8 @@ class TrainerSettings(Section):
     """auto: nccl on GPUs, else gloo."""
     logprob_chunk_size: int = Field(1024, gt=0)
     """Tokens whose logits exist at once."""
+    compile_layers: bool = True
+    """On GPUs below ZeRO 3, by torch.compile."""
     max_hours: float | None = Field(None, gt=0)
     """Then save and exit with code 75."""
 

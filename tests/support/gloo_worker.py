@@ -69,6 +69,19 @@ class GlooWorker(Worker):
             trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
             self.one_batch(Case(f"sum{stage}_{count}", stage, sections=HALF | {"trainer": trainer}))
 
+    def run_out_of_memory(self) -> None:
+        """bfloat16: the last rank's memory runs out behind its first backward; and with enough for half as much."""
+        hashes = []
+        for name, tokens in (("short", 200), ("enough", 100)):
+            trainer = {"prompts_per_step": 8, "max_tokens_per_micro_batch": tokens}
+            sections = HALF | {"trainer": trainer, "algorithm": {"loss_type": "dapo"}}  # one plan over all groups
+            made = self.trainer(settings(self.folder, f"memory_{name}", 1, **sections), group)
+            if name == "short" and self.exchange.rank == self.exchange.world_size - 1:
+                _fail_once(made.engine)
+            made.train_batch()
+            hashes.append(run_hash(made))
+        self.seen["memory"] = hashes
+
     def warm_up(self) -> None:
         """Two batches of two updates; in the first three updates only the critic learns."""
         sections = {
@@ -102,14 +115,14 @@ class GlooWorker(Worker):
     def at_stage(self, stage: int) -> None:
         """What depends on it."""
         no_kl = {"algorithm": {"beta": 0.0}}
-        self.begin(stage)
+        self.begin(stage or 1)
         self.one_batch(Case(f"uneven{stage}", stage, gloo_data.uneven, no_kl))
         self.one_batch(Case(f"dead{stage}", stage, gloo_data.dead, no_kl))
         self.skip("nan", stage, gloo_data.poisoned)
         self.skip("inf", stage, gloo_data.infinite_loss)
         self.skip("critic_inf", stage, gloo_data.infinite_loss, algorithm={"adv_estimator": "gae"})
         self.skip("value_inf", stage, gloo_data.enormous, **GAE)
-        if stage in (0, 1):
+        if stage == 1:
             self.skip("nan_half", stage, gloo_data.poisoned, **HALF)
 
     def at_one_stage(self) -> None:
@@ -127,7 +140,20 @@ class GlooWorker(Worker):
         self.one_batch(Case("all_dead", 1, gloo_data.dead, resampled))
         for stage in gloo_data.SUM_STAGES:
             self.accumulate(stage)
+        self.run_out_of_memory()
         self.end()
+
+
+def _fail_once(engine: Any) -> None:
+    """Lets the first backward pass end as if the GPU's memory had run out behind it."""
+    backward = engine.backward
+
+    def fails(*arguments: Any) -> Any:
+        engine.backward = backward
+        backward(*arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine.backward = fails
 
 
 def trained(ranks: int) -> list[tuple[str, int, dict[str, Any]]]:

@@ -4,8 +4,6 @@ A line holds: gold | what means the same ; … | what does not ; …
 """
 
 # ruff: noqa: E501
-from __future__ import annotations
-
 from typing import NamedTuple
 
 TABLE = {

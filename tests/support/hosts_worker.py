@@ -13,9 +13,9 @@ from common.files.run_folder import FINAL
 from common.processes.exits import RETRYABLE, USER_ERROR, say
 from launcher.hosts.hosts import HostCommands, meeting, read_hosts
 from launcher.hosts.over_hosts import answers
-from launcher.processes.output_dir import LOCK, in_use
 from launcher.processes.processes import Child
 from launcher.processes.supervisor import Rules, Supervisor
+from launcher.run import LOCK, in_use
 
 
 def main(path: Path, hostfile: Path, overrides: list[str]) -> int:

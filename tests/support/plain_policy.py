@@ -55,8 +55,8 @@ class PlainPolicy:
     def score(self, row, temperature):
         return score_logprobs(self.model, row, temperature, 64)
 
-    def gathered_tensors(self, tensors, wanted, to_host=None):
-        return ((t.name, t.make()) for t in tensors if wanted(t.name))
+    def gathered_tensors(self, tensors, wanted, to_host=lambda _, tensor: tensor):
+        return ((t.name, to_host(t.name, t.make())) for t in tensors if wanted(t.name))
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""
@@ -96,7 +96,7 @@ class DevicePolicy(PlainPolicy):
         return super().score(row.to(self.model.device), temperature).float().cpu()
 
     def gathered_tensors(self, tensors: Any, wanted: Callable[[str], bool], to_host: Any = lambda _, t: t.cpu()) -> Any:
-        return ((n, to_host(n, t)) for n, t in super().gathered_tensors(tensors, wanted))
+        return super().gathered_tensors(tensors, wanted, to_host)
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

@@ -201,7 +201,7 @@ def moments(engine: Any, which: str) -> dict[str, Tensor]:
 
     if engine.stage == 0:
         state = engine.ds.basic_optimizer.state
-        return {name: state[p][which] for name, p in stage_0_parameters(engine).items()}
+        return {name: state[p][which] for name, p in trained(engine).items()}
     if engine.stage in (1, 2):  # DeepSpeed links the state when only the first parameter group has one
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -213,19 +213,8 @@ def master_weights(engine: Any) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.stage == 0:
-        return {name: p.detach() for name, p in stage_0_parameters(engine).items()}
+        return {name: p.detach() for name, p in trained(engine).items()}
     return {name: safe_get_full_fp32_param(p) for name, p in trained(engine).items()}
-
-
-def stage_0_parameters(engine: Any) -> dict[str, Tensor]:
-    """What the optimizer steps: the model's own parameters, or with bfloat16 their float32 copies."""
-    named = trained(engine)
-    if not hasattr(engine.optimizer, "fp32_groups"):
-        return named
-    halves = [p for group in engine.optimizer.fp16_groups for p in group]
-    masters = [p for group in engine.optimizer.fp32_groups for p in group]
-    master_of = {id(half): master for half, master in zip(halves, masters, strict=True)}
-    return {name: master_of[id(p)] for name, p in named.items()}
 
 
 def state_hash(engine: Any, has_moments: bool = True) -> str:

@@ -55,7 +55,9 @@ class Run:
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL, backward=self.backward, score=lambda row, _: row.target_ids / -100)
-        exchange: Any = SimpleNamespace(dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
+        policy.can_drop_gradients, policy.drop_gradients = True, self.batches.clear
+        exchange: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, sp_size=1, world_size=ranks, agree=bool)
+        exchange.any_rank = bool
         exchange.sum_over_dp = lambda values: values
 
         def receive(ids: Sequence[int]) -> list[Group | Tombstone]:
@@ -100,6 +102,27 @@ def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(
     assert events[8:] == [("train", list(mine)) for (mine,) in expected]
     streamed = Run(config(8, max_tokens_per_micro_batch=60)).step()
     assert [ids for what, ids in streamed if what == "train"] != [list(mine) for (mine,) in expected]
+
+
+def test_memory_that_runs_out_halves_micro_batches_once_and_the_step_begins_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Run(config(4, max_tokens_per_micro_batch=120))
+    limit = 70
+
+    def backward(batch: MicroBatch, version: int) -> Tensor:
+        if batch.row.input_ids.numel() > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run.backward(batch, version)
+
+    run.training.models.policy.backward = backward  # type: ignore[method-assign]
+    run.step()
+    assert sorted(group_id for batch in run.batches for group_id in batch.tokens_of) == [0, 1, 2, 3]
+    said = capsys.readouterr().err
+    assert "with micro-batches of 120 tokens: the step begins anew with 60" in said
+    limit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step()
 
 
 def test_a_later_pass_repeats_the_rounds_of_the_first_and_takes_nothing() -> None:

@@ -71,7 +71,7 @@ def engine_of(config: Config) -> PolicyEngine:
     engine = PolicyEngine.__new__(PolicyEngine)
     engine.config, engine.model, engine.world_size, engine._micro_batch = config, model, 2, 0
     engine.ds = PlainDeepSpeed(Policy(model, 4, config.algorithm.entropy_coef > 0))
-    engine.sums = Sums(TOKEN_SUMS, engine.device)
+    engine.sums = Sums(TOKEN_SUMS)
     return engine
 
 
@@ -103,7 +103,7 @@ def test_a_micro_batch_of_the_critic_asks_the_device_for_no_value() -> None:
     critic = Critic.__new__(Critic)
     critic.config, critic.world_size = settings(adv_estimator="gae"), 2
     critic.model = AutoModelForSequenceClassification.from_config(shape, attn_implementation=attention.NAME)
-    critic.ds, critic.sums = PlainDeepSpeed(ValueModel(critic.model)), Sums(VALUE_SUMS, torch.device("cpu"))
+    critic.ds, critic.sums = PlainDeepSpeed(ValueModel(critic.model)), Sums(VALUE_SUMS)
     batch = batch_of(settings(), [VERSION, VERSION - 1])
     values = ValueBatch(batch.row, *[batch.weights] * 3)
     assert waits_of_a_second_time(lambda: critic.backward(values)) == {}
@@ -120,7 +120,7 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
     engine.sums.drain()
     logprobs = engine.backward(batch, VERSION)
     own = torch.where(batch.policy_versions == VERSION, logprobs, math.nan)
-    expected = Sums(TOKEN_SUMS, torch.device("cpu"))
+    expected = Sums(TOKEN_SUMS)
     sampled = torch.where(earlier.isnan(), own, earlier)
     expected.add(by_cause(logprobs, batch.old_logprobs, sampled, ~sampled.isnan().numpy()))
     sums, found = engine.sums.drain(), expected.drain()
@@ -132,7 +132,7 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
 def test_a_filler_adds_its_loss_of_zero_and_no_token_and_no_objective_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own may be NaN over one token, as (a − mean) / std is; 0 · NaN would end the step on all ranks."""
     engine, config = engine_of(settings()), settings()
-    monkeypatch.setattr(policy, "token_objective", lambda *_: pytest.fail("the filler was given to the objective"))
+    monkeypatch.setattr(policy, "loss_and_terms", lambda *_: pytest.fail("the filler was given to the objective"))
     filler = micro_batch([], Denominator("grpo", 1, 1, 1), config.algorithm)
     assert waits_of_a_second_time(lambda: engine.backward(filler, VERSION)) == {}
     assert not any(p.grad.any() for p in engine.model.parameters() if p.grad is not None)

@@ -13,8 +13,6 @@ of rollouts, which may hold several optimizer steps (steps_per_generation). A us
 column. If the task's rewards are all equal, nothing is divided. Left out: estimators that need a critic.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

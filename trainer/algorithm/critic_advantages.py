@@ -9,8 +9,6 @@ Returns are never whitened, because the critic learns rewards on their own scale
 because there is no group baseline; masked completions (mask_truncated_completions) count nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -11,8 +11,6 @@ wrote between two of them are no steps, so V_{t+1} is the value of the next samp
 observation, as in verl's GAE over its response mask. Left out: bootstrapping for episodes that would continue.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from common.config import Config

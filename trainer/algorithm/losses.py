@@ -11,10 +11,9 @@ micro-batches.
 B counts the completions of the step. The critic's loss is always a token mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
     old_logprobs: Tensor,  # [N] log π_old, the sampler's
     ref_logprobs: Tensor | None,  # [N] log π_ref; None when beta is 0
     advantages: Tensor,  # [N]
-    lengths: Sequence[int],  # the completions' tokens, Σ lengths = N
+    lengths: Sequence[int] | Tensor,  # the completions' tokens, Σ lengths = N; a user's objective needs a sequence
     algorithm: Algorithm,
     entropy: Tensor | None = None,  # [N] the policy's, with gradient where entropy_coef is not 0
     proximal_logprobs: Tensor | None = None,  # [N] log π_own of the trainer's first pass over these; None = this pass
@@ -115,7 +114,7 @@ def try_own_objective(algorithm: Algorithm) -> None:
         token_objective(logprobs, old, None, advantages, [2, 1], algorithm)
 
 
-def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> Tensor:
+def importance_ratio(log_ratio: Tensor, lengths: Sequence[int] | Tensor, level: str) -> Tensor:
     """Returns the importance ratio of each token, [N], from log_ratio_t = log π_θ(t) − log π_old(t), [N].
 
         token       ratio_t = exp(log_ratio_t)                           PPO, arXiv 1707.06347
@@ -125,11 +124,19 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int], level: str) -> T
     """
     if level == "token":
         return bounded(log_ratio).exp()
-    return torch.cat([bounded(part.mean()).exp().expand(len(part)) for part in log_ratio.split(list(lengths))])
+    sums, sizes = sums_of_completions(log_ratio, lengths)
+    return bounded(sums / sizes).exp()
+
+
+def sums_of_completions(x: Tensor, lengths: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, for each token, the sum of x [N] over its completion, [N], and the tokens of its completion, [N]."""
+    sizes = torch.as_tensor(lengths, device=x.device)
+    completion = torch.repeat_interleave(sizes, output_size=len(x))  # [N] number of each token's completion
+    return x.new_zeros(len(sizes)).index_add(0, completion, x)[completion], sizes[completion]
 
 
 def mismatch_correction(
-    log_weight: Tensor, lengths: Sequence[int], mode: str, bounds: tuple[float, float]
+    log_weight: Tensor, lengths: Sequence[int] | Tensor, mode: str, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """Returns ([N] correction, [N] is_corrected) of log_weight_t = log π_own(t) − log π_old(t); bounds: floor and cap.
 
@@ -143,7 +150,7 @@ def mismatch_correction(
     """
     floor, cap = bounds
     if mode.startswith("sequence"):
-        log_weight = torch.cat([part.sum().expand(len(part)) for part in log_weight.split(list(lengths))])
+        log_weight, _ = sums_of_completions(log_weight, lengths)
     weight = bounded(log_weight).exp()
     is_corrected = (weight > cap) | (weight < floor)
     if mode.endswith("truncate"):
@@ -195,6 +202,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def loss(objective: Tensor, weights: Tensor) -> Tensor:
     """Returns − Σ_it w_it · J_it, this micro-batch's share of the step's loss; only this function negates J."""
     return -(weights * objective).sum()
+
+
+def loss_and_terms(logprobs: Tensor, weights: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Returns `loss`, a scalar, and the values of TokenTerms, [N] each. given: what else `token_objective` takes."""
+    objective, terms = token_objective(logprobs, *given)
+    return loss(objective, weights), *vars(terms).values()
 
 
 def value_errors(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,6 @@ the cause `support`. π_own is the trainer's policy at the version that sampled,
 of the current version; for an older group all counts as staleness. Temperature is no cause: all three have the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np
@@ -59,10 +57,10 @@ def by_cause(
     known: NDArray[np.bool_],  # [N] whether log π_own is known
     log_mass: Tensor | None = None,  # [N] log π_θ(S); None at full support
 ) -> dict[str, Tensor]:
-    """Returns the `gaps` of each cause, keyed cause_measure, without a wait for the tensors' device."""
-    mask, at = (torch.from_numpy(x).to(logprobs.device, non_blocking=True) for x in (known, np.flatnonzero(known)))
+    """Returns the `gaps` of each cause, keyed cause_measure."""
+    mask = torch.from_numpy(known)
     parts = {
-        "numerics": gaps(proximal_logprobs[at], old_logprobs[at]),
+        "numerics": gaps(proximal_logprobs[mask], old_logprobs[mask]),
         "staleness": gaps(logprobs, torch.where(mask, proximal_logprobs, old_logprobs)),
     }
     if log_mass is not None:

@@ -11,8 +11,6 @@ and end in a later one. docs/group_ppo.md derives the rule. Left out: gradients 
 positions are not orthogonal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""Sums over an optimizer step's completion tokens for its metrics, accumulated on the device and read once a step."""
+"""Sums over an optimizer step's completion tokens for its metrics, computed on the CPU once a step."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.algorithm.mismatch import CAUSES, MEASURES
+
+SumsOf = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 # The policy's sums. ratio is the token's, or its sequence's with importance_sampling_level: sequence
 TOKEN_SUMS = (
@@ -19,20 +19,27 @@ VALUE_SUMS = ("tokens", "loss", "clipped")  # the critic's sums
 
 
 class Sums:
-    """Named float64 sums of this rank since the last `drain`. Adding does not wait for the device."""
+    """Named float64 sums of this rank since the last `drain`.
 
-    def __init__(self, names: Sequence[str], device: torch.device):
+    Adding copies the tensors into one, and neither waits for their device nor computes there: on a GPU the hundred
+    small kernels of a micro-batch's sums would take longer than those of a layer. They are computed by `drain`.
+    """
+
+    def __init__(self, names: Sequence[str]):
         self._names = names
-        self._values = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self._later: list[tuple[dict[str, torch.Size], Tensor, SumsOf]] = []
 
-    def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds scalar tensors on the device to the sums of the same names; names may be left out."""
-        unknown = parts.keys() - set(self._names)
-        assert not unknown, f"no such sums: {unknown}"
-        zero = self._values.new_zeros(())
-        self._values += torch.stack([parts.get(name, zero).detach().double() for name in self._names])
+    def add(self, tensors: Mapping[str, Tensor], sums_of: SumsOf = dict) -> None:
+        """Adds what sums_of returns for these tensors on the CPU: scalars by name; names may be left out."""
+        copied = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
+        self._later.append(({name: tensor.shape for name, tensor in tensors.items()}, copied, sums_of))
 
     def drain(self) -> dict[str, float]:
-        found = dict(zip(self._names, self._values.tolist(), strict=True))
-        self._values.zero_()
+        found = dict.fromkeys(self._names, 0.0)
+        for shapes, copied, sums_of in self._later:
+            parts = copied.cpu().split([shape.numel() for shape in shapes.values()])
+            tensors = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+            for name, value in sums_of(tensors).items():
+                found[name] += float(value)
+        self._later.clear()
         return found

@@ -11,8 +11,6 @@ J. Appl. Math. 17, 1969), and a rank's groups fill its micro-batches first fit. 
 micro-batch of its own. Sums are divided by the whole step's denominator, so that no plan changes the gradient.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ In TRL's words prompts_per_step is the per-device batch times devices times grad
 ppo_mini_batch_size, the batch of rollouts is train_batch_size, and num_iterations is ppo_epochs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

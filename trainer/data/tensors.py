@@ -1,7 +1,5 @@
 """Tensors of one forward and backward pass, built from the experiences of groups. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@
 With group_ppo, segments replace GAE, and values may be joined by the policy's exact score norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ torch takes the lock of an op on every load, not only on a build, and waits for 
 to build, which is usually nothing. Left out: other programs' processes that build in the same folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -5,8 +5,6 @@ zero, so that the first advantages are the plain returns; a reward model's is ke
 of its scores. Left out: a backbone shared with the policy, whose two losses would have to be weighed (vf_coef).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -64,8 +62,11 @@ class Critic(DeepSpeedModel):
         errors, is_clipped = value_errors(values, old_values, returns, self.config.critic.cliprange_value)
         loss_sum = (weights * errors).sum()
         self.accumulate(loss_sum)
-        real = weights > 0
-        self.sums.add({"tokens": real.sum(), "loss": loss_sum, "clipped": (is_clipped & real).sum()})
+        real = batch.weights > 0
+        self.sums.add(
+            {"loss": loss_sum, "clipped": is_clipped},
+            lambda found: {"tokens": real.sum(), "loss": found["loss"], "clipped": found["clipped"][real].sum()},
+        )
 
 
 def load_value_model(config: Config) -> Any:

@@ -4,8 +4,6 @@ A file made for other trainers works as it is: its "auto" values are filled in h
 default. A value that both sides set must be equal, because there is no telling which of the two was meant.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -87,7 +85,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     del given["expert_parallel"]
     is_whole = config.model.dtype == "float32" and (world_size == 1 or optimizer_of(given) == "muon")
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
-    _fill_accumulation(given, world_size, config.model.dtype)
+    _fill_accumulation(given, config.model.dtype)
     _fill_optimizer(config, given, optimized)
     if optimizer_of(given) == "muon" and not (is_whole and given["zero_optimization"]["stage"] == 0):
         raise UserError(
@@ -178,22 +176,25 @@ def _fill_zero(zero: dict[str, Any], default: int) -> None:
         zero["overlap_comm"] = False
 
 
-def _fill_accumulation(given: dict[str, Any], world_size: int, dtype: str) -> None:
+def _fill_accumulation(given: dict[str, Any], dtype: str) -> None:
     """Makes micro-batches of bfloat16 models add gradients up in float32; DeepSpeed's own default is bfloat16.
 
-    Sums of 8 bits would depend on the number of micro-batches. DeepSpeed refuses float32 sums with ZeRO 0.
+    Sums of 8 bits would depend on the number of micro-batches.
     """
     stage = given["zero_optimization"]["stage"]
-    if dtype != "bfloat16" or stage == 0:
+    if dtype != "bfloat16":
         return
+    if stage == 0:
+        raise UserError(
+            "deepspeed.zero_optimization.stage 0 with model.dtype bfloat16: DeepSpeed would add gradients up in 8 bits "
+            "and wait for the GPU once for each parameter; set deepspeed.zero_optimization.stage=1"
+        )
     types = _section(given, "data_types")
     if types.get("grad_accum_dtype", _AUTO) == _AUTO:
         types["grad_accum_dtype"] = "fp32"
     if stage == 1 and types["grad_accum_dtype"] == "fp32":
-        # a parameter's bfloat16 gradient is dropped as soon as it is added, which saves a copy of the model
+        # gradients are added up while backward runs (flat_gradients.py), which saves a copy of the model
         given["bf16"].setdefault("immediate_grad_update", True)
-        if world_size == 1:  # nothing is sent, but DeepSpeed would still round to the dtype for sending
-            given.setdefault("communication_data_type", "fp32")
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:

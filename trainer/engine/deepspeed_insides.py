@@ -8,10 +8,7 @@ engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters
                 for recovery; its clipping without ZeRO; how its ZeRO stage is pickled
 """
 
-from __future__ import annotations
-
 import importlib
-import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -58,14 +55,13 @@ def clip_with(engine: Any, clip: Callable[[], None]) -> None:
     engine.clip_fp32_gradients = clip
 
 
-def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callable[[Tensor, int], Tensor]) -> None:
+def set_masters(model: torch.nn.Module, stage: int, make: Callable[[Tensor, int], Tensor]) -> None:
     """Sets the float32 masters of every trained bfloat16 parameter to make(its weights, its index).
 
-    optimizer: DeepSpeed's. stage: ZeRO's. Every rank calls it; the masters round to the weights.
+    stage: ZeRO's. Every rank calls it; the masters round to the weights.
     """
     import deepspeed
 
-    own = masters_without_zero(optimizer) if stage == 0 else {}
     for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         if parameter.dtype != torch.bfloat16:
             continue
@@ -74,18 +70,8 @@ def set_masters(model: torch.nn.Module, optimizer: Any, stage: int, make: Callab
         if stage == 3:
             size = deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
             deepspeed.utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), size))
-        elif stage > 0:
+        else:
             deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank sets its part
-        elif parameter in own:
-            own[parameter].data.copy_(masters)
-
-
-def masters_without_zero(optimizer: Any) -> dict[Tensor, Tensor]:
-    """Returns masters by parameter of DeepSpeed's optimizer in stage 0; {} for a float32 model or flat buffers."""
-    if not hasattr(optimizer, "fp32_groups"):
-        return {}
-    halves, masters = (itertools.chain(*groups) for groups in (optimizer.fp16_groups, optimizer.fp32_groups))
-    return dict(zip(halves, masters, strict=True))
 
 
 def own_part(whole: Tensor, size: int) -> Tensor:
@@ -104,10 +90,9 @@ def make_moments(optimizer: Any, stage: int, trained: list[Tensor], step: Any) -
 
 
 def _stepped(optimizer: Any, stage: int, trained: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors that the optimizer steps: flat buffers, or masters of these parameters."""
+    """Returns the tensors that the optimizer steps: flat buffers, in stage 0 these parameters."""
     if stage == 0:
-        masters = masters_without_zero(optimizer)
-        return [masters.get(parameter, parameter) for parameter in trained]
+        return trained
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
     return list(getattr(optimizer, next(name for name in names if hasattr(optimizer, name))))
 
@@ -122,8 +107,7 @@ def set_state(optimizer: Any, stage: int, parameter: Any, key: str, whole: Tenso
         args = (own, key) if key else (own,)
         (utils.safe_set_local_optimizer_state if key else utils.safe_set_local_fp32_param)(parameter, *args)
     elif stage == 0:
-        [stepped] = _stepped(optimizer, 0, [parameter])
-        (inner.state[stepped][key] if key else stepped.data).copy_(whole.view_as(parameter))
+        (inner.state[parameter][key] if key else parameter.data).copy_(whole.view_as(parameter))
     elif (place := parameter._hp_mapping) is not None:
         stepped = _stepped(optimizer, stage, [])[place.param_group_index]
         target, source = place.hp_fragment_address, place.lp_fragment_address

@@ -1,12 +1,10 @@
-"""A model in DeepSpeed, and one step of its optimizer. Only this file and deepspeed_insides.py import deepspeed.
+"""A model in DeepSpeed, and one step of its optimizer.
 
 Gradients accumulate over all `backward` calls until `step` (managed_gradient_accumulation: false). A loss already
 carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by multiplying with the
 world size. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed adds the parts up as it
 does those of data-parallel ranks. Left out: building the model in shards (zero.Init); every rank loads all of it first.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -25,13 +23,17 @@ from torch import Tensor
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.files.shared_memory import NO_BUFFERS
+from common.processes.exits import say
 from common.processes.watchdog import waiting_for
 from common.wire.ports import free_port
 from model import devices
 from model.checksum import all_finite
+from model.compiled import compile_layers
+from model.files.folder import expert_counts
 from model.layout import packing_of
 from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
+from model.transformers_internals import decoder_of
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
 from trainer.data.tensors import filler_row
@@ -45,6 +47,7 @@ from trainer.engine.deepspeed_insides import (
     without_shared_buffers,
 )
 from trainer.engine.exported import Exported
+from trainer.engine.flat_gradients import FlatGradients, add_up_in_buckets
 from trainer.engine.off_grid import off_the_grid
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.ranks import patience
@@ -125,6 +128,7 @@ class DeepSpeedModel:
         import deepspeed
 
         pickle_the_stage_by_value()
+        add_up_in_buckets()
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's prints about memory belong in the log alone
             self.ds, self.optimizer, *_ = deepspeed.initialize(
                 model=self._forward,
@@ -133,13 +137,30 @@ class DeepSpeedModel:
                 lr_scheduler=scheduler(self.config, self._optimized),
                 config=self._ds_config,
             )
-        set_masters(self.model, self.optimizer, self.stage, off_the_grid)
+        set_masters(self.model, self.stage, off_the_grid)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.sums = Sums(self._sums, self.device)
+        self.sums = Sums(self._sums)
+        if self.config.trainer.compile_layers and devices.is_accelerator(self.device):
+            self._compile_layers()
         self.ds.train()
         return self
+
+    def _compile_layers(self) -> None:
+        """Compiles the layers of a dense text decoder, and says so; other layers run as they are."""
+        reasons = {
+            "ZeRO 3 gathers the weights of each module as it runs": self.stage == 3,
+            "ranks share its rows": self.sequence_group is not None,
+            "its layers cannot share a prompt": self.packing == "separate",
+            "it has experts": expert_counts(self.config.model) is not None,
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        if reason is None:
+            compile_layers(decoder_of(self.model))
+        if dist.get_rank() == 0:
+            what = f"of a {type(self.model).__name__} are"
+            say(f"the layers {what} {f'not compiled, because {reason}' if reason else 'compiled as they first run'}")
 
     @property
     def packing(self) -> Packing:
@@ -167,8 +188,7 @@ class DeepSpeedModel:
     def accumulate(self, loss: Tensor) -> None:
         """Runs backward of this rank's share of the step's loss."""
         # ZeRO checks gradients only, and an infinite loss may leave them finite: this makes them NaN
-        scale = torch.where(torch.isfinite(loss.detach()), self.world_size, math.nan).to(loss.dtype)
-        self.ds.backward(loss * scale, scale_wrt_gas=False)
+        self.ds.backward(loss * (self.world_size + 0.0 * loss.detach()), scale_wrt_gas=False)
 
     def step(self) -> StepResult:
         """Steps the optimizer with all gradients since the last step. Not applied if a loss or gradient is not finite.
@@ -208,6 +228,20 @@ class DeepSpeedModel:
         self._not_finite.zero_()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return not flag.item()
+
+    @property
+    def can_drop_gradients(self) -> bool:
+        """Returns whether `drop_gradients` works: ranks have sent nothing before the step."""
+        return self.stage == 0 or isinstance(self.optimizer, FlatGradients)
+
+    def drop_gradients(self) -> None:
+        """Drops gradients and sums since the last step, also those of a backward pass that was not finished."""
+        self.ds.zero_grad()
+        if self.stage:
+            self.optimizer.zero_grad()
+            self.optimizer.exit_backward()
+        self._not_finite.zero_()
+        self.sums.drain()
 
     def poison(self) -> None:
         """Makes the gradients of this step NaN, so that `step` skips it as DeepSpeed skips any other NaN."""

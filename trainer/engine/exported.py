@@ -10,8 +10,6 @@ Under ZeRO-3 a tensor exists on no rank until its parameters are gathered, and m
 each tensor names its parameters and how it is made of them. Nothing here changes the model: merged weights are new.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ The model at the start is the same, bit for bit. A small step δ then moves a we
 Their Effect on Quantization Noise).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """AdamW, its learning-rate schedule, and the settings of both that a resumed run takes from its own config."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

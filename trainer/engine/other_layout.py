@@ -10,8 +10,6 @@ checkpoints would do the same through the disk, four files for each parameter, b
 memory-mapped, so that ranks of a host share the memory. Left out: optimizers with other state than Adam's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path

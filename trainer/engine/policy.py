@@ -1,7 +1,5 @@
 """The policy in DeepSpeed: forward and backward of micro-batches, and their sums for a step's metrics."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from common.config import Config
 from model.checksum import checksum
+from model.compiled import compiled
 from model.files import lora
 from model.files.counted_dims import counted_dims
 from model.files.dims import ModelDims, model_dims
@@ -20,7 +19,7 @@ from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, s
 from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
-from trainer.algorithm.losses import loss, token_objective
+from trainer.algorithm.losses import TokenTerms, loss_and_terms
 from trainer.algorithm.mismatch import by_cause, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
@@ -82,48 +81,32 @@ class PolicyEngine(DeepSpeedModel):
         policy_version: the present one. For tokens that it sampled, sampled_logprobs are known now; like proximal
         log-probs they only measure and correct the mismatch. Returns the log-probs [N], detached.
         """
-        row = self.row_on_device(batch.row)
+        algorithm, row = self.config.algorithm, self.row_on_device(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
-        old_logprobs, advantages, weights = map(self._to_device, (batch.old_logprobs, batch.advantages, batch.weights))
+        weights = self._to_device(batch.weights)
         if batch.is_filler:  # a rank without work joins the collectives with one token: no objective sees it
             loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the model's output
             self.accumulate(loss_sum)
             self.sums.add({"loss": loss_sum})
             return logprobs.detach()
-        ref_logprobs, proximal_logprobs = (
-            None if x is None else self._to_device(x) for x in (batch.ref_logprobs, batch.proximal_logprobs)
+        old, ref, proximal, advantages = (
+            None if x is None else self._to_device(x)
+            for x in (batch.old_logprobs, batch.ref_logprobs, batch.proximal_logprobs, batch.advantages)
         )
-        lengths, algorithm = batch.row.lengths, self.config.algorithm
-        objective, terms = token_objective(
-            logprobs, old_logprobs, ref_logprobs, advantages, lengths, algorithm, entropy, proximal_logprobs
-        )
-        loss_sum = loss(objective, weights)
+        given = logprobs, weights, old, ref, advantages
+        if algorithm.loss is None:
+            lengths = self._to_device(torch.tensor(batch.row.lengths))
+            found = compiled(loss_and_terms, *given, lengths, algorithm, entropy, proximal)
+        else:  # a user's function may be one that no compiler takes
+            found = loss_and_terms(*given, batch.row.lengths, algorithm, entropy, proximal)
+        loss_sum, *terms = found
         self.accumulate(loss_sum)
-        logprobs = logprobs.detach()
-        sampled, known = self._sampled_logprobs(batch, logprobs, policy_version)
-        mass = None if row.sampling_mask is None else log_mass
-        parts = by_cause(logprobs, old_logprobs, sampled, known, mass)
+        mass = {} if row.sampling_mask is None else {"log_mass": log_mass}
+        of_tokens = vars(TokenTerms(*terms)) | {"entropy": entropy, "logprobs": logprobs, "loss": loss_sum} | mass
+        self.sums.add(of_tokens, functools.partial(_sums_of, batch, policy_version))
         if algorithm.router_replay:
-            parts |= self.model.router_replay.sums()
-        of_tokens = vars(terms) | {"entropy": entropy.detach(), "abs_log_ratio": (logprobs - old_logprobs).abs()}
-        parts |= {name: values.double().sum() for name, values in of_tokens.items()}
-        self.sums.add(gaps(logprobs, old_logprobs) | parts | {"loss": loss_sum})
-        return logprobs
-
-    def _sampled_logprobs(
-        self, batch: MicroBatch, logprobs: Tensor, policy_version: int | None
-    ) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Returns log-probs [N] under the weights that sampled, and a mask of the tokens for which they are known.
-
-        They are those of an earlier pass; else the present ones, for tokens that the present version sampled. The
-        choice is made on the CPU.
-        """
-        is_present = batch.policy_versions.numpy() == (-1 if policy_version is None else policy_version)
-        if batch.sampled_logprobs is None:
-            return logprobs, is_present
-        is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
-        mask, earlier = self._to_device(torch.from_numpy(is_earlier)), self._to_device(batch.sampled_logprobs)
-        return torch.where(mask, earlier, logprobs), is_earlier | is_present
+            self.sums.add(self.model.router_replay.sums())
+        return logprobs.detach()
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
         """Returns log-probs [N] of the row's targets, as `evaluate` does."""
@@ -132,3 +115,26 @@ class PolicyEngine(DeepSpeedModel):
     def score_norms(self, row: PackedRow) -> Tensor:
         """Returns squared norms [N] of the targets' scores under the present weights, as `evaluate` does."""
         return self.evaluate(row, self.config.sampler.temperature, score_norms_of_row)
+
+
+def _sums_of(batch: MicroBatch, policy_version: int | None, of_tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns TOKEN_SUMS of a micro-batch from its tokens' values [N] on the CPU."""
+    logprobs, log_mass, old_logprobs = of_tokens.pop("logprobs"), of_tokens.pop("log_mass", None), batch.old_logprobs
+    sampled, known = _sampled_logprobs(batch, logprobs, policy_version)
+    of_tokens["abs_log_ratio"] = (logprobs - old_logprobs).abs()
+    summed = {name: values.double().sum() for name, values in of_tokens.items()}
+    return summed | gaps(logprobs, old_logprobs) | by_cause(logprobs, old_logprobs, sampled, known, log_mass)
+
+
+def _sampled_logprobs(
+    batch: MicroBatch, logprobs: Tensor, policy_version: int | None
+) -> tuple[Tensor, NDArray[np.bool_]]:
+    """Returns log-probs [N] under the weights that sampled, and a mask of the tokens for which they are known.
+
+    They are those of an earlier pass; else the present ones, for tokens that the present version sampled.
+    """
+    is_present = batch.policy_versions.numpy() == (-1 if policy_version is None else policy_version)
+    if batch.sampled_logprobs is None:
+        return logprobs, is_present
+    is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
+    return torch.where(torch.from_numpy(is_earlier), batch.sampled_logprobs, logprobs), is_earlier | is_present

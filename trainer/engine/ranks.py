@@ -14,8 +14,6 @@ another rank was asked to end. The other ranks have no other time limit: a wait 
 Ranks of one dp_rank train the same micro-batches and find the same numbers, of which one counts in a sum.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Without them every task would be rank 0 of 1. Free of torch, because the checks before its import count the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 
 from common.errors import UserError

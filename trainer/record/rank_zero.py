@@ -1,7 +1,5 @@
 """The objects that only rank 0 has: the source of groups, the run's records and its display."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Metrics of one step, under TRL's names where TRL has them. Pure functions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Records of each step on rank 0: a line of metrics, a few samples and a row of the display. Training is unaffected."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

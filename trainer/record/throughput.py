@@ -7,8 +7,6 @@ over one batch of rollouts, which may give several optimizer steps: the last of 
 the seconds of all. num_devices counts the trainer's ranks and every sampler's devices, because all serve the one batch.
 """
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ run had never been interrupted. best/ is written before its evaluation is record
 resumed run evaluates, and keeps, the version once more. Left out: several metrics at once.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ commit.json is written last and the folder becomes visible by one rename; DeepSp
 before all ranks have saved, so it is neither written nor read. trainer/save/resume.py chooses the one to go on from.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from functools import partial

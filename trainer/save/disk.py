@@ -6,8 +6,6 @@ Folders are filled under a temporary name (`write_folder`), so a failed attempt 
 Left out: errors that waiting does not cure, such as a missing permission; they are raised as they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

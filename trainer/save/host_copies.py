@@ -1,7 +1,5 @@
 """Host memory for copies of published tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -6,8 +6,6 @@ is copied, which still fits the weights; if there is none, the folder goes witho
 Left out: errors of the disk, which trainer/save/disk.py waits for.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -6,8 +6,6 @@ Every rank loads it from this folder and compares its tensors with the manifest'
 number determines the reference of a step, so a resumed run loads the one that its checkpoint trained with.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

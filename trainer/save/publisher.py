@@ -10,8 +10,6 @@ and the ledger until `finish`: groups of batch n + 1 are admitted already, and `
 meanwhile, keeps to the first way. Left out: more than one version in flight.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -11,8 +11,6 @@ and by fingerprints, before the first step: the rows and the tokenizer of the sa
 frozen weights under adapters, which a checkpoint does not hold. All other settings may change: docs/running.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

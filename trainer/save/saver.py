@@ -4,8 +4,6 @@ They are always saved between two batches of rollouts, where cursor and weights 
 run, which trains to the same bits with or without it. Minutes are those of rank 0's clock, which decides for all ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable

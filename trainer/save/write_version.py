@@ -5,8 +5,6 @@ commits with one rename. The canary is scored by the trainer itself under the ve
 tensor's checksum is taken where the tensor is: on a GPU before it is copied to the host.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools
@@ -24,7 +22,7 @@ from common.failpoints import failpoint
 from common.files import delta, pieces, weights
 from common.files.weights import Canary, Manifest, Published, TensorInfo, VersionName
 from model import devices
-from model.checksum import describe
+from model.checksum import Checksums
 from model.files import lora
 from model.files.images import canary_image
 from model.packing import pack
@@ -136,10 +134,13 @@ class Snapshot:
             return {}
         path = changes.write(self.name.temporary / self.file, self.tensors)
         failpoint("weights.shard")
-        infos = {name: self.on_device.get(name) or describe(tensor) for name, tensor in self.tensors.items()}
+        sums = Checksums()
+        for name, tensor in self.tensors.items():
+            if name not in self.on_device:
+                sums.add(name, tensor)
         return {
             "files": {path.name: path.stat().st_size},
-            "tensors": {name: asdict(info) for name, info in infos.items()},
+            "tensors": {name: asdict(info) for name, info in {**self.on_device, **sums.infos()}.items()},
         }
 
     def _commit(self, of_ranks: Sequence[dict[str, Any]], base: Published | None) -> Published:
@@ -178,15 +179,15 @@ def snapshot(
     own = [engine.tensors[i] for i in shares[file]] if file is not None else []
     memory.make_room([tensor.form.nbytes for tensor in own])
     wanted = {tensor.name for tensor in own}
-    on_device: dict[str, TensorInfo] = {}
+    sums = Checksums()
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        on_device[key] = describe(tensor)
-        return memory.copy(key, tensor)
+        is_on_device = devices.is_accelerator(tensor.device)
+        if is_on_device:
+            sums.add(key, tensor)
+        return memory.copy(key, tensor) if copies or is_on_device else tensor.contiguous()
 
-    found = engine.gathered_tensors(engine.tensors, lambda key: key in wanted, to_host)  # all ranks gather
-    tensors = {key: memory.copy(key, t) if copies and key not in on_device else t.contiguous() for key, t in found}
+    tensors = dict(engine.gathered_tensors(engine.tensors, lambda key: key in wanted, to_host))  # all ranks gather
+    on_device = sums.infos()
     devices.synchronize()
     return Snapshot(name, file, tensors, on_device, scored, settings)
