@@ -3,8 +3,6 @@
 Batches, devices, memory, and the first prompt as the model sees it. Loads no weights. docs/plan.md has the exit codes.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -17,8 +15,8 @@ from common.errors import UserError
 from common.processes import exits
 from common.types import Problem
 from launcher.resources.batch_plan import batch_line, run_line, settings_of_epochs
-from launcher.resources.fit import Fit, fit
-from launcher.resources.machine import GIB, Machine, this_machine, usable_cores
+from launcher.resources.fit import Fit, fit, tokens_per_micro_batch
+from launcher.resources.machine import GIB, Machine, gib, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
 from launcher.resources.workload import workload_of
 from launcher.run import outside_memory, parse, require_built
@@ -63,8 +61,15 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     deepspeed_config(config, place.num_ranks)  # early: contradictions are reported before the data is read
     model = read_dims(config.model.path, config.model.revision)
     require_settings(config)  # again, because a hub id's config.json may have come only now
+    if tokens := tokens_per_micro_batch(config, model, place, machine):
+        config = config.model_copy(
+            update={"trainer": config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})}
+        )
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
+    if tokens:
+        why = f"the most of a rank's step that fits {gib(machine.gpu_bytes)}; or set trainer.max_tokens_per_micro_batch"
+        _print("micro-batch", [("tokens", f"{tokens:,}: {why}")])
     for note in filter(None, [config.uneven_work(place.num_ranks), *expert_warnings(config)]):
         print(f"tandem: {note}", file=sys.stderr)
     _print("devices", [("sampler", place.sampler_place), ("trainer", place.trainer_place)])

@@ -5,43 +5,42 @@ supervisor.py and prints what came out. A config's model.builder makes model and
 hostfile the processes run on its hosts, and are started from this one (hosts.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
+import itertools
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.config import Config, load
 from common.config.data import entries
 from common.durable import lock
 from common.errors import Retryable, UserError
-from common.files.run_folder import FINAL, checkpoints
+from common.files.run_folder import FINAL, TRAINER_LOCK, checkpoints, earlier_run, no_checkpoint
 from common.paths import ROOT
 from common.processes import exits
 from common.redact import redacted_words
-from launcher.hosts.hosts import HostCommands, hostfile_overrides, hostfile_placement, meeting, read_hosts
+from launcher.hosts.hosts import HostCommands, hostfile_overrides, meeting, read_hosts
 from launcher.hosts.over_hosts import answers
 from launcher.processes.commands import Commands
-from launcher.processes.output_dir import LOCK, in_use, make_room
 from launcher.processes.supervisor import Rules, Supervisor
-from launcher.resources import shares
 from launcher.resources.batch_plan import batch_line, settings_of_epochs
-from launcher.resources.fit import fit, on_host
+from launcher.resources.fit import fit, is_undivided, on_host, settings_of_one_gpu, tokens_per_micro_batch
 from launcher.resources.machine import MACHINE, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
 from launcher.resources.workload import workload_of
 from model.files.counted_dims import read_dims
 from model.files.folder import looks_local, require_models
+from report.run_log import read_jsonl
 from report.sinks import require_packages
 from trainer.algorithm.user_functions import require_user_functions
 
+LOCK = "lock.supervisor"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
         if hosts:
             overrides = [*overrides, *hostfile_overrides(hosts, config)]
             config = load(path, overrides)
-            place = hostfile_placement(hosts)
         else:
             os.sched_setaffinity(0, usable_cores())  # every child counts its cores by this
             place = placement(config, visible_gpus(os.environ), usable_cores())
@@ -78,18 +76,59 @@ def main(arguments: Sequence[str]) -> int:
                 meet = meeting(hosts, answers([host.name for host in hosts]))
                 return _run(HostCommands(path, overrides, config, hosts, meet), resume_command)
             _require_memory(config, place)
-            if shares.is_undivided(config, place):
+            if place.trainer_gpus:
                 machine = this_machine(len(visible_gpus(os.environ)))
-                division = shares.settings(config, read_dims(config.model.path, config.model.revision), place, machine)
-                exits.say(f"one GPU for both processes: {' '.join(division)}")
-                overrides = [*overrides, *division]
-                config = load(path, overrides)
+                model = read_dims(config.model.path, config.model.revision)
+                if tokens := tokens_per_micro_batch(config, model, place, machine):
+                    exits.say(
+                        f"micro-batches of {tokens:,} tokens, as many as fit (trainer.max_tokens_per_micro_batch)"
+                    )
+                    overrides = [*overrides, f"trainer.max_tokens_per_micro_batch={tokens}"]
+                    config = load(path, overrides)
+                if is_undivided(config, place):
+                    division = settings_of_one_gpu(config, model, place, machine)
+                    exits.say(f"one GPU for both processes: {' '.join(division)}")
+                    overrides = [*overrides, *division]
+                    config = load(path, overrides)
             return _run(Commands(path, overrides, config, place), resume_command)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
     except (UserError, Retryable) as error:
         exits.say(str(error))
         return exits.USER_ERROR if isinstance(error, UserError) else exits.RETRYABLE
+
+
+def make_room(config: Config) -> None:
+    """Moves an earlier run aside. Raises UserError if it can go on, or if run.resume finds no checkpoint."""
+    folder = config.run.output_dir
+    steps, saved = len(read_jsonl(folder / "metrics.jsonl")), checkpoints(folder)
+    is_finished = (folder / FINAL).is_dir()
+    if config.run.resume:
+        if not saved:
+            raise no_checkpoint(folder, is_empty=not steps)
+    elif saved and not is_finished:
+        raise earlier_run(folder, f"a run of {steps} steps")
+    elif steps or is_finished:
+        _move_aside(folder)
+
+
+def _move_aside(folder: Path) -> None:
+    with lock(folder / LOCK, in_use(folder)), lock(folder / TRAINER_LOCK, in_use(folder)):  # a trainer started by hand
+        candidates = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+        aside = next(path for path in candidates if not path.exists())
+        try:
+            folder.rename(aside)
+        except OSError as error:  # for example a mount point
+            why = f"holds an earlier run and cannot be renamed to {aside.name}: {error.strerror}"
+            raise UserError(f"{folder} {why}; set run.output_dir={folder}/2") from None
+    exits.say(f"the earlier {folder} is now {aside}")
+
+
+def in_use(folder: Path) -> Callable[[str], UserError]:
+    """Returns a function that makes the error for a lock of the folder, from the name of the process that holds it."""
+    return lambda holder: UserError(
+        f"{folder} belongs to a run that is going on ({holder}); stop it, or set another run.output_dir"
+    )
 
 
 def _require_memory(config: Config, place: Placement) -> None:
@@ -193,12 +232,8 @@ def build(config: Config) -> int:
     if not (ROOT / builder.replace(".", "/")).with_suffix(".py").is_file():
         raise UserError(f"model.builder {builder}: no such module in {ROOT}; write for example examples.quickstart")
     rows = [*entries(config.data.train), *entries(config.data.eval)]
-    return _program(builder, config.model.path, *(entry.path for entry in rows))
-
-
-def _program(module: str, *arguments: str) -> int:
-    """Runs `python -m module arguments` and returns its exit code."""
-    return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), "-m", module, *arguments]).returncode
+    words = ["-m", builder, config.model.path, *(entry.path for entry in rows)]
+    return subprocess.run([sys.executable, *(["-P"] * sys.flags.safe_path), *words]).returncode
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ If the groups of a step do not divide over the ranks, "per rank" is the busiest 
 share every micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 
 from common.config import Config

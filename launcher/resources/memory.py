@@ -4,8 +4,6 @@ The letters are those of workload.py; n = trained parameters, B = DeepSpeed's re
 resident memory of a process. Fragmentation is not counted; NCCL's buffers and the CUDA context together are _CONTEXT.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ _CONTEXT = 1.5 * GIB
 # Resident before a model is loaded: Python with torch and DeepSpeed, and with vLLM.
 _TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
 _SPARE = 0.25  # share of the tensors that come and go, as measured
+_WAITING = 1 << 26  # gradients that flat_gradients.py adds up at once
 _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 
@@ -133,8 +132,9 @@ def _reduction(work: Workload, n: int) -> tuple[float, float]:
     """Returns bytes of gradients on their way between ranks, beside the gradients: (in the backward pass, after it).
 
     A bucket has B values on a GPU, whatever is in it; on a CPU only what was written is resident. Stage 0: the
-    flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, which are flat already, a copy in
-    bfloat16 to send. From stage 2 on bucket and flattened bucket, in every backward pass.
+    flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, which are flat already, gradients
+    that wait to be added up, and a copy in bfloat16 to send. From stage 2 on bucket and flattened bucket, in every
+    backward pass.
     """
     b, bucket = work.bytes_per_value, work.bucket if work.on_gpu else min(work.bucket, n)
     if work.zero_stage >= 2:
@@ -142,7 +142,7 @@ def _reduction(work: Workload, n: int) -> tuple[float, float]:
     if work.zero_stage == 0:
         return 0.0, float(b * min(work.bucket, n))
     if work.sums_in_fp32:
-        return 0.0, 2.0 * n if work.ranks > 1 else 0.0
+        return 2.0 * b * min(_WAITING, n), 2.0 * n if work.ranks > 1 else 0.0
     return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.ranks
 
 

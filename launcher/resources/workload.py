@@ -5,8 +5,6 @@ micro-batch, P = prompt, C = completion, G = completions in a group; other lette
 states every formula.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

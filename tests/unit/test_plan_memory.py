@@ -128,7 +128,9 @@ def test_memory_of_a_trainer_rank_by_hand() -> None:
     assert memory.total == pytest.approx(sum([9 * N, memory.logits, memory.activations, buckets, 1.5 * GIB]))
 
 
-@pytest.mark.parametrize(("ranks", "stage", "buckets"), [(1, 1, 0), (2, 1, 0), (2, 2, 4 * 5e8), (7, 2, 4 * 5e8)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "buckets"), [(1, 1, 4 * 2**26), (2, 1, 4 * 2**26), (2, 2, 4 * 5e8), (7, 2, 4 * 5e8)]
+)
 def test_gradients_summed_in_float32_by_hand(ranks: int, stage: int, buckets: float) -> None:
     memory = trainer_memory(load_of(ranks=ranks, zero_stage=stage, sums_in_fp32=True, checkpointing=True))
     gradients = 4 * N / (ranks if stage == 2 else 1)
@@ -360,7 +362,7 @@ SIZES = {
     "7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064, tied=False, bias=True),
 }
 LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
-WAYS = [[f"deepspeed.zero_optimization.stage={stage}"] for stage in range(4)] + [["lora.r=16"]]
+WAYS = [[f"deepspeed.zero_optimization.stage={stage}"] for stage in (1, 2, 3)] + [["lora.r=16"]]
 RANKS, CARDS = (1, 2, 4, 8), (24, 40, 80)
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from launcher import run as launcher_run
-from launcher.resources import shares
+from launcher.resources import fit as fits
 from launcher.resources.fit import fit
 from launcher.resources.machine import GIB, Machine
 from launcher.resources.memory import sampler_memory, trainer_memory
@@ -36,18 +36,18 @@ def short(**sections: Any) -> Config:
 
 
 def test_a_large_card_gives_the_cache_every_sequence_of_a_batch_in_whole_blocks_and_no_more() -> None:
-    found = shares.shares(work_of(), CARD, 896)
+    found = fits.shares(work_of(), CARD, 896)
     assert found.cache == 128 * 896 * PER_TOKEN  # 896 is 56 whole blocks of 16
     assert found.sequences == 128
     assert found.settings[0] == f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}"
-    assert shares.shares(work_of(prompt=385), CARD, 897).cache == 128 * 912 * PER_TOKEN  # 57 blocks
+    assert fits.shares(work_of(prompt=385), CARD, 897).cache == 128 * 912 * PER_TOKEN  # 57 blocks
 
 
 def test_a_small_card_gives_the_cache_what_trainer_and_weights_leave() -> None:
     work = work_of()
     needed = trainer_memory(work).total + sampler_memory(work).weights + sampler_memory(work).overhead
     machine = replace(CARD, gpu_bytes=(needed + 2e8) / 0.96)
-    found = shares.shares(work, machine, 896)
+    found = fits.shares(work, machine, 896)
     assert found.cache == pytest.approx(2e8, abs=2)
     assert found.sequences == int(2e8 / (896 * PER_TOKEN)) == 18
     assert found.trainer + found.sampler + found.cache <= machine.gpu_bytes
@@ -55,24 +55,24 @@ def test_a_small_card_gives_the_cache_what_trainer_and_weights_leave() -> None:
 
 def test_the_engine_asks_at_its_start_for_weights_and_cache_alone() -> None:
     """The reference is loaded before it, and the trainer may have started too: both are no longer free."""
-    found = shares.shares(work_of(reference=SMALL), CARD, 896)
+    found = fits.shares(work_of(reference=SMALL), CARD, 896)
     share = (2 * SMALL.parameters + found.cache) / CARD.gpu_bytes
     assert found.settings[1] == f"vllm.gpu_memory_utilization={int(100 * share) / 100:.2f}"
 
 
 def test_no_room_for_one_sequence_names_settings_that_make_it() -> None:
     work = work_of(checkpointing=False)
-    found = shares.shares(work, replace(CARD, gpu_bytes=20 * GIB), 896)
+    found = fits.shares(work, replace(CARD, gpu_bytes=20 * GIB), 896)
     assert found.cache == 0
-    said = shares.problem(work, found)
+    said = fits.problem(work, found)
     assert re.search(r"one GPU of 20\.0 GiB for both: a trainer rank needs about .*set model\.gradient_check", said)
-    assert "set lora.r=16" in shares.problem(work, replace(found, total=4 * GIB))
+    assert "set lora.r=16" in fits.problem(work, replace(found, total=4 * GIB))
 
 
 def test_the_reference_counts_on_the_one_gpu_whichever_process_holds_it() -> None:
-    without = shares.shares(work_of(), CARD, 896)
+    without = fits.shares(work_of(), CARD, 896)
     for side, logits in (("sampler", 18 * 151936 * 1024), ("trainer", 0)):  # the trainer has room for a chunk anyway
-        found = shares.shares(work_of(reference=SMALL, reference_on=side), CARD, 896)
+        found = fits.shares(work_of(reference=SMALL, reference_on=side), CARD, 896)
         more = found.trainer + found.sampler - without.trainer - without.sampler
         assert more == pytest.approx(2 * SMALL.parameters + logits)
 
@@ -81,20 +81,20 @@ def test_each_rank_on_the_one_gpu_counts() -> None:
     work = work_of(ranks=2, ranks_per_gpu=2)
     of_one, fixed = trainer_memory(work).total, sampler_memory(work).weights + sampler_memory(work).overhead
     card = replace(CARD, gpu_bytes=(2 * of_one + fixed + 2e8) / 0.96)
-    found = shares.shares(work, card, 896)
+    found = fits.shares(work, card, 896)
     assert found.trainer == 2 * of_one
     assert found.cache == pytest.approx(2e8, abs=2)
-    place = replace(PLACE, num_ranks=2, trainer_gpus=(0, 0))
+    place = PLACE._replace(num_ranks=2, trainer_gpus=(0, 0))
     assert "per rank, 2 ranks on one GPU" in dict(fit(short(), work, place, card).lines)["trainer"]
     (problem,) = fit(short(), work, place, replace(CARD, gpu_bytes=8 * GIB)).problems
     assert f"2 trainer ranks on it need about {2 * of_one / GIB:.1f} GiB" in problem
 
 
 def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
-    assert shares.is_undivided(short(), PLACE)
+    assert fits.is_undivided(short(), PLACE)
     for name, value in {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": GIB}.items():
-        assert not shares.is_undivided(short(vllm={name: value}), PLACE)
-    assert not shares.is_undivided(short(), placement(short(), [0, 1], [0, 1]))
+        assert not fits.is_undivided(short(vllm={name: value}), PLACE)
+    assert not fits.is_undivided(short(), placement(short(), [0, 1], [0, 1]))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_gpu_that_nobody_divided_is_divided_by_the_run() -> None:
 )
 def test_what_cannot_be_divided_is_refused_with_a_way_by_hand(model: ModelDims | None, gib: float, words: str) -> None:
     with pytest.raises(UserError, match=rf"{words}.*add vllm\.gpu_memory_utilization=0\.4"):
-        shares.settings(short(), model, PLACE, replace(CARD, gpu_bytes=gib * GIB))
+        fits.settings_of_one_gpu(short(), model, PLACE, replace(CARD, gpu_bytes=gib * GIB))
 
 
 def test_the_plan_shows_the_same_settings_that_a_run_is_started_with() -> None:
     config = short(model={"path": "m", "gradient_checkpointing": True}, trainer={"prompts_per_step": 16})
     lines = dict(fit(config, workload_of(config, 1, SMALL), PLACE, CARD).lines)
-    assert lines["one GPU"].endswith(" ".join(shares.settings(config, SMALL, PLACE, CARD)))
+    assert lines["one GPU"].endswith(" ".join(fits.settings_of_one_gpu(config, SMALL, PLACE, CARD)))
     assert "128 of 128 decode at once" in lines["sampler"]
 
 
@@ -148,3 +148,23 @@ def test_launch_adds_the_settings_and_says_so(monkeypatch: pytest.MonkeyPatch, c
     cache, said = f"vllm.kv_cache_memory_bytes={128 * 896 * PER_TOKEN}", capsys.readouterr().err
     assert cache in sampler.argv
     assert f"one GPU for both processes: {cache} " in said and "shared with the sampler" in said
+
+
+def test_micro_batches_on_gpus_hold_a_ranks_step_or_the_largest_part_of_it_that_fits_and_a_users_own_stay() -> None:
+    def tokens(gib: int, gpus: int = 2, **trainer: Any) -> int | None:
+        sections = {"trainer": {"prompts_per_step": 16} | trainer, "model": {"dtype": "bfloat16"}}
+        config = short(**sections, sampler={"num_generations": 8, "max_completion_length": 512})
+        place = placement(config, range(gpus), [0, 1])
+        return fits.tokens_per_micro_batch(config, SMALL, place, Machine(gpus, gib * GIB, 512 * GIB))
+
+    group = 384 + 8 * 512
+    assert tokens(640) == 16 * group
+    assert tokens(80) == 8 * group
+    half, whole = (trainer_memory(work_of(groups_per_micro_batch=n, checkpointing=False)).total for n in (8, 16))
+    assert half < 0.96 * 80 * GIB < whole
+    assert tokens(12) == group
+    assert tokens(640, gpus=3) == 8 * group, "of each of two ranks"
+    assert tokens(640, gpus=1) == 16 * group and (tokens(48, gpus=1) or 0) < 16 * group
+    assert tokens(80, groups_per_micro_batch=1) is None and tokens(80, max_tokens_per_micro_batch=9000) is None
+    on_cpu = placement(config_of(), [], [0, 1])
+    assert fits.tokens_per_micro_batch(config_of(), SMALL, on_cpu, Machine(0, 0, 64 * GIB)) is None
