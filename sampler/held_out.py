@@ -9,8 +9,6 @@ use any gap that the groups leave: the trainer's step, or the rest of a batch wh
 Only a few are given to the engine at once, so that groups leased meanwhile do not queue behind the whole evaluation.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A result stays in the outbox until a CREDIT's cursor passes it, and is sent agai
 after a lost message or a restart of the trainer, it is enough that this process goes on.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import math

@@ -8,8 +8,6 @@ The trainer's window bounds every queue: the engine's, the environments', the re
 wait for gaps between groups, and are at most those of data.eval.
 """
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Sequence

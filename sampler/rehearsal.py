@@ -8,8 +8,6 @@ Each is cut to its last tokens, so that it costs a prompt and not a completion. 
 which version 0 goes through before any group; rewards, which are tried on made-up texts (start.py); environments.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

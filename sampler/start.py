@@ -1,7 +1,5 @@
 """Starts a sampler from a checked config: cheap checks first, then the reference model, then vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -15,8 +15,6 @@ into them and compared while the cache sleeps. vLLM 0.32 guarantees the followin
 - `v1/worker/cpu_worker.py` discard: refused, as by `config/model.py` on any platform without such an allocator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from common.errors import Retryable

@@ -25,7 +25,7 @@ class SamplingParams:
     temperature: float
     max_tokens: int
     num_completions: int
-    seed: int | None  # completion k of a prompt uses seed + k
+    seed: int | None  # completion k of a prompt uses seed + k; accelerators ignore it unless keeps_seed
     top_p: float = 1.0
     top_k: int = 0  # 0 = all
     min_p: float = 0.0
@@ -33,6 +33,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end a completion, besides sampler.stop
     more: Mapping[str, Any] = field(default_factory=dict)  # sampler.generation_kwargs: vLLM's, forbid tokens
     hears: Callable[[list[int]], None] | None = None  # called with one completion's tokens so far at each step
+    keeps_seed: bool = False  # an agent's request named a seed
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Completion:
 
 
 def completions_of(output: RequestOutput) -> list[Completion]:
-    """Returns the completions of one prompt, in the order of their seeds."""
+    """Returns the completions of one prompt, in the order of their numbers."""
     prompt = len(output.prompt_token_ids or ())
     return [_completion(c, prompt) for c in sorted(output.outputs, key=lambda c: c.index)]
 

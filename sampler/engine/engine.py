@@ -123,7 +123,8 @@ class Engine:
             stop=[*self._ends.texts, *params.stop],
             include_stop_str_in_output=True,
             skip_special_tokens=False,  # a stop text may contain one
-            seed=params.seed,
+            # vLLM draws the noise of all rows without a seed in one kernel, that of each row with one in another
+            seed=params.seed if self.on_cpu or params.keeps_seed else None,
             logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
             flat_logprobs=True,
             detokenize=bool(self._ends.texts or params.stop),

@@ -1,8 +1,7 @@
 """Defines how vLLM is started: its environment variables, its arguments, and the ends of a completion."""
 
-from __future__ import annotations
-
 import os
+import secrets
 from typing import Any
 
 from common.config import Config
@@ -101,7 +100,8 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "skip_tokenizer_init": not (looks_for_texts(config) or config.sampler.generation_kwargs),
-        "seed": config.run.seed,
+        # The noise of rows without seeds: other samplers and restarted ones must not draw the same again.
+        "seed": config.run.seed if on_cpu else secrets.randbits(31),
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),
         "generation_config": "vllm",

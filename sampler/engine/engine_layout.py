@@ -12,8 +12,6 @@ layers are not taken for another layout, but are wrong.
     several     while all are equal, as zeros are, several rules hold; each load keeps those that still do
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -16,13 +16,11 @@ its values as far as possible, and the canary covers the rest:
 A tensor that was comparable once must always be. Engine tensors and published ones without a counterpart are wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from common.files.weights import TensorInfo
 from common.processes.watchdog import report_progress
-from model.checksum import checksum, unordered_sum
+from model.checksum import ZEROS, unlike, unordered_sum
 from sampler.engine import vllm_insides
 from sampler.engine.engine_layout import (
     NUMBER,
@@ -99,10 +97,14 @@ def prove(
     free = [name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases]
     rearranged = _rearranged_homes(proof, engine, homeless, free)
     _give_homes(proof, engine, homeless, free, layout)
-    for name in {**engine.parameters, **found}:
-        parts = found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied LM head is the embedding
+    located = {
+        name: found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied LM head is the embedding
+        for name in {**engine.parameters, **found}
+    }
+    differ = unlike(_expected_sums(engine, located))
+    for name, parts in located.items():
         if parts:
-            if moved := _prove_one(proof, name, engine, parts):
+            if moved := _prove_one(proof, name, engine, parts, differ):
                 rearranged[name] = moved
         elif name in free and vllm_insides.is_made_of_others(name):
             layout.computed[name] = name
@@ -120,6 +122,40 @@ def prove(
     layout.loads += 1
     proof.seconds = time.monotonic() - started_s
     return proof
+
+
+def _expected_sums(engine: EngineModel, located: Mapping[str, list[Part]]) -> Iterator[tuple[str, Tensor, str]]:
+    """Yields the tensors whose checksums tell what the engine holds; a tied LM head, the embedding itself, comes once.
+
+    Two questions come as a tensor that must be 0, because they then need no wait of their own: whether a tensor was
+    widened without loss, and whether it has numbers beside the published ones.
+    """
+    seen = set[str]()
+    for name, parts in located.items():
+        tensor, infos = engine.tensors[name], [part.info for part in parts]
+        if not parts or _key(tensor, parts[0]) in seen or _not_comparable(engine.module(name), tensor, infos):
+            continue
+        whole = engine.value(name)
+        held = [part.of(whole) for part in parts]
+        for part, own in zip(parts, held, strict=True):
+            given = own.to(getattr(torch, part.info.dtype))
+            yield _key(tensor, part), given, part.info.checksum
+            if given.dtype != own.dtype:
+                yield _key(tensor, part, " widened"), given.to(own.dtype) != own, ZEROS
+            seen.add(_key(tensor, part))
+        if sum(own.numel() for own in held) < whole.numel():
+            others = _nonzero([whole]) - _nonzero(held)
+            yield _key(tensor, parts[0], " and others"), others.clamp(min=0), ZEROS
+        report_progress("comparing the engine's weights")
+
+
+def _nonzero(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns how many numbers are not 0, on the tensors' device."""
+    return torch.stack([tensor.count_nonzero() for tensor in tensors]).sum()
+
+
+def _key(tensor: Tensor, part: Part, what: str = "") -> str:
+    return f"{part.name} in {id(tensor)}{what}"
 
 
 def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
@@ -241,9 +277,10 @@ def spoil(model: Any, layout: Layout) -> None:
         parameters[home].data.fill_(math.nan)
 
 
-def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) -> list[Part]:
-    """Compares one of the engine's tensors with its parts. Returns the parts that it holds in another order."""
-    if why := _not_comparable(engine.module(name), engine.tensors[name], [part.info for part in parts]):
+def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part], differ: set[str]) -> list[Part]:
+    """Judges one of the engine's tensors by its sums that differ. Returns the parts that it holds in another order."""
+    tensor = engine.tensors[name]
+    if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         if why is PACKED:
             others = [part for part in parts if not engine.multiplies_by(name, part)]
@@ -254,17 +291,16 @@ def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part]) 
         if name in proof.narrow:
             proof.wrong += [_other(name, part) for part in parts if not engine.holds_rounded(name, part)]
         return []
-    whole = engine.value(name)
-    held, others = [part.of(whole) for part in parts], [part for part in parts if not part.is_in(whole)]
+    others = [part for part in parts if differ & {_key(tensor, part), _key(tensor, part, " widened")}]
     proof.proven |= {part.name for part in parts if part not in others}
     if others:
         given = {part.name: engine.published[part.name] for part in parts if part.name in engine.published}
-        if len(given) == len(parts) and same_numbers(as_published(whole, parts[0].info), given):
+        if len(given) == len(parts) and same_numbers(as_published(engine.value(name), parts[0].info), given):
             return others
         proof.wrong += [_other(name, part) for part in others]
     elif any(not engine.multiplies_by(name, part) for part in parts):
         proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
-    if sum(t.numel() for t in held) < whole.numel() and sum(t.count_nonzero() for t in held) < whole.count_nonzero():
+    if _key(tensor, parts[0], " and others") in differ:
         proof.wrong.append(f"the engine's {name} has numbers that are neither published nor zero")
     return []
 
@@ -304,7 +340,8 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
     fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
     published_in = Counter(whole for whole, _ in fused.values())
     layers = vllm_insides.adapter_stacks(model)
-    proof, seen = Proof(narrow=_narrow(model, expected)), {path: set[tuple[str, int]]() for path in layers}
+    proof, seen = Proof(narrow=_narrow(model, expected)), set[tuple[str, str, int]]()
+    path_of, required = dict[str, str](), list[tuple[str, Tensor, str]]()
     for name, info in expected.items():
         path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")
@@ -316,19 +353,26 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
         of_layer = layers[layer_path][which]
         more = len(of_layer) - (1 if whole == leaf else published_in[whole])
         own = range(part + more * (part > 0), part + more + 1)
-        seen[layer_path] |= {(which, i) for i in own}
+        seen |= {(layer_path, which, i) for i in own}
         own_stacks, (rows, columns) = [of_layer[i] for i in own], info.shape
         held = [torch.cat([stack[:, :columns] for stack in own_stacks])] if which == "lora_B" else own_stacks
-        if any(checksum(stack[:rows, :columns]) != info.checksum for stack in held):
-            proof.wrong.append(f"the engine's {layer_path} does not hold the published {name}")
-        elif any(stack[rows:].any() for stack in held) or any(stack[:, columns:].any() for stack in own_stacks):
-            proof.wrong.append(f"the engine's {layer_path} has numbers around the published {name}")
-        else:
-            proof.proven.add(name)
+        path_of[name] = layer_path
+        required += [(f"{name} {i}", stack[:rows, :columns], info.checksum) for i, stack in enumerate(held)]
+        around = [stack[rows:] for stack in held] + [stack[:, columns:] for stack in own_stacks]
+        required.append((f"around {name}", _nonzero(around), ZEROS))
         report_progress("comparing the engine's adapters")
     for path, stacks in layers.items():
         for which, parts in stacks.items():
-            for i, stack in enumerate(parts):
-                if (which, i) not in seen[path] and stack.any():
-                    proof.wrong.append(f"the engine's {path} has a {which} that nothing was published for")
+            if others := [stack for i, stack in enumerate(parts) if (path, which, i) not in seen]:
+                required.append((f"the engine's {path} has a {which}", _nonzero(others), ZEROS))
+    differ = unlike(required)
+    for name, path in path_of.items():
+        if any(f"{name} {i}" in differ for i in range(len(layers[path]["lora_A"]))):
+            proof.wrong.append(f"the engine's {path} does not hold the published {name}")
+        elif f"around {name}" in differ:
+            proof.wrong.append(f"the engine's {path} has numbers around the published {name}")
+        else:
+            proof.proven.add(name)
+    unpublished = sorted(said for said in differ if said.startswith("the engine's "))
+    proof.wrong += [f"{said} that nothing was published for" for said in unpublished]
     return proof

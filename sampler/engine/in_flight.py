@@ -12,8 +12,6 @@ A group is as old as its oldest token, which is never older than without this se
 decodes are newer than the version with which the trainer's window admitted it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -10,8 +10,6 @@ its parameters to the engine's, bit by bit: weights that are stale, swapped or h
 the learning rate has changed them. The canary proves what checksums cannot: that both compute the same with them.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import shutil

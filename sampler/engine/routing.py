@@ -9,8 +9,6 @@ prefix cache share its routing too, a preempted sequence writes both again, and 
 the routing to its completion. The last token of a completion is never run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

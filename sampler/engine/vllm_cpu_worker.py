@@ -3,8 +3,6 @@
 vLLM loads it by name through `worker_cls`, unless the user sets the size of the cache.
 """
 
-from __future__ import annotations
-
 import math
 
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config

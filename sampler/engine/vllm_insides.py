@@ -5,8 +5,6 @@ worker. tests/engine/test_vllm_insides.py names what an upgrade removed. The cod
 model/cpu.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 vLLM loads it by name through `worker_extension_cls`, and mixes it into its worker class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from torch import Tensor
 from common.files.weights import TensorInfo
 from common.processes.exits import die_with_parent
 from common.processes.watchdog import report_progress
-from model import cpu
-from model.checksum import checksum
+from model import cpu, devices
+from model.checksum import unlike
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
 from sampler.engine import vllm_insides
 from sampler.engine.engine_layout import Layout
@@ -81,7 +79,8 @@ class WeightExtension:
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
         if tensors is None:
-            other = [name for name, info in expected.items() if checksum(weights[name]) != info.checksum]
+            read = ((name, weights[name], info.checksum) for name, info in expected.items())
+            other = sorted(unlike(read, devices.in_use()))
             proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
         return proof
 

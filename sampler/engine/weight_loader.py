@@ -1,7 +1,5 @@
 """Loads the weights of a version, or its adapter, into a vLLM engine, and compares the engine's tensors with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

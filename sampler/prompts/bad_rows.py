@@ -1,7 +1,5 @@
 """Reports the rows that cannot be used, all at once, and leaves them out if they are few."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

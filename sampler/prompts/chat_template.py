@@ -5,8 +5,6 @@ as an object, the content beside a call as null or as "". Given another form, th
 each shape of a conversation is rendered once with marks in place of its texts, in the first form that shows all marks.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

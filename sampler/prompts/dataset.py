@@ -3,8 +3,6 @@
 The order is a set of pure functions of the seed, so that the sampler has nothing to save.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Turns rows into chat messages, tools and arguments for the chat template: docs/data.md#from-a-row-to-a-prompt."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ broken ones are named together, and encoded when its prompt is made. The number 
 first: a small file may unpack to gigabytes.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

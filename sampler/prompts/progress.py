@@ -1,7 +1,5 @@
 """Reports the progress of work on many rows, because another process may wait for its end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 

@@ -5,8 +5,6 @@ Tokens are made from the rendered text, once, and are passed on as ids: nothing 
 writes the special tokens, so none are added (except the first: sampler/prompts/chat_template.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ template writes after a turn, which may be neither if a base model has a chat te
 tokens are not text. Other special tokens are kept if a function looks for them: a tag such as <answer> may be one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -7,8 +7,6 @@ Requests of one rollout may run in parallel. When the rollout ends, its turns ar
 turn follows the one with which it shares the longest prefix: extensions first, then forks.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Collection
@@ -114,6 +112,7 @@ class Agents(Episodes):
             seed = sampling_seed(seed + i, int.from_bytes(content.digest(), "little"))
         max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
         params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
+        params = replace(params, keeps_seed=ask.seed is not None)
         if not ask.stream or ask.reads_calls:
             return params
         return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))

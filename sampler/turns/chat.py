@@ -3,8 +3,6 @@
 An assistant message that repeats an answer of this rollout keeps that turn's sampled ids if its text is unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Collection

@@ -1,9 +1,8 @@
 """Defines what a lease asks for: which problem, and how its completions are sampled.
 
-Both are functions of the seed and the group's number, so whoever holds the weights can make a lost group again.
+Both are functions of the seed and the group's number, so whoever holds the weights can make a lost group again: on a
+CPU with the same tokens, on an accelerator with others of the same distribution.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ This module reads hermes, llama3_json and openai (gpt-oss) itself; vLLM's parser
 and take those in a thought for calls. A call that cannot be read is reported to the model and counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sampler.engine.reload import reload
 from sampler.turns.episode import Episode, as_rollout
 from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
 from tests.support.plain_policy import PlainPolicy
+from tools.benchmarks.sampler_alone import operators
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,6 +112,35 @@ def test_a_seed_gives_the_same_completions_again_and_siblings_differ(engine, con
     assert len({tuple(c.token_ids.tolist()) for c in first}) == 4
     other = complete(engine, SamplingParams(1.0, 24, 4, 12))
     assert [c.token_ids.tolist() for c in other] != [c.token_ids.tolist() for c in first]
+
+
+def test_an_accelerator_samples_other_tokens_with_the_same_seed_unless_the_request_named_it(
+    engine, config, version, monkeypatch
+):
+    reload(engine, version(1), config)
+    params = SamplingParams(1.0, 24, 4, 11)
+
+    def sampled(**more: Any) -> list[list[int]]:
+        return [c.token_ids.tolist() for c in complete(engine, replace(params, **more))]
+
+    on_a_cpu = sampled()
+    monkeypatch.setattr(engine, "on_cpu", False)
+    several = [*sampled(), *sampled(), *on_a_cpu]
+    assert len({tuple(ids) for ids in several}) == len(several) == 12
+    assert sampled(keeps_seed=True) == on_a_cpu
+
+
+def test_a_decoding_step_without_seeds_takes_as_many_operators_for_64_sequences_as_for_16(
+    engine, config, version, monkeypatch, figure
+):
+    reload(engine, version(1), config)
+    params = SamplingParams(1.0, 24, 4, 11)
+    seeded = {sequences: operators(engine, params, sequences) for sequences in (16, 64)}
+    monkeypatch.setattr(engine, "on_cpu", False)
+    found = {sequences: operators(engine, params, sequences) for sequences in (16, 64)}
+    assert found[16] > 0 and abs(found[64] - found[16]) <= 2, found
+    assert seeded[64] - seeded[16] >= 64 - 16, f"seeds cost nothing: let accelerators have them again: {seeded}"
+    figure("sampler", f"operators of a decoding step {found}, with a seed for each sequence {seeded}")
 
 
 def test_a_completion_that_ends_keeps_its_stop_token_and_its_logprob(engine, config, policy, version):
