@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from common.wire.ports import free_port
 from launcher.resources.placement import visible_gpus
-from tests.gpu.conftest import Record
+from tests.gpu.conftest import Row
 from tests.gpu.test_step import TOY, measured, note
 from tests.support.own_process import in_processes
 
@@ -34,20 +33,19 @@ def test_gloo_computes_every_collective_with_tensors_of_the_device(on_gpu: bool)
 
 
 def test_two_ranks_of_deepspeed_make_a_step_over_gloo_on_one_gpu(
-    on_gpu: bool, tmp_path: Path, record_property: Record
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, row: Row
 ) -> None:
-    launcher = [sys.executable, "-m", "launcher.hosts.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port())]
-    env = dict(os.environ)
+    launcher = (sys.executable, "-m", "launcher.hosts.ranks", "0", *[str(RANKS)] * 2, "127.0.0.1", str(free_port()))
     if on_gpu:
-        twice = ",".join([str(visible_gpus(env)[0])] * RANKS)
-        env |= {"CUDA_VISIBLE_DEVICES": twice, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    record = measured(tmp_path, TOY, ["trainer.dist_backend=gloo"], launcher, env)
-    note(record, record_property)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join([str(visible_gpus(os.environ)[0])] * RANKS))
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    record = measured(TOY, "trainer.dist_backend=gloo", launcher=launcher)
+    note(record, row)
     assert record["ranks"] == RANKS
 
 
 def test_nccl_reduces_between_two_gpus_in_one_of_three_ways(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, record_property: Record
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, row: Row
 ) -> None:
     if not on_gpu or torch.cuda.device_count() < RANKS:
         pytest.skip("needs two GPUs")
@@ -60,7 +58,7 @@ def test_nccl_reduces_between_two_gpus_in_one_of_three_ways(
         except Exception as error:
             problems.append(f"{way}: {error}")
         if problems[-1] == f"{way}: []":
-            record_property("NCCL works", " ".join(f"{name}=1" for name in way) or "as it is")
+            row("NCCL works", " ".join(f"{name}=1" for name in way) or "as it is")
             return
     pytest.fail(f"set trainer.dist_backend=gloo; {'; '.join(problems)}")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import log_softmax
+from model import compiled
 from model.log_softmax import LogSoftmaxAt
-from tests.gpu.conftest import Record
+from tests.gpu.conftest import Row
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ _VALUES = 1e-4  # of log-probs and entropies: both are computed in float32
 _GRADIENT = 2**-7  # of its norm: a bfloat16's last bit
 
 
-def test_the_compiled_head_has_the_numbers_of_the_plain_one(on_gpu: bool, record_property: Record) -> None:
+def test_the_compiled_head_has_the_numbers_of_the_plain_one(on_gpu: bool, row: Row) -> None:
     device, rows, vocab = ("cuda", _TOKENS, _QWEN) if on_gpu else ("cpu", 16, 500)
     torch.manual_seed(0)
     logits = 3 * torch.randn(rows, vocab, device=device).bfloat16()
@@ -31,13 +31,13 @@ def test_the_compiled_head_has_the_numbers_of_the_plain_one(on_gpu: bool, record
     }
     found = {name: _computed(way, logits) for name, way in ways.items()}
     for name, (_, _, took) in found.items():
-        record_property(f"{name}, {rows} × {vocab} tokens", took)
+        row(f"{name}, {rows} × {vocab} tokens", took)
     (plain, plain_gradient, _), (ours, gradient, _) = found.values()
     values = max(float((a - b).abs().max()) for a, b in zip(plain, ours, strict=True))
     apart = float((plain_gradient - gradient).float().norm() / plain_gradient.float().norm())
-    record_property("apart", f"values {values:.1e}, gradient {apart:.1e} of its norm")
+    row("apart", f"values {values:.1e}, gradient {apart:.1e} of its norm", f"< {_VALUES:.0e}, < {_GRADIENT:.0e}")
     assert values < _VALUES and apart < _GRADIENT
-    assert not on_gpu or not log_softmax._uncompiled
+    assert not on_gpu or not compiled._uncompiled
 
 
 def _computed(way: Callable[[Tensor], Any], logits: Tensor) -> tuple[list[Tensor], Tensor, str]:

@@ -1,21 +1,19 @@
 """The cells to measure. A cell is a model shape, a batch shape and a length mode; every row of a table runs the same.
 
+The operations of a step and this machine's speed give a lower bound of its seconds. Only matrix products are counted,
+and as few as possible: a prompt once for its group, nothing recomputed, no bytes of weights that decoding reads.
+
 A cell makes its own folder with model, tokenizer and data, so that all rows read the same bytes. Speed does not depend
 on values, so weights are random and prompts are random tokens of one exact length. "fixed" samples to the length limit
 whatever is drawn, so that every row trains the same number of tokens; "natural" is the quick start's task and model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from random import Random
-from typing import Any
-
-from rewards import built_in
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,14 +28,16 @@ SHAPES: dict[str, dict[str, Any]] = {
                          num_key_value_heads=2, vocab_size=151936),
     "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                          num_key_value_heads=2, vocab_size=151936),
+    "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                       num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
 }  # fmt: skip
 SHAPES["quickstart"] = SHAPES["1m"]
 
 BETA, LEARNING_RATE = 0.04, 1e-5
+FORWARDS_OF_A_STEP = 5  # to sample, for the reference and to train, and two that the backward pass takes
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A setup: Cell("1m", prompts=8, generations=8, prompt=256, completion=64) trains 8·8·64 = 4,096 tokens a step."""
 
     shape: str
@@ -78,6 +78,42 @@ def named(name: str) -> Cell:
     return Cell(shape, int(prompts), int(generations), int(prompt[1:]), int(completion[1:]))
 
 
+def forward_flops(cell: Cell) -> float:
+    """Returns the floating-point operations over a step's tokens, 2 per multiply-add, with completions of full length.
+
+    2 · N · T + 2 · d · V · n + 4 · A · heads · head_dim · layers: N parameters of the layers without embeddings,
+    T tokens, n of them through the head, A pairs of a query and a key that attend.
+    """
+    s, p, c, g = SHAPES[cell.shape], cell.prompt, cell.completion, cell.generations
+    head_dim = s["hidden_size"] // s["num_attention_heads"]
+    projections = 2 * s["hidden_size"] * head_dim * (s["num_attention_heads"] + s["num_key_value_heads"])
+    parameters = s["num_hidden_layers"] * (projections + 3 * s["hidden_size"] * s["intermediate_size"])
+    pairs = p * p / 2 + g * (c * p + c * c / 2)
+    attention = 4 * pairs * s["num_attention_heads"] * head_dim * s["num_hidden_layers"]
+    head = 2 * s["hidden_size"] * s["vocab_size"] * g * c
+    return cell.prompts * (2 * parameters * (p + g * c) + head + attention)
+
+
+def measured_flops(seconds: float = 1.0) -> float:
+    """Returns the speed of one core, in operations per second, in a float32 matrix product that fits its cache."""
+    import torch
+
+    from model.cpu.linear import use_faster_linear
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    layer, rows = torch.nn.Linear(768, 768, bias=False).requires_grad_(False), torch.randn(768, 768)
+    use_faster_linear(torch.nn.ModuleList([layer]))  # the faster of torch's two libraries
+    best, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.perf_counter()
+        for _ in range(4):
+            layer(rows)
+        best = max(best, 4 * 2 * 768**3 / (time.perf_counter() - start))
+    torch.set_num_threads(threads)
+    return best
+
+
 def cell_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the arguments that every row's runner has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +132,13 @@ def prepare(cell: Cell) -> Path:
         return folder
     folder = ROOT / ".cache" / "bench" / f"{cell.shape}-p{cell.prompt}"
     if not (folder / "train.jsonl").is_file():
-        make_model(cell.shape, folder / "model")
+        model = folder.parent / cell.shape  # one for prompts of every length
+        if not model.is_dir():
+            make_model(cell.shape, folder / "part")
+            (folder / "part").rename(model)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "model").exists():
+            (folder / "model").symlink_to(Path("..", cell.shape))
         random = Random(0)
         rows = ["".join(random.choices("0123456789", k=cell.prompt)) for _ in range(1024)]
         lines = [json.dumps({"question": row, "answer": row[0]}) for row in rows]
@@ -105,32 +147,22 @@ def prepare(cell: Cell) -> Path:
 
 
 def make_model(shape: str, folder: Path) -> None:
-    """Writes a model of random float32 weights. Each digit is one token; the chat template leaves text unchanged."""
+    """Writes a model of random weights, in bfloat16 where Qwen's are. Each digit is a token; the template adds none."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     from examples.tokenizer import train_tokenizer
+    from model import devices
 
     tokenizer = train_tokenizer([{"question": "0", "answer": "0"}], vocab_size=512, context_length=4096)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen2Config(**SHAPES[shape], **ids, tie_word_embeddings=True, max_position_embeddings=4096)
+    config = Qwen2Config(**{"tie_word_embeddings": True} | SHAPES[shape], **ids, max_position_embeddings=4096)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def reward_functions(cell: Cell) -> list[Callable[..., list[Any]]]:
-    """Returns the functions that `tandem_config` names, for TRL."""
-    return [answer_reward, form_reward] if cell.is_natural else [even]
-
-
-def answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[Any]:
-    return built_in.answer(completions, answer)
-
-
-def form_reward(completions: list[Any], **_: Any) -> list[Any]:
-    return built_in.format(completions)
+    with devices.first():  # where billions of random numbers take the least time
+        dtype = torch.bfloat16 if shape.startswith("qwen") else torch.float32
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
 def even(completions: list[Any], **_: Any) -> list[float]:
@@ -140,7 +172,9 @@ def even(completions: list[Any], **_: Any) -> list[float]:
 
 
 def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dict[str, Any]:
-    """Returns Tandem's settings for the cell; `folder` is the one of `prepare`. A step has about four micro-batches."""
+    """Returns settings for the cell; `folder` is the one of `prepare`. On a CPU a step has four micro-batches."""
+    from model import devices
+
     return {
         "run": {"output_dir": str(output_dir), "report_to": []},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
@@ -152,8 +186,8 @@ def tandem_config(cell: Cell, folder: Path, steps: int, output_dir: Path) -> dic
         "rewards": {"reward_funcs": ["answer", "format"] if cell.is_natural else [f"{__file__}:even"]},
         "algorithm": {"beta": BETA},
         "trainer": {
-            "max_steps": steps, "prompts_per_step": cell.prompts, "groups_per_micro_batch": max(1, cell.prompts // 4),
-            "learning_rate": LEARNING_RATE, "save_steps": 0,
+            "max_steps": steps, "prompts_per_step": cell.prompts, "learning_rate": LEARNING_RATE, "save_steps": 0,
+            **({} if devices.count() else {"groups_per_micro_batch": max(1, cell.prompts // 4)}),
         },
         "vllm": {"max_model_len": cell.prompt + cell.completion},
     }  # fmt: skip

@@ -8,8 +8,6 @@ sampler is not involved, nothing is published. Options after -- override the cel
 (recomputation does not count) over those of the data sheet, or of a matrix product on this CPU.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import statistics
@@ -27,9 +25,15 @@ import yaml
 
 from common.config import Config, load
 from common.types import Group, Rollout
+from launcher.resources.fit import tokens_per_micro_batch
+from launcher.resources.machine import this_machine
+from launcher.resources.memory import trainer_memory
+from launcher.resources.placement import Placement
+from launcher.resources.workload import workload_of
 from model import devices
-from tools.benchmarks.cells import SHAPES, Cell, cell_parser, prepare, tandem_config
-from tools.benchmarks.work import FORWARDS_OF_TRAINING, forward_flops, measured_flops
+from model.files.counted_dims import read_dims
+from tools.benchmarks import cells
+from tools.benchmarks.cells import SHAPES, Cell, forward_flops
 
 # Dense FLOP/s in 16 bits, from NVIDIA's data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L20": 119e12, "RTX 4090": 165e12}
@@ -38,23 +42,22 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L20": 
 def make_groups(cell: Cell, step: int) -> list[Group]:
     random = np.random.default_rng(step)
     vocabulary = SHAPES[cell.shape]["vocab_size"]
+    logprobs = np.full(cell.completion, -np.log(vocabulary), np.float32)
 
     def ids(length: int) -> np.ndarray:
         return random.integers(0, vocabulary, length).astype(np.int32)
 
-    def rollout() -> Rollout:
-        logprobs = np.full(cell.completion, -np.log(vocabulary), np.float32)
-        reward = float(random.normal())
+    def rollout(reward: float) -> Rollout:
         return Rollout(ids(cell.completion), logprobs, None, {"even": reward}, reward, "length")
 
     return [
-        Group(g, step, g, ids(cell.prompt), tuple(rollout() for _ in range(cell.generations)))
+        Group(g, step, g, ids(cell.prompt), tuple(map(rollout, random.normal(size=cell.generations))))
         for g in range(cell.prompts)
     ]
 
 
 def main() -> None:
-    parser = cell_parser(__doc__)
+    parser = cells.cell_parser(__doc__)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
@@ -62,18 +65,28 @@ def main() -> None:
     from trainer.engine.ranks import connect
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = tandem_config(arguments.cell, prepare(arguments.cell), arguments.steps, Path(scratch))
+        settings = cells.tandem_config(arguments.cell, cells.prepare(arguments.cell), arguments.steps, Path(scratch))
         settings["algorithm"]["beta"] = 0.0  # no reference model
         (Path(scratch) / "config.yaml").write_text(yaml.safe_dump(settings))
         config = load(Path(scratch) / "config.yaml", arguments.overrides)
         init_distributed(config)
         exchange = connect(config)
+        config = with_micro_batches_that_fit(config, exchange.world_size)
         seconds = step_seconds(arguments.cell, config, exchange, arguments.steps)[arguments.warmup :]
         if exchange.rank == 0:
             line = json.dumps(record(arguments.cell, config, exchange.world_size, statistics.median(seconds)))
             print(line, flush=True)
             with open(arguments.out, "a") as file:
                 file.write(line + "\n")
+
+
+def with_micro_batches_that_fit(config: Config, ranks: int) -> Config:
+    """Returns the config with the micro-batches that launch.sh would choose for a trainer alone on its GPUs."""
+    place = Placement(ranks, (), {}, (), "", trainer_gpus=tuple(range(devices.count())))
+    model = read_dims(config.model.path, None)
+    tokens = tokens_per_micro_batch(config, model, place, this_machine(devices.count()))
+    trainer = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    return config.model_copy(update={"trainer": trainer}) if tokens else config
 
 
 def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[float]:
@@ -102,35 +115,27 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
 
 def record(cell: Cell, config: Config, ranks: int, seconds: float) -> dict[str, Any]:
     """Returns a measurement. Memory is this rank's: what torch has allocated on the GPU, else the resident memory."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu, model = torch.cuda.is_available(), read_dims(config.model.path, None)
+    assert model is not None, "every shape is a Qwen2"
+    planned = trainer_memory(workload_of(config, ranks, model, on_gpu))
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     if on_gpu:
         peak_flops = next((flops for name, flops in PEAKS.items() if name in device), None)
         peak_bytes = torch.cuda.max_memory_allocated()
     else:
-        peak_flops = measured_flops(0.2) * torch.get_num_threads()
+        peak_flops = cells.measured_flops(0.2) * torch.get_num_threads()
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "cell": cell.name,
         "device": device,
         "ranks": ranks,
         "step_s": seconds,
-        "mfu": FORWARDS_OF_TRAINING * forward_flops(cell) / seconds / (ranks * peak_flops) if peak_flops else None,
+        # 3: the backward pass takes as much as two forward passes
+        "mfu": 3 * forward_flops(cell) / seconds / (ranks * peak_flops) if peak_flops else None,
         "peak_memory_gib": peak_bytes / 2**30,
-        "estimated_gib": _estimated_gib(config, ranks),
+        # on a GPU without the CUDA context, which torch does not count
+        "estimated_gib": (planned.total - (planned.context if on_gpu else 0)) / 2**30,
     }
-
-
-def _estimated_gib(config: Config, ranks: int) -> float:
-    """Returns what memory `plan` expects of a rank; on a GPU without the CUDA context, which torch does not count."""
-    from launcher.resources.memory import trainer_memory
-    from launcher.resources.workload import workload_of
-    from model.files.counted_dims import read_dims
-
-    model, on_gpu = read_dims(config.model.path, None), torch.cuda.is_available()
-    assert model is not None, "every shape is a Qwen2"
-    memory = trainer_memory(workload_of(config, ranks, model, on_gpu))
-    return (memory.total - (memory.context if on_gpu else 0)) / 2**30
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ on policy (π_old = π_θ) and off policy (log-ratios of standard deviation 0.5,
 Models are left out, because their log-probs differ by kernels and not by formula.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from common.config import Config
@@ -78,11 +77,7 @@ KNOWN_DIFFERENCES = {  # all others must agree
     "bnpo, two micro-batches": "TRL divides by each micro-batch's own tokens; here the denominator is the step's",
     "grpo, entropy_coef": "TRL's bonus is a mean over tokens for every loss_type; here it has the weights of loss_type",
 }
-# Options that TRL's arguments do not take, or that would load a model, are set on the trainer.
-SET_LATER = {
-    "beta", "entropy_coef", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "whiten_advantages",
-    "adv_estimator", "use_bias_correction_kl", "micro_batches", "vllm_importance_sampling_clip_min",
-}  # fmt: skip
+SET_LATER = {"beta", "use_bias_correction_kl"}  # on the trainer: as arguments they would load a model
 
 
 def compare() -> Iterator[tuple[str, float, float]]:
@@ -100,8 +95,7 @@ def compare() -> Iterator[tuple[str, float, float]]:
         yield name, max(advantage_difference(options, seed) for seed in SEEDS), 0.0
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch of flat tensors, completion after completion: [N] each, advantages [B]."""
 
     lengths: list[int]
@@ -114,8 +108,7 @@ class Batch:
 
     def padded(self, flat: Tensor) -> Tensor:
         """Returns [N] as [B, longest], with a number at the padding that no formula may read."""
-        mask = torch.arange(max(self.lengths))[None, :] < torch.tensor(self.lengths)[:, None]
-        return torch.full(mask.shape, -3.0).masked_scatter(mask, flat)
+        return pad_sequence(flat.split(self.lengths), batch_first=True, padding_value=-3.0)
 
 
 def random_batch(seed: int, spread: float) -> Batch:
@@ -165,7 +158,7 @@ def with_gradients(value: Tensor, logprobs: Tensor, entropy: Tensor) -> tuple[Te
 
 
 def trl_loss(batch: Batch, options: Options) -> tuple[Tensor, Tensor]:
-    trainer = trl_trainer(GRPOTrainer, GRPOConfig, options)
+    trainer = trl_trainer(options)
     inputs = trl_inputs(trainer, batch)
     trainer.beta = options.get("beta", 0.0)
     trainer.args.use_bias_correction_kl = options.get("use_bias_correction_kl", False)
@@ -199,12 +192,13 @@ def trl_inputs(trainer: Any, batch: Batch) -> dict[str, Any]:
     return dict(inputs)
 
 
-def trl_trainer(kind: Any, settings: Any, options: Options, scores: Sequence[Callable] = ()) -> Any:
+def trl_trainer(options: Options, scores: Sequence[Callable] = ()) -> Any:
     """Makes a trainer of TRL for one step over the whole batch, whose model is never called."""
+    kind, settings = (RLOOTrainer, RLOOConfig) if "adv_estimator" in options else (GRPOTrainer, GRPOConfig)
     arguments = settings(
         output_dir=tempfile.gettempdir(), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=B,
         num_generations=G, max_completion_length=L_MAX, steps_per_generation=1, beta=0.0,
-        **{k: v for k, v in options.items() if k not in SET_LATER},
+        **{f.name: options[f.name] for f in fields(settings) if f.name in options.keys() - SET_LATER},
     )  # fmt: skip
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     shape: dict[str, Any] = {"vocab_size": 4, **dict.fromkeys(sizes, 4)}
@@ -216,13 +210,10 @@ def trl_trainer(kind: Any, settings: Any, options: Options, scores: Sequence[Cal
         train_dataset=Dataset.from_dict({"prompt": ["a"] * B}), processing_class=tokenizer,
     )  # fmt: skip
     trainer.model.train()
-    if "entropy_coef" in options:
-        trainer.entropy_coef, trainer._entropy_bonus_enabled = options["entropy_coef"], True
-    if "vllm_importance_sampling_mode" in options:
-        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-        trainer.vllm_importance_sampling_mode = options["vllm_importance_sampling_mode"]
-        trainer.vllm_importance_sampling_clip_min = options["vllm_importance_sampling_clip_min"]
-        trainer.vllm_importance_sampling_clip_max = options["vllm_importance_sampling_clip_max"]
+    for name in options.keys() & SET_LATER - {"beta"}:  # with which TRL would ask the model for a reference
+        setattr(trainer, name, options[name])
+    trainer._entropy_bonus_enabled = "entropy_coef" in options
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = "vllm_importance_sampling_mode" in options
     return trainer
 
 
@@ -239,12 +230,10 @@ def advantage_difference(options: Options, seed: int) -> float:
     ours = np.concatenate(list(step_advantages(groups, config).values()))
 
     functions = [lambda scores=column, **_: scores.tolist() for column in scores]
-    kind, settings = GRPOTrainer, GRPOConfig
     more: dict[str, Any] = {"reward_weights": config.rewards.weights}
     if "adv_estimator" in options:
-        kind, settings = RLOOTrainer, RLOOConfig
         more["normalize_advantages"] = config.algorithm.whiten_advantages
-    trainer = trl_trainer(kind, settings, {**options, **more}, functions)
+    trainer = trl_trainer({**options, **more}, functions)
     return float(np.abs(ours - trl_inputs(trainer, random_batch(seed, 0.0))["advantages"].numpy()).max())
 
 
