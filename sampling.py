@@ -3,8 +3,6 @@
 Settings, data, prompts and rewards are checked before vLLM is imported, so that a mistake costs seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

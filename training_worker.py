@@ -3,8 +3,6 @@
 Settings and batch arithmetic are checked before torch is imported, so that a mistake costs seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

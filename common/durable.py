@@ -5,8 +5,6 @@ folder. A reader sees the old state or the new one, never a part. common/failpoi
 the tests. Left out: NFS locks (rename is enough there) and any file that may be lost, such as logs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

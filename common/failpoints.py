@@ -6,8 +6,6 @@
 Actions: kill (SIGKILL), stop (SIGSTOP), raise, torn (half of the bytes, then SIGKILL), or the name of a disk's error.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

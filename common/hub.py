@@ -1,7 +1,5 @@
 """Asks whether the hub answers, with the standard library alone: before anything is installed, too."""
 
-from __future__ import annotations
-
 import functools
 import os
 import ssl

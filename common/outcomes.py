@@ -1,7 +1,5 @@
 """The values that a user's functions return: they are awaited, read as numbers, and shown in messages."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Help for absent paths: settings count them from the folder of launch.sh or `tandem`, people from their own."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from pathlib import Path

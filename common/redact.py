@@ -5,8 +5,6 @@ secrets under a harmless name, which nobody can recognise. Put secrets into envi
 written anywhere.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

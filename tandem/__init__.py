@@ -3,8 +3,6 @@
 A user's file may have a `rewards` of its own beside it, which it gets by that name (common/user_code/user_modules.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder

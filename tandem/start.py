@@ -5,8 +5,6 @@ the interpreter of `bash launch.sh setup`, or else the caller's. Reward function
 a function of a notebook or script, a closure or an object, a file with the cloudpickled value and its source to read.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import inspect

@@ -6,8 +6,6 @@ A step of 1e-6 changes few bfloat16 weights: the rest of the XOR is zeros. The r
 checksums (weights.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ A checkpoint of 20 GB at 20 MB/s takes a quarter of an hour. Written in one go i
 once, and silent until fsync; so each piece goes to the disk before the next, and is digested on its way.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 runs/my_task/  checkpoints/step_000040/commit.json    best/commit.json    final/
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

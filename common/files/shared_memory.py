@@ -5,8 +5,6 @@ or a process, so a buffer is unused if no process has it mapped. Left out: proce
 /dev/shm; a buffer that is deleted still works for a process that has it mapped.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

@@ -7,8 +7,6 @@ before and after an engine is touched. CREDIT has the manifest's SHA-256; a fold
 weights.full_every the files may be deltas to another version, the base (delta.py): the checksums are the result's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -7,8 +7,6 @@ Rewards, advantage estimators, losses and sinks are named in this way, so that a
 same messages. All arguments are passed by keyword.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

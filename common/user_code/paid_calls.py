@@ -1,7 +1,5 @@
 """A file of paid API calls: the answer to each request, and its cost. Several processes may share the file."""
 
-from __future__ import annotations
-
 import operator
 import sqlite3
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ folder; a module that they find there, under a name that is another module to al
 find none, our packages keep their short names, too. The folder is also at the end of sys.path, so that pickle finds it.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import hashlib

@@ -68,7 +68,7 @@ def test_a_rank_whose_launcher_is_gone_before_it_listens_ends() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_model_is_built_ends_what_builds_it(number: int) -> None:
-    building = "run._program('timeit', '-n1', 'import time; print(flush=True); time.sleep(60)')"
+    building = "run.subprocess.run([sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)'])"
     code = f"import sys; from launcher import run; run.load = lambda *_: {building}; sys.exit(run.main(['a.yaml']))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from common.config import load
-from report.advice import RULES, _significant_change, advise
-from report.history import History
+from report.advice import RULES, History, _significant_change, advise
 from tests.support.configs import config_of
 
 Series = dict[str, Callable[[int], float] | float | None]

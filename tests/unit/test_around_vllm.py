@@ -13,7 +13,7 @@ from common.errors import Retryable
 from common.files.shared_memory import remove_orphans
 from model.files.engine_models import is_unknown
 from sampler.engine.cache_sleep import CacheSleep
-from sampler.engine.engine_arguments import set_environment
+from sampler.engine.engine_arguments import engine_arguments, set_environment
 from tests.support.own_process import run
 from tests.support.protocol_helpers import make_config
 from tests.support.speed import limit
@@ -85,6 +85,16 @@ def test_triton_multiplies_in_full_float32_unless_the_user_says_otherwise(
     monkeypatch.setattr(os, "environ", {SETTING: given} if given else {})
     set_environment(make_config(tmp_path, model={"path": "m", "dtype": dtype}), on_cpu)
     assert os.environ.get(SETTING) == expected
+
+
+# ---- the noise of sequences without a seed comes from one generator of the engine
+
+
+def test_every_start_of_a_sampler_on_an_accelerator_draws_other_noise_and_on_a_cpu_the_runs(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model={"path": "m"}, run={"output_dir": str(tmp_path), "seed": 3})
+    seeds = [engine_arguments(config, on_cpu=False)["seed"] for _ in range(20)]
+    assert len({*seeds}) == 20 and all(0 <= seed < 2**32 for seed in seeds), "numpy's limits, which vLLM seeds too"
+    assert engine_arguments(config, on_cpu=True)["seed"] == 3
 
 
 # ---- which of the buffers in /dev/shm that killed workers left are deleted

@@ -1,5 +1,6 @@
 """The benchmarks' arithmetic, by hand. The measurements themselves are run by `bash launch.sh bench`."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.benchmarks import bench, cells
-from tools.benchmarks.cells import CELLS, ROOT, Cell, named
-from tools.benchmarks.work import FORWARDS_OF_A_STEP, forward_flops
+from tools.benchmarks.cells import CELLS, FORWARDS_OF_A_STEP, ROOT, Cell, forward_flops, named
 
 # two layers of width 4 with one head: projections 4 · 4 · 2 · (1 + 1) = 64, feed-forward 3 · 4 · 8 = 96, vocabulary 10
 TINY = dict(
@@ -32,6 +32,19 @@ def test_a_cell_is_found_by_its_name_and_trl_trains_by_groups_where_all_would_no
     assert not named("smollm2-135m-8x8-p128-c64").fits_one_forward
 
 
+def test_prompts_of_every_length_share_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(cells, "ROOT", tmp_path)
+    monkeypatch.setattr(cells, "make_model", lambda _, folder: (folder.mkdir(parents=True), made.append(folder)))
+    folders = [cells.prepare(Cell("1m", prompt=length)) for length in (3, 5, 3)]
+    assert len(made) == 1 and len({(folder / "model").resolve(strict=True) for folder in folders}) == 1
+    assert [len(json.loads((folder / "train.jsonl").read_text().split("\n")[0])["question"]) for folder in folders] == [
+        3,
+        5,
+        3,
+    ]
+
+
 def steps(machine: str, flops: float, **walls: list[float]) -> list[dict[str, object]]:
     common = {"machine": machine, "flops": flops, "cell": CELLS[0].name, "completion_tokens": 100.0}
     return [common | {"row": row.replace("_", "-"), "wall_s": wall} for row, each in walls.items() for wall in each]
@@ -49,10 +62,11 @@ def test_rows_have_medians_and_quartiles_beside_the_fastest_trl_row_of_their_cel
     assert f"| {CELLS[0].name} | streaming | 8.000 (8.000–8.000) | – | {4 * floor:.2f} |" in second
 
 
-def writes(out: Path, row: str, walls: list[float]) -> list[str]:
-    lines = [line | {"step": i} for i, line in enumerate(steps("?", 1e9, **{row: walls}), 1)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    return [sys.executable, "-c", f"import pathlib; pathlib.Path({str(out)!r}).write_text({text!r})"]
+def writes(folder: Path, walls: list[float]) -> list[str]:
+    ends = enumerate(itertools.accumulate([0.0, *walls, 9.0]), 1)
+    text = "".join(json.dumps({"step": i, "time": end, "completion_tokens": 100.0}) + "\n" for i, end in ends)
+    (folder / "run").mkdir()
+    return [sys.executable, "-c", f"import pathlib; pathlib.Path('{folder}/run/metrics.jsonl').write_text({text!r})"]
 
 
 def test_a_commit_and_this_folder_are_measured_by_turns(
@@ -62,14 +76,14 @@ def test_a_commit_and_this_folder_are_measured_by_turns(
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
     is_here: list[bool] = []
 
-    def command(row: str, cell: Cell, count: int, out: Path, root: Path) -> list[str]:
+    def command(row: str, cell: Cell, count: int, folder: Path, root: Path) -> list[str]:
         is_here.append(root == tmp_path)
         assert (root / ".git").exists()
-        return writes(out, row, [9.0, 2.0 if is_here[-1] else 4.0])
+        return writes(folder, [9.0, 2.0 if is_here[-1] else 4.0])
 
     for name, stand_in in (("command", command), ("machine", lambda: "a"), ("ROOT", tmp_path)):
         monkeypatch.setattr(bench, name, stand_in)
-    monkeypatch.setattr(sys, "argv", ["bench", "--against", "HEAD", "--warmup", "1", "--rows", "run-ahead"])
+    monkeypatch.setattr(sys, "argv", ["bench", "--against", "HEAD", "--warmup", "2", "--rows", "run-ahead"])
     bench.main()
     assert is_here == [False, True, True, False]
     said = f"{CELLS[1].name}: run-ahead: 4.000 s at HEAD, 2.000 s here, 0.500 times, on a"
@@ -87,8 +101,10 @@ def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_
     cell, out = CELLS[0], tmp_path / "bench.jsonl"
     out.write_text(json.dumps(steps("b", 1e9, streaming=[1.0])[0]) + "\n")
 
-    def command(row: str, cell: Cell, count: int, out: Path, root: Path) -> list[str]:
-        return writes(out, row, [7.0] * count) if row == "streaming" else [sys.executable, "-c", "raise SystemExit(1)"]
+    def command(row: str, cell: Cell, count: int, folder: Path, root: Path) -> list[str]:
+        return (
+            writes(folder, [7.0] * (count - 2)) if row == "streaming" else [sys.executable, "-c", "raise SystemExit(1)"]
+        )
 
     for name, stand_in in (("command", command), ("machine", lambda: "a"), ("measured_flops", lambda: 2e9)):
         monkeypatch.setattr(bench, name, stand_in)
@@ -101,7 +117,11 @@ def test_steps_after_the_warm_up_are_added_to_the_file_and_to_no_page_and_a_row_
     assert "7.000 (7.000–7.000)" in capsys.readouterr().out and [*tmp_path.iterdir()] == [out]
 
 
-def test_every_row_is_a_program_of_this_folder_and_stands_on_the_page(tmp_path: Path) -> None:
+def test_every_row_is_a_program_of_this_folder_and_stands_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
+    monkeypatch.setattr(cells, "prepare", lambda _: tmp_path)
     for row in bench.ROWS:
-        assert Path(bench.command(row, CELLS[0], 1, tmp_path)[1]).is_file() and f"| {row} |" in page
+        program = bench.command(row, CELLS[0], 1, tmp_path)
+        assert any(Path(word).is_file() for word in program[1:]) and f"| {row} |" in page

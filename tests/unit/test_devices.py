@@ -31,6 +31,17 @@ def test_another_vendor_is_a_name_and_without_an_accelerator_everything_is_the_c
     assert devices.collectives() == collectives
 
 
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_an_accelerator_is_in_use_once_this_process_has_its_memory(
+    monkeypatch: pytest.MonkeyPatch, is_initialized: bool
+) -> None:
+    """The process in front of vLLM's workers has none: a first use would take hundreds of MB from them."""
+    assert devices.in_use() == torch.device("cpu")
+    monkeypatch.setattr(devices, "first", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    assert devices.in_use() == torch.device("cuda" if is_initialized else "cpu")
+
+
 def test_gradients_of_picked_rows_have_the_same_bits_each_time() -> None:
     torch.manual_seed(0)
     rows, picked, x = torch.randn(8, 128, requires_grad=True), torch.randint(0, 8, (40_000,)), torch.randn(40_000, 128)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from common.config import Algorithm
-from report.advice import advise
-from report.history import History
+from report.advice import History, advise
 from rewards import score_completions
 from tests.support.configs import config_of
 from trainer.algorithm.losses import token_objective

@@ -11,8 +11,8 @@ import pytest
 from common.config import Rewards, load
 from common.errors import UserError
 from launcher.evaluation import main as evaluation
+from launcher.evaluation.main import find_target
 from launcher.evaluation.results import estimate, final_answer, majority, pass_at_k, report, sizes, table
-from launcher.evaluation.target import find_target
 from report.full_marks import wilson_interval
 from tests.support.configs import config_of
 

@@ -14,14 +14,10 @@ from tools.benchmarks import cells
 from trainer.algorithm.user_functions import require_user_functions
 
 CONFIGS = RECIPES.parent
-QWEN_7B: dict[str, object] = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-}  # fmt: skip
 HALF_B: dict[str, object] = cells.SHAPES["qwen2.5-0.5b"] | {"tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each model gives them
-    "recipes/dapo_qwen2.5_7b": QWEN_7B,
-    "recipes/dr_grpo_qwen2.5_math_7b": QWEN_7B,
+    "recipes/dapo_qwen2.5_7b": cells.SHAPES["qwen2.5-7b"],
+    "recipes/dr_grpo_qwen2.5_math_7b": cells.SHAPES["qwen2.5-7b"],
     "recipes/gspo_qwen3_8b": {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128,
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -19,12 +19,11 @@ from common.paths import ROOT
 from common.wire import address
 from launcher import run as launcher_run
 from launcher.processes.commands import Commands
-from launcher.processes.output_dir import LOCK, make_room
 from launcher.processes.processes import remove
 from launcher.resources import machine
 from launcher.resources.machine import MACHINE
 from launcher.resources.placement import placement
-from launcher.run import main, parse, to_resume
+from launcher.run import LOCK, main, make_room, parse, to_resume
 from tests.support.configs import config_of
 
 
@@ -151,7 +150,8 @@ def test_a_run_that_made_steps_leaves_a_report_however_it_ends(tmp_path, monkeyp
 
 def test_a_model_is_built_because_the_config_names_its_builder(tmp_path, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(launcher_run, "_program", lambda module, *paths: asked.append(module) or 3)
+    code = SimpleNamespace(returncode=3)
+    monkeypatch.setattr(subprocess, "run", lambda words: asked.append(words[words.index("-m") + 1]) or code)
     assert launcher_run.build(config_of()) == 0 and asked == []
     assert launcher_run.build(config_of({"builder": "examples.quickstart"})) == 3 and asked == ["examples.quickstart"]
     with pytest.raises(UserError, match=r"model.builder examples.none: no such module"):

@@ -107,7 +107,7 @@ def test_devices_are_the_trainers_ranks_and_those_of_every_sampler() -> None:
 
 
 def summed(tokens: float, *parts: dict[str, torch.Tensor]) -> dict[str, float]:
-    sums = Sums(TOKEN_SUMS, torch.device("cpu"))
+    sums = Sums(TOKEN_SUMS)
     for part in parts:
         sums.add(part)
     return sums.drain() | {"tokens": tokens}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from common import durable
 from common.files import weights
 from common.files.weights import BadWeights, Canary, Manifest, NotVisible, Published
+from model import devices
 from model.checksum import describe
 from model.files import lora
 from sampler.engine.reload import _canary_logprobs
@@ -107,10 +108,17 @@ def with_number(number: float) -> Change:
         (BadWeights, in_manifest(version=lambda _: math.nan), r"manifest\.json of \d+ bytes: Expected `int`"),
     ],
 )
+@pytest.mark.parametrize("on_accelerator", [False, True])
 def test_bad_weights_are_refused_with_what_is_wrong(
-    tmp_path: Path, kind: type[BadWeights], change: Change, said: str
+    tmp_path: Path,
+    kind: type[BadWeights],
+    change: Change,
+    said: str,
+    on_accelerator: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     published = publish(tmp_path / "weights", change=change)
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: on_accelerator)  # the CPU passes for one
     with pytest.raises(BadWeights, match=said) as caught:
         receive(published, tmp_path / "private")
     assert type(caught.value) is kind
