@@ -143,3 +143,10 @@ def test_a_wait_is_counted() -> None:
     x = torch.arange(4.0)
     counts = waits_of_a_second_time(lambda: (float(x.sum()), x[x > 1], x[torch.tensor([0, 1])], x.nonzero()))
     assert counts == {"aten::_local_scalar_dense": 1, "aten::index": 1, "aten::nonzero": 1}
+
+
+def test_a_micro_batch_without_figures_of_its_own_adds_nothing_to_the_sums() -> None:
+    sums = Sums(("routed", "rerouted"))
+    sums.add({})
+    sums.add({"routed": torch.tensor(3), "rerouted": torch.tensor(1)})
+    assert sums.drain() == {"routed": 3.0, "rerouted": 1.0}

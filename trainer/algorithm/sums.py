@@ -31,6 +31,8 @@ class Sums:
 
     def add(self, tensors: Mapping[str, Tensor], sums_of: SumsOf = dict) -> None:
         """Adds what sums_of returns for these tensors on the CPU: scalars by name; names may be left out."""
+        if not tensors:  # as of a micro-batch without recorded routing
+            return
         copied = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
         self._later.append(({name: tensor.shape for name, tensor in tensors.items()}, copied, sums_of))
 
