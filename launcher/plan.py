@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.processes import exits
 from common.types import Problem
 from launcher.resources.batch_plan import batch_line, run_line, settings_of_epochs
-from launcher.resources.fit import Fit, fit, tokens_per_micro_batch
+from launcher.resources.fit import Fit, fit, tokens_per_micro_batch, with_tokens
 from launcher.resources.machine import GIB, Machine, gib, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
 from launcher.resources.workload import workload_of
@@ -61,10 +61,8 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
     deepspeed_config(config, place.num_ranks)  # early: contradictions are reported before the data is read
     model = read_dims(config.model.path, config.model.revision)
     require_settings(config)  # again, because a hub id's config.json may have come only now
-    if tokens := tokens_per_micro_batch(config, model, place, machine):
-        config = config.model_copy(
-            update={"trainer": config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})}
-        )
+    tokens = tokens_per_micro_batch(config, model, place, machine)
+    config = with_tokens(config, tokens)
     problems = load_data("data.train", config.data.train, config.data)
     _print("batch", [("each", batch_line(config, place.num_ranks)), ("run", run_line(config, len(problems)))])
     if tokens:

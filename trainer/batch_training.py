@@ -93,6 +93,13 @@ class BatchTraining:
         self._denominator = step_denominator(self.slots.at(step.places), len(step.places), self.config)
         if self.models.critic:  # the step's tokens that train the critic
             self._value_tokens = max(1, num_value_tokens(self.slots.training(step.places), self.config.algorithm))
+        self._train_rounds(step)
+        if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
+            self._halve_micro_batches()
+            self._train_rounds(step)
+
+    def _train_rounds(self, step: Step) -> None:
+        """Trains the rounds of an earlier pass, else of one plan, or of several plans while groups are missing."""
         if step.places not in self._rounds and max(step.places) < self.slots.num_filled:
             self._rounds[step.places] = self._plan(step.places)
         if step.places in self._rounds:
@@ -100,11 +107,6 @@ class BatchTraining:
                 self._train_round(round_)
         else:
             self._rounds[step.places] = self._train_as_they_come(step)
-        if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
-            self._halve_micro_batches()
-            self._rounds = {step.places: self._plan(step.places)}
-            for round_ in self._rounds[step.places]:
-                self._train_round(round_)
 
     @property
     def _may_halve(self) -> bool:
@@ -116,6 +118,8 @@ class BatchTraining:
         return self._exchange.sp_size == 1 and self.models.policy.can_drop_gradients
 
     def _halve_micro_batches(self) -> None:
+        """Drops all that is left of the step, and the plans of larger micro-batches."""
+        self._rounds.clear()
         for engine in (self.models.policy, *([self.models.critic.critic] if self.models.critic else [])):
             engine.drop_gradients()
         devices.release_cache()

@@ -225,6 +225,12 @@ def tokens_per_micro_batch(config: Config, model: ModelDims | None, place: Place
     return one_group
 
 
+def with_tokens(config: Config, tokens: int | None) -> Config:
+    """Returns the config with micro-batches of so many tokens; None: the config as it is."""
+    trainer = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    return config.model_copy(update={"trainer": trainer}) if tokens else config
+
+
 def longest_sequence(config: Config) -> int:
     """Returns the tokens of the longest sequence; vLLM refuses a cache that does not hold one such sequence."""
     from sampler.engine.engine_arguments import max_model_len  # imports a tokenizer

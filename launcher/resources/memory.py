@@ -14,12 +14,12 @@ from launcher.resources.machine import GIB
 from launcher.resources.workload import BYTES, Workload
 from model.files.dims import ModelDims
 from model.files.vision_dims import VisionDims
+from trainer.engine.deepspeed_config import GRADIENTS_AT_ONCE
 
 _CONTEXT = 1.5 * GIB
 # Resident before a model is loaded: Python with torch and DeepSpeed, and with vLLM.
 _TRAINER_PROGRAM, _SAMPLER_PROGRAM = 0.5 * GIB, 0.75 * GIB
 _SPARE = 0.25  # share of the tensors that come and go, as measured
-_WAITING = 1 << 26  # gradients that flat_gradients.py adds up at once
 _LIVE = 10**9  # ZeRO 3's stage3_max_live_parameters: parameters that are gathered at once
 
 
@@ -142,7 +142,7 @@ def _reduction(work: Workload, n: int) -> tuple[float, float]:
     if work.zero_stage == 0:
         return 0.0, float(b * min(work.bucket, n))
     if work.sums_in_fp32:
-        return 2.0 * b * min(_WAITING, n), 2.0 * n if work.ranks > 1 else 0.0
+        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), 2.0 * n if work.ranks > 1 else 0.0
     return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.ranks
 
 

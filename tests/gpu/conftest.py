@@ -98,7 +98,7 @@ def row(record_property: Callable[[str, str], None], on_gpu: bool) -> Row:
 
 
 def at_most(seconds: float, limit: float | None) -> tuple[str, bool]:
-    """What `row` takes of a limit of seconds, if there is one."""
+    """Returns the last two arguments of `row` for seconds and their limit, if there is one."""
     return ("", True) if limit is None else (f"≤ {limit:g} s", seconds <= limit)
 
 

@@ -74,7 +74,7 @@ def note(record: dict[str, Any], row: Row, share: float = 0.0) -> None:
 
 
 def _settings(shape: str, on_gpu: bool) -> list[str]:
-    """What fits in this GPU. On a CPU all that a smaller GPU takes of it."""
+    """Returns settings that fit this GPU; on a CPU those of the smallest GPU."""
     _, whole, keeping, _ = _SIZES[shape]
     found = ["model.dtype=bfloat16"] if on_gpu else []
     found += ["lora.r=16"] if _gib() < whole else []

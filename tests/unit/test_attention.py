@@ -204,7 +204,7 @@ def test_a_window_that_only_a_layer_knows_has_a_mask_of_its_own(monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 def test_a_layer_takes_as_many_operators_for_16_groups_as_for_one_and_for_forked_ones(kind: str) -> None:
-    """Those of two layers more or less, in forward and backward of the accelerators' path."""
+    """Counts two layers, as the difference of four and two, in forward and backward of the accelerators' path."""
     family, changes = KINDS.get(kind, ("Qwen2", {}))
 
     def of_layers(groups: Groups, forks: Any) -> int:

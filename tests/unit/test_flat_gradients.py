@@ -14,7 +14,7 @@ CLIP, RATE = 0.5, 0.1
 
 
 class Optimizer(FlatGradients):
-    """With what DeepSpeed's has on one rank, and an SGD of its flat masters."""
+    """Has the attributes of DeepSpeed's on one rank, and an SGD of its flat masters."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -38,7 +38,7 @@ class Optimizer(FlatGradients):
 
 
 def losses(optimizer: Optimizer, step: int) -> list[Tensor]:
-    """Of three micro-batches; no one sees the second parameter in the second step."""
+    """Returns the losses of three micro-batches. None of the second step depends on the second parameter."""
     parameters = [p for group in optimizer.bf16_groups for p in group]
     seen = [p for i, p in enumerate(parameters) if (step, i) != (1, 1)]
     return [sum((k + 1) * (p.float() ** 2).sum() for p in seen) for k in range(3)]  # type: ignore[misc]
@@ -48,7 +48,7 @@ def losses(optimizer: Optimizer, step: int) -> list[Tensor]:
 def test_buckets_of_any_size_add_up_clip_and_step_as_single_parameters_do(
     bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_gradients, "_BUCKET", bucket)
+    monkeypatch.setattr(flat_gradients, "GRADIENTS_AT_ONCE", bucket)
     optimizer = Optimizer()
     for step in range(2):
         before = [flat.detach().clone() for flat in optimizer.fp32_groups_flat_partition]

@@ -25,7 +25,7 @@ import yaml
 
 from common.config import Config, load
 from common.types import Group, Rollout
-from launcher.resources.fit import tokens_per_micro_batch
+from launcher.resources.fit import tokens_per_micro_batch, with_tokens
 from launcher.resources.machine import this_machine
 from launcher.resources.memory import trainer_memory
 from launcher.resources.placement import Placement
@@ -84,9 +84,7 @@ def with_micro_batches_that_fit(config: Config, ranks: int) -> Config:
     """Returns the config with the micro-batches that launch.sh would choose for a trainer alone on its GPUs."""
     place = Placement(ranks, (), {}, (), "", trainer_gpus=tuple(range(devices.count())))
     model = read_dims(config.model.path, None)
-    tokens = tokens_per_micro_batch(config, model, place, this_machine(devices.count()))
-    trainer = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
-    return config.model_copy(update={"trainer": trainer}) if tokens else config
+    return with_tokens(config, tokens_per_micro_batch(config, model, place, this_machine(devices.count())))
 
 
 def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[float]:

@@ -15,6 +15,7 @@ from common.config import Config
 from common.errors import UserError
 from model.files.engine_models import installed, require_known
 
+GRADIENTS_AT_ONCE = 1 << 26  # numbers in bfloat16 gradients that wait to be added up (flat_gradients.py), 128 MiB
 _AUTO = "auto"
 _NAME = re.compile(r"""^    (\w+): |["']([a-z][a-z0-9_]*)["']""", re.MULTILINE)
 # DeepSpeed's and torch's optimizers by lower-case name: bytes of state per parameter; 8 are Adam's two moments

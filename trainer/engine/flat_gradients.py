@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.engine.deepspeed_config import GRADIENTS_AT_ONCE
+
 _Optimizer: Any = object  # stands for DeepSpeed's, which only add_up_in_buckets imports
-_BUCKET = 1 << 26  # numbers in bfloat16 gradients that wait to be added up, 128 MiB
 
 
 def add_up_in_buckets() -> None:
@@ -48,7 +49,7 @@ class FlatGradients(_Optimizer):
     def _collect(self, place: tuple[int, int], parameter: Tensor) -> None:
         self._waiting[place] = parameter
         self._num_waiting += parameter.numel()
-        if self._num_waiting >= _BUCKET:
+        if self._num_waiting >= GRADIENTS_AT_ONCE:
             self.update_hp_grads()
 
     @torch.no_grad()
