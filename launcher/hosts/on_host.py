@@ -29,7 +29,7 @@ from common.processes.exits import INTERRUPTED, RETRYABLE, SIGKILLED, STARTED_AT
 from common.processes.out_of_memory import less_memory
 from common.wire.ports import listen
 from launcher.processes.killed import OomKills
-from launcher.processes.processes import Child, Guard, Running, show
+from launcher.processes.processes import Child, Guard, Running, compiler_cache, show
 from launcher.resources.machine import usable_cores
 from launcher.resources.placement import visible_gpus
 
@@ -116,7 +116,7 @@ def _require_shared(order: Mapping[str, Any]) -> None:
 
 def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     """Returns the order's process with the environment, GPUs and cores of this host."""
-    env = {**environ, **order["env"]}
+    env = {**compiler_cache(environ), **environ, **order["env"]}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja, for compiled ops
     env[STARTED_AT] = str(time.monotonic() - order["running_s"])
     gpus = visible_gpus(environ)

@@ -14,7 +14,7 @@ from common.files.shared_memory import NO_BUFFERS, RANK_BUFFER, has_room
 from common.paths import ROOT
 from common.processes.exits import RETRYABLE, STARTED_AT, say, started_at
 from common.wire.ports import free_port
-from launcher.processes.processes import PID, Child
+from launcher.processes.processes import PID, Child, compiler_cache
 from launcher.resources.placement import Placement
 from report.run_log import read_jsonl
 
@@ -98,6 +98,5 @@ class Commands:
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     """Returns our environment with `additions`, which are defaults; only CUDA_VISIBLE_DEVICES overrides ours."""
     devices = {key: value for key, value in additions.items() if key == "CUDA_VISIBLE_DEVICES"}
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # torch would leave files in /tmp
-    own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/torchinductor", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-    return {**additions, **own, **os.environ, **devices, "TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
+    own = {"TANDEM_SUPERVISED": "1", STARTED_AT: str(started_at())}
+    return {**additions, **compiler_cache(os.environ), **os.environ, **devices, **own}

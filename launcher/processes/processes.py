@@ -115,6 +115,12 @@ class Running:
             self._log.flush()
 
 
+def compiler_cache(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables by which torch keeps what it compiles in the user's cache, not among temporary files."""
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/torchinductor", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+
+
 def show(data: bytes) -> None:
     """Writes to stdout, also inside a signal handler. If its reader is gone, later output is dropped."""
     try:

@@ -53,7 +53,7 @@ def lives(name: str, layouts: list[Layout], sections: dict[str, Any]) -> list[Ra
     [
         pytest.param([(2, 1), (1, 1), (2, 3)], HALF, id="bfloat16"),
         pytest.param([(2, 1), (1, 0), (2, 3)], {}, marks=full, id="float32"),
-        pytest.param([(2, 2), (1, 0), (2, 1)], HALF, marks=full, id="bfloat16 without ZeRO"),
+        pytest.param([(2, 2), (1, 1), (2, 3)], HALF, marks=full, id="bfloat16 of ZeRO 2"),
         pytest.param([(3, 3), (2, 1), (3, 2)], {}, marks=full, id="3 divide nothing"),
         pytest.param([(2, 2), (1, 0), (2, 1)], GAE, marks=full, id="critic"),
         pytest.param([(2, 3), (1, 0), (2, 2)], {"lora": {"r": 4}}, marks=full, id="adapters"),

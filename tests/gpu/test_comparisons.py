@@ -32,7 +32,7 @@ def test_operators_of_a_step_beside_those_of_transformers(row: Row, monkeypatch:
 
 def test_the_sampler_is_nearly_as_fast_as_vllm_alone(on_gpu: bool, row: Row) -> None:
     cell, more = (LOOP, ["model.dtype=bfloat16"]) if on_gpu else (Cell("1m", 2, 4, 64, 8), ["--rounds", "1"])
-    speed, *counts = json_lines(sys.executable, "tools/benchmarks/sampler_alone.py", "--cell", cell.name, *more)
+    speed, *counts = json_lines(sys.executable, "-m", "tools.benchmarks.sampler_alone", "--cell", cell.name, *more)
     ratio, rates = speed["ratio"], [f"{statistics.median(speed[name]):,.0f}" for name in ("tandem", "vllm")]
     text = f"{ratio:.2f}: {' of '.join(rates)} tokens/s"
     row(f"{cell.name}, the sampler over vLLM alone", text, f"≥ {_SAMPLING}", ratio >= _SAMPLING)

@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_shared_prompts_and_compiled_layers_are_faster(batch: str, slower: str, 
         pytest.skip("needs a GPU")
     cell, settings = named(f"qwen2.5-0.5b-{batch}" if on_gpu else TOY), _settings("qwen2.5-0.5b", on_gpu)
     ours, other = (measured(cell.name, *settings, *more)["step_s"] for more in ([], [f"trainer.{slower}"]))
-    separate = replace(cell, prompts=cell.prompts * cell.generations, generations=1)
+    separate = cell._replace(prompts=cell.prompts * cell.generations, generations=1)
     least = _GAIN * forward_flops(separate) / forward_flops(cell) if "packing" in slower else 0.0
     text = f"default {other / ours:.2f} × as fast, {ours:.2f} s beside {other:.2f}"
     row(f"{cell.name}, {slower}", text, f"≥ {least:.2f} ×" if least else "", other / ours >= least)

@@ -9,6 +9,7 @@ whatever is drawn, so that every row trains the same number of tokens; "natural"
 """
 
 import argparse
+import fcntl
 import json
 import time
 from pathlib import Path
@@ -131,12 +132,15 @@ def prepare(cell: Cell) -> Path:
             raise SystemExit("this cell trains the quick start's model; make it once: bash launch.sh")
         return folder
     folder = ROOT / ".cache" / "bench" / f"{cell.shape}-p{cell.prompt}"
-    if not (folder / "train.jsonl").is_file():
-        model = folder.parent / cell.shape  # one for prompts of every length
+    model = folder.parent / cell.shape  # one for prompts of every length
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
+        if (folder / "train.jsonl").is_file():
+            return folder
         if not model.is_dir():
             make_model(cell.shape, folder / "part")
             (folder / "part").rename(model)
-        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "model").exists():
             (folder / "model").symlink_to(Path("..", cell.shape))
         random = Random(0)
