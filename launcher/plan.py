@@ -38,7 +38,7 @@ _ROWS = 1000  # rows of which prompts are made
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh plan", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", metavar="COUNTxGIB", help="plan for other GPUs, for example 8x80")
+    parser.add_argument("--gpus", metavar="[HOSTSx]COUNTxGIB", help="plan for other GPUs: 8x80, or 2x8x80")
     options, rest = parser.parse_known_args(arguments)
     path, overrides, _ = parse(rest, "plan")
     try:
@@ -113,10 +113,10 @@ def _machine(wanted: str | None) -> Machine:
     """Returns this machine, or the one of --gpus, of which nothing else is known."""
     if wanted is None:
         return this_machine(len(visible_gpus(os.environ)))
-    match = re.fullmatch(r"(\d+)x(\d+)", wanted)
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)", wanted)
     if match is None:
-        raise UserError(f"--gpus {wanted} is not COUNTxGIB; write for example --gpus 8x80")
-    return Machine(int(match[1]), int(match[2]) * GIB, memory=math.inf)
+        raise UserError(f"--gpus {wanted} is not [HOSTSx]COUNTxGIB; write for example --gpus 8x80")
+    return Machine(int(match[1] or 1) * int(match[2]), int(match[3]) * GIB, memory=math.inf)
 
 
 def _print(title: str, rows: Iterable[tuple[str, str]]) -> None:

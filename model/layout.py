@@ -10,7 +10,8 @@ tried in train mode, because a model that drops something at random in it is ano
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from model import attention, vision
 from model.packing import PackedRow, Packing, pack
 from model.transformers_internals import decoder_of, mixes_packed_sequences
 
+Agree = Callable[[float], float]  # (a rank's value) -> the largest of all ranks' values
 _ATTENTION = {"auto": (attention.NAME, "sdpa", "eager"), "shared": (attention.NAME,), "separate": ("sdpa", "eager")}
 # bounds of the relative RMS difference. Measured: float32 at most 3e-6; bfloat16 0.01, and up to 0.14 with experts,
 # because a router may choose another; completions that see each other 0.4 to 1
@@ -56,9 +58,12 @@ def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_stat
 
 
 @torch.no_grad()
-def choose_layout(model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None) -> None:
+def choose_layout(
+    model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
+) -> None:
     """Sets the first attention that agrees with the model's own forward; `packing_of` then tells which rows it takes.
 
+    agree: makes ranks whose processors round differently, and which may hold parts of the model, choose alike.
     Raises UserError if no layout, or not the wanted one, agrees.
     """
     base, was_training, reasons = backbone(model), model.training, dict[str, str]()
@@ -70,18 +75,20 @@ def choose_layout(model: Any, wanted: Literal["auto"] | Packing, vision_layout: 
             if name == attention.NAME and mixes_packed_sequences(model):
                 reasons[name] = "its layers carry a state from token to token, or do attention of their own"
                 continue
+            difference, reason = math.inf, ""
             try:
                 _set_attention(model, name)
                 row = pack([(_PROMPT, _COMPLETIONS)], packing_of(model))
-                found = hidden_at_sources(base, vision.with_vision(row, vision_layout))
+                found = hidden_at_sources(base, vision.with_vision(row, vision_layout).to(base.device))
+                difference = float((found - own).norm() / own.norm())
             except Exception as error:
-                reasons[name] = f"{type(error).__name__}: {error}"
-                continue
-            difference = float((found - own).norm() / own.norm())
+                reason = f"{type(error).__name__}: {error}"
+            difference = agree(difference)
             if difference <= (_BFLOAT16_BOUND if own.dtype == torch.bfloat16 else _FLOAT32_BOUND):
                 model.train(was_training)
                 return
-            reasons[name] = f"hidden states differ by {difference:.1e} from those of the model's own forward"
+            differs = f"hidden states differ by {difference:.1e} from those of the model's own forward"
+            reasons[name] = reason or differs
     details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     remedy = "model.path to another model" if wanted == "auto" else "trainer.packing=auto"
     raise UserError(

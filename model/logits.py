@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.processes.exits import say
 from model.cpu.equal import is_equal
-from model.layout import own_attention
+from model.layout import Agree, own_attention
 from model.transformers_internals import decoder_of
 
 Head = Callable[[Tensor], Tensor]
@@ -57,11 +57,11 @@ def whole_forward(_: Head, hidden: Tensor) -> Tensor:
     raise AssertionError("the logits come from the model's own forward")
 
 
-def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
+def own_logits(model: Any, agree: Agree = float) -> Callable[[Head, Tensor], Tensor] | None:
     """Returns a function (head, hidden states [n, D]) -> the class's own logits [n, V].
 
     Returns None if the head alone gives the same bits; `whole_forward` if only the class's whole forward does.
-    model: a transformers causal language model, on one device.
+    model: a transformers causal language model, on one device. agree: as for `choose_layout`.
     """
     head, decoder = model.get_output_embeddings(), decoder_of(model)
 
@@ -79,16 +79,16 @@ def own_logits(model: Any) -> Callable[[Head, Tensor], Tensor] | None:
         ids = torch.tensor([_IDS], device=head.weight.device)
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         own = model(input_ids=ids, use_cache=False).logits[0].float()
-        if torch.equal(head(hidden[None])[0].float(), own):
+        if not agree(not torch.equal(head(hidden[None])[0].float(), own)):
             return None
+        differs, reason = True, "they differ from its own"
         try:
             found = logits(head, hidden).float()
+            differs = not is_equal(found, own.to(found.dtype))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        else:
-            if is_equal(found, own.to(found.dtype)):
-                return logits
-            reason = "they differ from its own"
+        if not agree(differs):
+            return logits
     say(
         f"the logits of a {type(model).__name__} cannot be computed apart from its decoder ({reason}); its whole "
         "forward runs instead and keeps the logits of every token, which is slower and takes more memory"

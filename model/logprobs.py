@@ -18,7 +18,7 @@ from common.errors import UserError
 from model import attention, vision
 from model.cpu.linear import use_faster_linear
 from model.files.folder import causal_lm_class, check_model_folder
-from model.layout import backbone, choose_layout, hidden_at_sources
+from model.layout import Agree, backbone, choose_layout, hidden_at_sources
 from model.log_softmax import LogSoftmaxAt, joined, on_support, scaled
 from model.logits import Head, own_logits, whole_forward
 from model.packing import PackedRow, Packing
@@ -161,33 +161,51 @@ def load_causal_lm(
 ) -> Any:
     """Loads a transformers causal language model in the layout that is right for it, with its vision tower if any.
 
-    Raises UserError as load_in_layout does, and for a vision model whose logits need its whole forward.
+    Raises UserError as `load_model` and `arrange_causal_lm` do.
     """
-    model, _ = load_in_layout(causal_lm_class, path, dtype, revision, trust_remote_code, packing)
-    model.own_logits = own_logits(model)
+    model, _ = load_model(causal_lm_class, path, dtype, revision, trust_remote_code)
+    arrange_causal_lm(model, packing, vision.layout_of(model.config, path, revision))
+    return model
+
+
+def arrange_causal_lm(
+    model: Any, packing: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
+) -> None:
+    """Chooses the layout as `arrange` does, and how the logits are computed. agree: as for `choose_layout`.
+
+    Raises UserError if no layout, or not the one asked for, is right, and for a vision model whose logits need its
+    whole forward.
+    """
+    arrange(model, packing, vision_layout, agree)
+    model.own_logits = own_logits(model, agree)
     if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.has_vision_tower(model.config):
             raise UserError(
                 f"the logits of a {type(model).__name__} can only be computed by its whole forward, which is not "
                 "supported for a model that sees images; set model.path to another model"
             )
-        choose_layout(model, "separate" if packing == "auto" else packing, None)
-    return model
+        choose_layout(model, "separate" if packing == "auto" else packing, None, agree)
 
 
-def load_in_layout(
+def arrange(
+    model: Any, packing: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
+) -> None:
+    """Chooses the layout of rows and the library of linear layers for a loaded model. Raises as `choose_layout`."""
+    choose_layout(model, packing, vision_layout, agree)
+    use_faster_linear(model)
+
+
+def load_model(
     class_of: Callable[[Any], Any],
     path: str,
     dtype: str,
     revision: str | None,
     trust_remote_code: bool,
-    packing: Literal["auto"] | Packing,
     **options: Any,
 ) -> tuple[Any, list[str]]:
     """Loads a model in the class for its configuration, and returns it with the names of weights that its files lack.
 
-    options: further arguments of that class's from_pretrained.
-    Raises UserError if the model cannot be found, or if no layout of rows, or not the one asked for, is right for it.
+    options: further arguments of that class's from_pretrained. Raises UserError if the model cannot be loaded.
     """
     from transformers import AutoConfig
 
@@ -211,6 +229,4 @@ def load_in_layout(
             f"model {path!r} cannot be loaded: {first_line}\n"
             f"Give a folder, or download it once: hf download {path}  (behind a firewall set HF_ENDPOINT)"
         ) from None
-    choose_layout(model, packing, vision.layout_of(config, path, revision))
-    use_faster_linear(model)
     return model, sorted(loading["missing_keys"])

@@ -10,6 +10,7 @@ groups choose these first, by other sizes, and score the chosen experts themselv
 which are refused.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from model.files.dims import experts_of
 
+Whole = Callable[[list[torch.nn.Parameter]], contextlib.AbstractContextManager[None]]
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
@@ -40,8 +42,11 @@ class _TopK(TorchFunctionMode):
 class RouterReplay:
     """The routing replay of a model: after `use`, its forwards, recomputed ones too, use the sampler's experts."""
 
-    def __init__(self, model: Any, run: Callable[[], Any]):
-        """Wraps the routers that `run`, any forward, calls. Raises UserError if none exist or they do not use topk."""
+    def __init__(self, model: Any, run: Callable[[], Any], whole: Whole = lambda _: contextlib.nullcontext()):
+        """Wraps the routers that `run`, any forward, calls. Raises UserError if none exist or they do not use topk.
+
+        whole: makes parameters of which ranks hold parts whole in a context.
+        """
         sizes = experts_of(model.config.get_text_config().to_dict())
         kind, remedy = type(model).__name__, "set algorithm.router_replay=false"
         if sizes is None:
@@ -53,7 +58,7 @@ class RouterReplay:
         for i, router in enumerate(inputs):
             router.forward = self._replaying(i, router.forward)
         self.num_layers = len(inputs)
-        follows = [self._follows_replay(i, router, given) for i, (router, given) in enumerate(inputs.items())]
+        follows = [self._follows_replay(i, router, given, whole) for i, (router, given) in enumerate(inputs.items())]
         if not 0 < sum(follows) == len(blocks(model)):
             raise UserError(
                 f"algorithm.router_replay: {sum(follows)} of the {len(blocks(model))} mixtures of {kind} choose "
@@ -98,14 +103,15 @@ class RouterReplay:
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
     @torch.no_grad()
-    def _follows_replay(self, layer: int, router: Any, given: Any) -> bool:
+    def _follows_replay(self, layer: int, router: Any, given: Any, whole: Whole) -> bool:
         """Returns whether the router's output for one input differs between the first and the last k experts."""
         num_experts, per_token = self._sizes
         outputs = []
         for first in (0, num_experts - per_token):
             tokens = given[0][0].shape[:-1].numel()
             self._recorded = (first + torch.arange(per_token)).expand(tokens, self.num_layers, per_token)
-            output = router.forward(*given[0], **given[1])
+            with whole(list(router.parameters())):
+                output = router.forward(*given[0], **given[1])
             outputs.append([x for x in (output if isinstance(output, tuple) else [output]) if isinstance(x, Tensor)])
         self.use(None)
         return any(not torch.equal(a, b) for a, b in zip(*outputs, strict=True))
@@ -120,7 +126,8 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _holds_experts(module: torch.nn.Module, num_experts: int) -> bool:
-    fused = any(p.dim() == 3 and p.shape[0] == num_experts for p in module.parameters(recurse=False))
+    shapes = [getattr(p, "ds_shape", p.shape) for p in module.parameters(recurse=False)]  # ZeRO 3 leaves p itself empty
+    fused = any(len(shape) == 3 and shape[0] == num_experts for shape in shapes)
     return fused or (isinstance(module, torch.nn.ModuleList) and len(module) == num_experts)
 
 

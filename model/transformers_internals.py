@@ -4,8 +4,10 @@ Each function gives its reason, and tests/unit/test_transformers_internals.py na
 """
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -83,6 +85,42 @@ def checkpoint_tensors(model: Any, state: dict[str, torch.Tensor]) -> dict[str, 
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, state)
+
+
+@contextlib.contextmanager
+def taking_each_parameter(take: Callable[[torch.nn.Parameter], None]) -> Iterator[None]:
+    """Calls take(parameter) for each one that `from_pretrained` has set, before it reads the next, in the context.
+
+    Parameters that may be tied are left out, because they are compared at the end. `set_param_for_module` of
+    core_model_loading (since 5.0) is followed by `take`; HF_DEACTIVATE_ASYNC_LOAD keeps threads from reading ahead; and
+    files are read by `pread`, because pages of a mapped file count as memory of each process that reads them.
+    """
+    from transformers import core_model_loading, modeling_utils
+
+    set_parameter, open_file = core_model_loading.set_param_for_module, modeling_utils.safe_open
+
+    def set_and_take(model: Any, name: str, *given: Any) -> None:
+        set_parameter(model, name, *given)
+        parameter = model.get_parameter_or_buffer(name)
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        if isinstance(parameter, torch.nn.Parameter) and not parameter.is_meta and name not in tied:
+            take(parameter)
+
+    with (
+        mock.patch.object(core_model_loading, "set_param_for_module", set_and_take),
+        mock.patch.object(
+            modeling_utils, "safe_open", lambda *a, **given: open_file(*a, **given | {"backend": "pread"})
+        ),
+        mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+    ):
+        yield
+
+
+def showing_layers_with_adapters() -> Any:
+    """Returns a context without `weight` of peft's layers (BaseTunerLayer, since 0.6): they are searched, not split."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return mock.patch.object(BaseTunerLayer, "weight", property())
 
 
 @contextlib.contextmanager

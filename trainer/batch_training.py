@@ -41,6 +41,7 @@ from trainer.data.tensors import (
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
+from trainer.engine.sharded_reference import ShardedReference
 from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
 
@@ -48,7 +49,7 @@ from trainer.save.checkpoint import Progress
 @dataclass(frozen=True)
 class Models:
     policy: PolicyEngine
-    reference: Reference | None = None  # None: the trainer's ranks do not score it
+    reference: Reference | ShardedReference | None = None  # None: the trainer's ranks do not score it
     critic: ActorCritic | None = None
 
     @property
@@ -115,7 +116,7 @@ class BatchTraining:
         if most is None or self._budget.tokens != most:
             return False
         # no other rank may wait for this one in its forward and backward
-        return self._exchange.sp_size == 1 and self.models.policy.can_drop_gradients
+        return self._exchange.ranks_per_row == 1 and self.models.policy.can_drop_gradients
 
     def _halve_micro_batches(self) -> None:
         """Drops all that is left of the step, and the plans of larger micro-batches."""
@@ -259,15 +260,18 @@ class BatchTraining:
         """Packs a micro-batch, with reference log-probs if this rank computes them: once for all passes."""
         reference, algorithm, packing = self.models.reference, self.config.algorithm, self.models.packing
         batch = micro_batch(own, self._denominator, algorithm, packing, awaits_reference=reference is not None)
-        if reference is None or batch.is_filler:
+        if reference is None:
             return batch
         start = time.monotonic()
-        if batch.ref_logprobs is None:
+        needs_scores = not batch.is_filler and batch.ref_logprobs is None
+        is_sharded = isinstance(reference, ShardedReference)  # all ranks score, or none
+        if self._exchange.any_rank(needs_scores) if is_sharded else needs_scores:
             report_progress("scoring a micro-batch with the reference model")
-            batch = replace(batch, ref_logprobs=reference.score(batch.row))
-            assert batch.ref_logprobs is not None
-            for group_id, logprobs in batch.by_group(batch.ref_logprobs).items():
-                self.slots.update(group_id, ref_logprobs=logprobs)
+            scored = reference.score(batch.row)
+            if needs_scores:
+                batch = replace(batch, ref_logprobs=scored)
+                for group_id, logprobs in batch.by_group(scored).items():
+                    self.slots.update(group_id, ref_logprobs=logprobs)
         self._seconds["timing/reference_s"] += time.monotonic() - start
         return batch
 

@@ -67,7 +67,7 @@ class GroupReceiver:
         if exchange.world_size == 1 or not owners:
             return {}
         if exchange.rank == 0:
-            dp_ranks = [rank // exchange.sp_size for rank in range(exchange.world_size)]
+            dp_ranks = [rank // exchange.ranks_per_row for rank in range(exchange.world_size)]
             exchange.send_parts(
                 [[self._frames[g][1] for g, receivers in owners.items() if rank in receivers] for rank in dp_ranks]
             )

@@ -31,6 +31,7 @@ from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange, connect
+from trainer.engine.sharded_reference import ShardedReference
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource
 from trainer.record import stats
@@ -57,7 +58,7 @@ class Trainer:
         tokenizer: Any,
         progress: Progress,
         rank_zero: RankZero | None,
-        reference: Reference | None = None,
+        reference: Reference | ShardedReference | None = None,
         critic: Critic | None = None,
     ):
         self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange

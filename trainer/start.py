@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.engine.critic import Critic
     from trainer.engine.policy import PolicyEngine
     from trainer.engine.ranks import Exchange
+    from trainer.engine.sharded_reference import ShardedReference
     from trainer.loop import Trainer
 
 
@@ -119,14 +120,20 @@ def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | Non
     return critic
 
 
-def _reference(config: Config, engine: PolicyEngine, exchange: Exchange, vocab_size: int) -> Reference | None:
+def _reference(
+    config: Config, engine: PolicyEngine, exchange: Exchange, vocab_size: int
+) -> Reference | ShardedReference | None:
     from model.reference import Reference
+    from trainer.engine.sharded_reference import ShardedReference
 
     if config.reference_on != "trainer":
         return None
-    # Under ZeRO-3 a forward gathers weights from all ranks, and ranks score different numbers of micro-batches.
-    policy = engine.model if config.reference_is_base and engine.stage < 3 else None
-    reference = Reference(config, engine.device, policy, exchange.sequence_group)
+    reference: Reference | ShardedReference
+    if engine.stage == 3 or config.trainer.tensor_parallel_size > 1:
+        reference = ShardedReference(config, exchange, engine)
+    else:
+        policy = engine.model if config.reference_is_base else None
+        reference = Reference(config, engine.device, policy, exchange.sequence_group)
     reference.check_vocabulary(vocab_size)
     return reference
 

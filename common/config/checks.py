@@ -41,6 +41,8 @@ def _sequence_parallel(config: Settings) -> Iterator[str]:
     if config.trainer.sequence_parallel_size == 1:
         return
     setting = f"trainer.sequence_parallel_size {config.trainer.sequence_parallel_size}"
+    if (size := config.trainer.tensor_parallel_size) > 1:
+        yield f"{setting} and trainer.tensor_parallel_size {size}: ranks share rows or layers; set one of them to 1"
     if config.trainer.packing == "separate":
         yield f"{setting} splits shared rows, and trainer.packing separate makes none; set trainer.packing=auto"
     if config.data.image_key is not None:

@@ -121,15 +121,20 @@ class Settings(Section):
         return int(self.vllm.get("tensor_parallel_size", 1))
 
     def dp_size(self, world_size: int) -> int:
-        """Returns the number of data-parallel ranks: each is sequence_parallel_size ranks. Raises UserError."""
-        sp_size = self.trainer.sequence_parallel_size
-        if world_size % sp_size:
-            even = math.ceil(world_size / sp_size) * sp_size
+        """Returns the number of data-parallel ranks: each is ranks_per_row ranks. Raises UserError."""
+        size, kind = self.ranks_per_row, "tensor" if self.trainer.tensor_parallel_size > 1 else "sequence"
+        if world_size % size:
+            even = math.ceil(world_size / size) * size
             raise UserError(
-                f"trainer.sequence_parallel_size {sp_size} does not divide the trainer's {world_size} "
+                f"trainer.{kind}_parallel_size {size} does not divide the trainer's {world_size} "
                 f"rank{'s' * (world_size > 1)}; set trainer.num_ranks={even}, on GPUs with as many trainer.devices"
             )
-        return world_size // sp_size
+        return world_size // size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Returns how many ranks train the same rows: parts of them, or whole with parts of each layer."""
+        return self.trainer.sequence_parallel_size * self.trainer.tensor_parallel_size
 
     def micro_batches(self, world_size: int) -> int:
         """Returns micro-batches per optimizer step and rank; with a budget of tokens, for the longest groups."""

@@ -71,6 +71,8 @@ class TrainerSettings(Section):
     """null = one per device, 1 on CPU; gloo ranks may share one."""
     sequence_parallel_size: int = Field(1, ge=1)
     """Ranks per micro-batch (Ulysses); divides ranks and heads."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each layer (AutoTP); divides ranks and heads."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on GPUs, else gloo."""
     logprob_chunk_size: int = Field(1024, gt=0)

@@ -13,7 +13,7 @@ from common.config import Config
 def batch_line(config: Config, num_ranks: int) -> str:
     """Returns "4 problems × 8 completions = 32 sequences a batch, 16 per rank; 1 optimizer step of 2 micro-batches"."""
     prompts, completions = config.prompts_per_batch, config.sampler.num_generations
-    ranks, sharing = config.dp_size(num_ranks), config.trainer.sequence_parallel_size
+    ranks, sharing = config.dp_size(num_ranks), config.ranks_per_row
     per_rank = ""
     if ranks > 1:
         groups = math.ceil(config.trainer.prompts_per_step / ranks) * config.algorithm.steps_per_generation

@@ -16,13 +16,21 @@ from dataclasses import dataclass, replace
 from common.config import Config
 from common.errors import UserError
 from launcher.resources.machine import Machine, gib
-from launcher.resources.memory import SamplerMemory, published_bytes, sampler_memory, settings_that_fit, trainer_memory
+from launcher.resources.memory import (
+    SamplerMemory,
+    offloaded_bytes,
+    published_bytes,
+    sampler_memory,
+    settings_that_fit,
+    trainer_memory,
+)
 from launcher.resources.placement import Placement
 from launcher.resources.workload import Workload, workload_of
 from model.files.dims import ModelDims
 
 # Share of the GPU for what neither estimate counts, such as the driver's own memory and fragmentation.
 _RESERVE = 0.04
+_SPEEDS = (5e9, 2e9)  # bytes per second of /dev/shm, and of a network file system over 25 Gbit/s
 _BLOCK = 16  # tokens of a block of vLLM's cache
 _BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
 
@@ -95,12 +103,17 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
 def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
     """Checks the host memory of a GPU machine: permanent pinned copies of published weights, and their versions."""
     pinned, versions = published_bytes(work)
-    place = config.weights.dir or "/dev/shm"
-    line = "host", f"{gib(pinned)} pinned for published weights; their versions take {gib(versions)} in {place}"
-    if (needed := pinned + (0 if config.weights.dir else versions)) <= machine.memory:
-        return Fit((line,), ())
+    place, offloaded = config.weights.dir or "/dev/shm", offloaded_bytes(work)
+    text = f"{gib(pinned)} pinned for published weights; their versions take {gib(versions)} in {place}"
+    lines = [("host", text + (f"; {gib(offloaded)} are offloaded" if offloaded else ""))]
+    reads = config.sampler.num_samplers  # at most, because samplers of a host share what it has read
+    seconds = [f"{pinned * (1 + reads) / speed:.2g} s at {speed / 1e9:.0f} GB/s" for speed in _SPEEDS]
+    lines.append(("hand-over", f"written once and read {reads} ×: {seconds[0]} (memory), {seconds[1]} (shared folder)"))
+    if (needed := pinned + offloaded + (0 if config.weights.dir else versions)) <= machine.memory:
+        return Fit(tuple(lines), ())
     way = "" if config.weights.dir else f"; set weights.dir={config.run.output_dir}/weights"
-    return Fit((line,), (f"the published weights need {gib(needed)} of the host's {gib(machine.memory)}{way}",))
+    what = "weights and what is offloaded" if offloaded else "weights"
+    return Fit(tuple(lines), (f"the published {what} need {gib(needed)} of the host's {gib(machine.memory)}{way}",))
 
 
 def _on_one_gpu(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:

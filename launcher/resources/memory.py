@@ -33,7 +33,7 @@ class TrainerMemory:
     activations: float
     logits: float  # logits of one chunk, and the head's gradient with the one it is added to
     critic: float  # its weights, gradients and optimizer
-    reference: float  # whole on every rank
+    reference: float  # whole on every rank, or divided as the weights in stage 3
     buckets: float  # gradients on their way to other ranks; during the backward pass from ZeRO 2 on
     reducing: float  # between backward pass and step, with ZeRO 0 and 1
     copies: float  # copies of the weights, while a version is written during the next step
@@ -55,7 +55,7 @@ class TrainerMemory:
 
 
 def states(
-    n: int, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False, moments: float = 8
+    n: float, dtype: str, ranks: int, stage: int, sums_in_fp32: bool = False, moments: float = 8
 ) -> tuple[float, float, float]:
     """Returns (weights, gradients, optimizer) of AdamW in bytes per rank (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
@@ -79,32 +79,39 @@ def layer_activations(work: Workload, model: ModelDims) -> float:
     on a GPU and 4 on a CPU, which attends in float32. In float32 the only GPU kernel that takes grouped heads keeps
     every score: A·4 each, twice.
     Each of S ranks that share the micro-batch keeps 1/S, and 1/S of the heads in attention; if K does not divide by S,
-    key and value heads are repeated up to the least common multiple of both.
+    key and value heads are repeated up to the least common multiple of both. Each of T tensor-parallel ranks keeps the
+    norms' inputs, and 1/T of all else.
     """
-    b, d, s = work.bytes_per_value, model.head_dim, work.sp_size
-    per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate)
+    b, d, s, t = work.bytes_per_value, model.head_dim, work.sp_size, work.tp_size
+    per_token = 2 * (4 + 2 * b) * model.hidden + b * (model.heads * d + 4 * model.intermediate) / t
     queries = 2 * model.heads * d * work.tokens_of_group
     keys = 2 * math.lcm(model.kv_heads, s) * d * work.num_generations * (work.prompt + work.completion)
     pairs = work.prompt**2 + work.num_generations * work.completion * (work.prompt + work.completion)
     scores = 8 * model.heads * pairs if work.on_gpu and work.dtype == "float32" else 0
-    attention = (b if work.on_gpu else 4) * (queries + keys) + scores
+    attention = ((b if work.on_gpu else 4) * (queries + keys) + scores) / t
     return work.groups_per_micro_batch * (per_token * work.tokens_of_group + attention) / s
 
 
 def trainer_memory(work: Workload) -> TrainerMemory:
     """Estimates the peak of a step on the longest possible micro-batches."""
-    model, b, ranks, stage = work.model, work.bytes_per_value, work.ranks, work.zero_stage
+    model, b, ranks, stage = work.model, work.bytes_per_value, work.zero_ranks, work.zero_stage
     trained = work.trained
     weights, gradients, optimizer = states(trained, work.dtype, ranks, stage, work.sums_in_fp32, work.moments)
     weights += b * work.frozen / (ranks if stage == 3 else 1)
+    if work.on_gpu and work.offloads_weights:
+        weights = 0.0
+    if work.on_gpu and work.offloads_optimizer:
+        gradients, optimizer = 0.0, 0.0  # gradients leave the GPU in buckets
     if stage == 3:
-        weights += b * min(_LIVE, model.parameters)
+        weights += b * min(_LIVE, model.per_rank(work.tp_size))
     critic = 0.0
     if work.critic:
         critic = sum(states(work.trained_by_critic, work.dtype, ranks, stage, work.sums_in_fp32, work.moments))
-        critic += b * (work.critic.parameters - work.trained_by_critic) / (ranks if stage == 3 else 1)
+        frozen_by_critic = work.critic.per_rank(work.tp_size) - work.trained_by_critic
+        critic += b * frozen_by_critic / (ranks if stage == 3 else 1)
     larger = max((m for m in (model, work.critic) if m), key=lambda m: m.layers * m.hidden)
     frozen = work.reference if work.reference_on == "trainer" and not work.reference_is_base else None
+    is_sharded = stage == 3 or work.tp_size > 1  # the reference then is in parts, too
     buckets, reducing = _reduction(work, trained)
     memory = TrainerMemory(
         weights=weights,
@@ -113,7 +120,7 @@ def trainer_memory(work: Workload) -> TrainerMemory:
         activations=_activations(work, larger) + tower_activations(work, larger.vision),
         logits=_logits(work, model) + (0 if work.adapters is not None else 2 * b * model.vocab * model.hidden),
         critic=critic,
-        reference=b * frozen.parameters if frozen else 0.0,
+        reference=b * frozen.per_rank(work.tp_size) / (ranks if is_sharded else 1) if frozen else 0.0,
         buckets=buckets,
         reducing=reducing,
         copies=2 * b * trained / ranks if work.writes_behind and not work.on_gpu else 0.0,
@@ -128,7 +135,7 @@ def _logits(work: Workload, model: ModelDims) -> float:
     return float((work.bytes_per_value + 16) * model.vocab * chunk)
 
 
-def _reduction(work: Workload, n: int) -> tuple[float, float]:
+def _reduction(work: Workload, n: float) -> tuple[float, float]:
     """Returns bytes of gradients on their way between ranks, beside the gradients: (in the backward pass, after it).
 
     A bucket has B values on a GPU, whatever is in it; on a CPU only what was written is resident. Stage 0: the
@@ -142,8 +149,8 @@ def _reduction(work: Workload, n: int) -> tuple[float, float]:
     if work.zero_stage == 0:
         return 0.0, float(b * min(work.bucket, n))
     if work.sums_in_fp32:
-        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), 2.0 * n if work.ranks > 1 else 0.0
-    return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.ranks
+        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), 2.0 * n if work.zero_ranks > 1 else 0.0
+    return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.zero_ranks
 
 
 def _activations(work: Workload, model: ModelDims) -> float:
@@ -207,6 +214,12 @@ def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
     return SamplerMemory(b * model.parameters / tensor_parallel, reference, cache, context + logits)
 
 
+def offloaded_bytes(work: Workload) -> float:
+    """Returns what ranks on GPUs together keep in host memory: masters, moments and gradients in float32, weights."""
+    states_in_fp32 = (8 + work.moments) * work.offloads_optimizer
+    return work.trained * work.tp_size * (states_in_fp32 + work.bytes_per_value * work.offloads_weights)
+
+
 def published_bytes(work: Workload) -> tuple[float, float]:
     """Returns (one version, which ranks with GPUs together copy into pinned host memory, all that exist at once).
 
@@ -243,10 +256,12 @@ def _smaller_settings(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"trainer.{name}={least}", {"groups_per_micro_batch": 1}
     if work.chunk > 256:
         yield "trainer.logprob_chunk_size=256", {"chunk": 256}
-    for stage in range(max(2, work.zero_stage + 1), 4 if work.ranks > 1 else 0):
+    for stage in range(max(2, work.zero_stage + 1), 4 if work.zero_ranks > 1 else 0):
         yield f"deepspeed.zero_optimization.stage={stage}", {"zero_stage": stage}
     are_even = all(n % 2 == 0 for n in (work.ranks, *(m.heads for m in (work.model, work.critic) if m)))
     if work.sp_size == 1 and are_even and not work.images and work.shares_prompt:
         yield "trainer.sequence_parallel_size=2", {"sp_size": 2}
+    if work.on_gpu and work.zero_stage and not work.offloads_optimizer:
+        yield "deepspeed.zero_optimization.offload_optimizer.device=cpu", {"offloads_optimizer": True}
     half = max(1, work.completion // 2)
     yield f"sampler.max_completion_length={half}", {"completion": half}

@@ -48,6 +48,9 @@ class Workload:
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
     sp_size: int = 1  # S, trainer.sequence_parallel_size: ranks that share a micro-batch
+    tp_size: int = 1  # T, trainer.tensor_parallel_size: ranks that share each layer
+    offloads_optimizer: bool = False  # masters, moments and their gradients are in the host's memory
+    offloads_weights: bool = False
     images: int = 0  # per prompt, at most
     patches: int = 0  # patches of the largest image
     trains_tower: bool = True  # the vision tower of policy and critic is trained; with LoRA it is frozen
@@ -57,17 +60,25 @@ class Workload:
         return BYTES[self.dtype]
 
     @property
-    def frozen(self) -> int:
-        """Returns the policy's number of frozen parameters: with LoRA the model's, else a frozen vision tower's."""
-        return self.model.parameters if self.adapters is not None else self._frozen_tower(self.model)
+    def frozen(self) -> float:
+        """Returns the policy's number of frozen parameters: with LoRA the model's, else a frozen vision tower's.
+
+        Like all counts of parameters below it is that of a rank before ZeRO divides it.
+        """
+        return self.model.per_rank(self.tp_size) if self.adapters is not None else self._frozen_tower(self.model)
 
     @property
-    def trained(self) -> int:
-        return self.model.parameters - self.frozen if self.adapters is None else self.adapters
+    def trained(self) -> float:
+        return self.model.per_rank(self.tp_size) - self.frozen if self.adapters is None else self.adapters
 
     @property
-    def trained_by_critic(self) -> int:
-        return self.critic.parameters - self._frozen_tower(self.critic) if self.critic else 0
+    def trained_by_critic(self) -> float:
+        return self.critic.per_rank(self.tp_size) - self._frozen_tower(self.critic) if self.critic else 0
+
+    @property
+    def zero_ranks(self) -> int:
+        """Returns the number of ranks over which ZeRO divides states."""
+        return self.ranks // self.tp_size
 
     def _frozen_tower(self, model: ModelDims) -> int:
         return model.vision.parameters if model.vision and not self.trains_tower else 0
@@ -124,11 +135,18 @@ def workload_of(
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
         sp_size=config.trainer.sequence_parallel_size,
+        tp_size=config.trainer.tensor_parallel_size,
+        offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
+        offloads_weights=_is_offloaded(zero, "offload_param"),
         images=images,
         # of an image of data.max_pixels, at most as many as fit into a prompt
         patches=min(vision.patches(config.data.max_pixels), longest * vision.merge**2) if vision and images else 0,
         trains_tower=not config.model.freeze_vision_tower and not config.lora.r,
     )
+
+
+def _is_offloaded(zero: dict[str, Any], name: str) -> bool:
+    return zero.get(name, {}).get("device", "none") != "none"
 
 
 def _moments(settings: dict[str, Any], model: ModelDims) -> float:

@@ -64,6 +64,11 @@ class ModelDims:
         """Counts the parameters, of all N, that a token passes."""
         return self.parameters
 
+    def per_rank(self, tp_size: int) -> float:
+        """Counts the parameters of one of tp_size tensor-parallel ranks: they share layers, and a head of its own."""
+        shared = self.active_in_layers + (0 if self.tied else self.vocab * self.hidden)
+        return self.parameters - shared * (1 - 1 / tp_size)
+
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         """Counts r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
         sides = {name: out + into for name, (out, into) in zip(_MATRICES, self.matrices, strict=True)}

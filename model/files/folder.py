@@ -18,6 +18,7 @@ from common.paths import did_you_mean
 from model.files.dims import experts_of
 from model.files.engine_models import is_unknown, require_engine_arguments
 from model.files.hub import model_json, not_available_error, present_file, read_json
+from model.files.tensor_parallel import layer_specs
 
 SHARD_NAME = re.compile(r"(?![.])[A-Za-z0-9._-]{1,128}")
 # model_type of the families whose images are supported
@@ -96,8 +97,15 @@ def expert_warnings(config: Config) -> list[str]:
 
 
 def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
-    """Raises UserError if a row of one of the trainer's models cannot be shared by sequence-parallel ranks."""
-    size = config.trainer.sequence_parallel_size
+    """Raises UserError if a row, or the layers, of one of the trainer's models cannot be shared by ranks."""
+    size, split = config.trainer.sequence_parallel_size, config.trainer.tensor_parallel_size
+    others = _other_models(config)
+    if config.reference_on == "sampler":
+        others.pop("reference", None)
+    if split > 1 and policy:
+        for path, revision in [config.model_source(other) for other in others.values()]:
+            layer_specs(load_config(config.model.model_copy(update={"path": path, "revision": revision})), split)
+        layer_specs(load_config(config.model), split)
     if size == 1:
         return
     if "vision_config" in policy:
@@ -105,9 +113,6 @@ def _require_shared_rows(config: Config, policy: dict[str, Any]) -> None:
             f"trainer.sequence_parallel_size {size}: rows of a model that sees images are not split over ranks; set "
             "trainer.sequence_parallel_size=1, or model.path to a text model"
         )
-    others = _other_models(config)
-    if config.reference_on == "sampler":
-        others.pop("reference", None)
     for settings in (policy, *(_settings(*config.model_source(other)) for other in others.values())):
         if (heads := settings.get("num_attention_heads", size)) % size:
             raise UserError(uneven_heads(heads, size))

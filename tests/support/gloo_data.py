@@ -98,6 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "critic_shuffled": GAE | {"algorithm": GAE["algorithm"] | SHUFFLED, "trainer": FOUR_STEPS},
     "recomputed": RECOMPUTED,
     "recomputed3": RECOMPUTED | {"deepspeed": {"zero_optimization": {"stage": 3}}},
+    "offloaded": {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
     "skip": {"algorithm": {"dead_groups": "skip"}},
     "resample": {"algorithm": {"dead_groups": "resample"}},
     "scored_twice": {

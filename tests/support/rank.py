@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -83,11 +84,12 @@ class Worker:
         self.seen: dict[str, Any] = {}
 
     @cache  # noqa: B019 process groups are made once
-    def sharing(self, sp_size: int) -> Any:
-        """The exchange among ranks of which so many share a row."""
+    def sharing(self, sp_size: int, tp_size: int = 1) -> Any:
+        """The exchange among ranks of which so many share a row, or each layer."""
         from trainer.engine.ranks import connect
 
-        return connect(settings(self.folder, "start", 1, trainer={"sequence_parallel_size": sp_size}))
+        sizes = {"sequence_parallel_size": sp_size, "tensor_parallel_size": tp_size}
+        return connect(settings(self.folder, "start", 1, trainer=sizes))
 
     def tell(self) -> None:
         """What it saw, at the end."""
@@ -102,7 +104,7 @@ class Worker:
         from trainer.save.checkpoint import Progress
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
-        self.exchange = self.sharing(config.trainer.sequence_parallel_size)
+        self.exchange = self.sharing(config.trainer.sequence_parallel_size, config.trainer.tensor_parallel_size)
         engine = PolicyEngine(config, self.exchange.world_size, self.exchange.sequence_group).start()
         progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
         at = rank_zero(stream) if self.exchange.rank == 0 else None
@@ -201,11 +203,11 @@ def moments(engine: Any, which: str) -> dict[str, Tensor]:
 
     if engine.stage == 0:
         state = engine.ds.basic_optimizer.state
-        return {name: state[p][which] for name, p in trained(engine).items()}
+        return {name: whole(p, state[p][which]) for name, p in trained(engine).items()}
     if engine.stage in (1, 2):  # DeepSpeed links the state when only the first parameter group has one
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    return {name: safe_get_full_optimizer_state(p, which) for name, p in trained(engine).items()}
+    return {name: whole(p, safe_get_full_optimizer_state(p, which)) for name, p in trained(engine).items()}
 
 
 def master_weights(engine: Any) -> dict[str, Tensor]:
@@ -213,8 +215,23 @@ def master_weights(engine: Any) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.stage == 0:
-        return {name: p.detach() for name, p in trained(engine).items()}
-    return {name: safe_get_full_fp32_param(p) for name, p in trained(engine).items()}
+        return {name: whole(p, p.detach()) for name, p in trained(engine).items()}
+    return {name: whole(p, safe_get_full_fp32_param(p)) for name, p in trained(engine).items()}
+
+
+def whole(parameter: Any, own: Tensor) -> Tensor:
+    """Joined from all tensor-parallel ranks, if they have a part each of this parameter."""
+    from deepspeed.utils import groups
+
+    from trainer.engine.deepspeed_insides import is_split
+    from trainer.engine.optimizer import shape_of
+
+    if not is_split(parameter):
+        return own
+    group = groups.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, [a == b for a, b in zip(own.shape, shape_of(parameter), strict=True)].index(False))
 
 
 def state_hash(engine: Any, has_moments: bool = True) -> str:

@@ -56,7 +56,8 @@ class Run:
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL, backward=self.backward, score=lambda row, _: row.target_ids / -100)
         policy.can_drop_gradients, policy.drop_gradients = True, self.batches.clear
-        exchange: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, sp_size=1, world_size=ranks, agree=bool)
+        exchange: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
+        exchange.ranks_per_row = 1
         exchange.any_rank = bool
         exchange.sum_over_dp = lambda values: values
 

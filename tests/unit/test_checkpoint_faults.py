@@ -26,6 +26,7 @@ from common.errors import Retryable, UserError
 from common.files import run_folder
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
+from trainer.engine.exported import Exported
 from trainer.save import checkpoint, resume
 from trainer.save.checkpoint import Progress
 
@@ -39,7 +40,7 @@ class SmallEngine:
     """Saves its one number as DeepSpeed and transformers save a model: through the hooks, and behind our back."""
 
     def __init__(self, number: int):
-        self.number, self.stage = number, 1
+        self.number, self.stage, self.tp_size = number, 1, 1
         self.ds = SimpleNamespace(checkpoint_engine=SimpleNamespace(), save_checkpoint=self._save_state)
         self.adapter_settings, self.layout = None, None
         config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
@@ -50,10 +51,10 @@ class SmallEngine:
             can_generate=lambda: False,
             _keys_to_ignore_on_save=None,
         )
-        self.tensors = [number]
+        self.tensors = [Exported("number", (), lambda: torch.full((50,), number), torch.empty(50, device="meta"))]
 
-    def gathered_tensors(self, tensors: list[int], wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from (("number", torch.full((50,), number)) for number in tensors)
+    def gathered_tensors(self, tensors: list[Exported], wanted: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((tensor.name, tensor.make()) for tensor in tensors)
 
     def _save_state(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
         assert not save_latest and not exclude_frozen_parameters
@@ -311,7 +312,7 @@ def test_only_another_stage_or_shards_of_other_ranks_are_converted(
     saved: tuple[int, int], now: tuple[int, int], converts: bool, is_lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = list[Any]()
-    fake: Any = SimpleNamespace(stage=now[0], world_size=now[1], adapter_settings=b"{}" if is_lora else None)
+    fake: Any = SimpleNamespace(stage=now[0], world_size=now[1], tp_size=1, adapter_settings=b"{}" if is_lora else None)
     fake.optimizer = fake.ds = SimpleNamespace(lr_scheduler=None)
     monkeypatch.setattr(checkpoint, "keeping_settings", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(checkpoint.other_layout, "restore", lambda engine, folder, *by: calls.append(by))
@@ -319,9 +320,9 @@ def test_only_another_stage_or_shards_of_other_ranks_are_converted(
     monkeypatch.setattr(
         checkpoint, "load_state", lambda ds, folder, adapters_alone: calls.append(adapters_alone) or found
     )
-    checkpoint._restore_state(fake, Path("c"), *saved)
-    assert calls == [saved if converts else is_lora]
+    checkpoint._restore_state(fake, Path("c"), *saved, tp_size=1)
+    assert calls == [(*saved, 1) if converts else is_lora]
     if not converts:
         found = False
         with pytest.raises(UserError, match="no DeepSpeed state for this rank"):
-            checkpoint._restore_state(fake, Path("c"), *saved)
+            checkpoint._restore_state(fake, Path("c"), *saved, tp_size=1)

@@ -25,7 +25,7 @@ from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 from trainer.save.checkpoint import save_model
-from trainer.save.write_version import slices
+from trainer.save.model_files import slices
 
 TOKENIZER: Any = SimpleNamespace(save_pretrained=lambda folder: None)
 

@@ -275,8 +275,10 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
         assert settings(work, replace(work, zero_stage=stage)) == zero
     sharded = load_of(ranks=8, checkpointing=True, chunk=256, zero_stage=3)
     assert settings(sharded, replace(sharded, sp_size=2)) == ["trainer.sequence_parallel_size=2"]
+    uneven, offload = replace(sharded, ranks=7), ["deepspeed.zero_optimization.offload_optimizer.device=cpu"]
+    assert settings(uneven, replace(uneven, offloads_optimizer=True)) == offload
     for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False}, {"sp_size": 2}):
-        other = replace(sharded, **change)
+        other = replace(sharded, offloads_optimizer=True, **change)
         halved = replace(other, completion=256)
         assert settings(other, halved) == ["sampler.max_completion_length=256"]
     assert settings_that_fit(load_of(), GIB) is None

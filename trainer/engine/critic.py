@@ -14,8 +14,8 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from model import vision
-from model.layout import backbone, hidden_at_sources
-from model.logprobs import load_in_layout
+from model.layout import Agree, backbone, hidden_at_sources
+from model.logprobs import arrange, load_model
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.transformers_internals import value_class
@@ -24,7 +24,7 @@ from trainer.algorithm.sums import VALUE_SUMS
 from trainer.data.tensors import ValueBatch
 from trainer.engine.deepspeed_config import critic_of
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import parameters, under_checkpoint_names
+from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 
 
 class ValueHead(torch.nn.Linear):
@@ -50,10 +50,18 @@ class Critic(DeepSpeedModel):
     _sums = VALUE_SUMS
 
     def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
-        model = load_value_model(config)
-        super().__init__(config, world_size, critic_of(config), ValueModel(model), sequence_group)
-        self.tensors = under_checkpoint_names(model, parameters(model))
-        self.layout = vision.layout_of(model.config, *config.model_source(config.critic))
+        super().__init__(config, world_size, critic_of(config), sequence_group)
+
+    def _load(self) -> ValueModel:
+        model = load_value_model(self.config)
+        self.layout = vision.layout_of(model.config, *self.config.model_source(self.config.critic))
+        return ValueModel(model)
+
+    def _arrange(self, agree: Agree) -> None:
+        arrange(self.model, self.config.trainer.packing, self.layout, agree)
+
+    def _exported(self) -> list[Exported]:
+        return under_checkpoint_names(self.model, parameters(self.model))
 
     def backward(self, batch: ValueBatch) -> None:
         """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
@@ -75,9 +83,9 @@ def load_value_model(config: Config) -> Any:
     Raises UserError if the checkpoint has another number of labels, or lacks weights other than the head.
     """
     path, revision = config.model_source(config.critic)
-    dtype, trusts, packing = config.model.dtype, config.model.trust_remote_code, config.trainer.packing
+    dtype, trusts = config.model.dtype, config.model.trust_remote_code
     try:
-        model, missing = load_in_layout(value_class, path, dtype, revision, trusts, packing, num_labels=1)
+        model, missing = load_model(value_class, path, dtype, revision, trusts, num_labels=1)
     except RuntimeError as error:  # transformers names every weight of another shape
         raise UserError(f"critic {path!r} does not fit a value head with one output: {str(error)[:500]}") from None
     head = getattr(model, "score", None)

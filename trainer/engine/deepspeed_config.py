@@ -54,7 +54,7 @@ def all_optimized(config: Config) -> list[Optimized]:
 def deepspeed_config(config: Config, world_size: int, optimized: Optimized | None = None) -> dict[str, Any]:
     """Returns deepspeed.initialize's config, by default the policy's. Raises UserError on a contradiction, naming both.
 
-    DeepSpeed treats all ranks as data-parallel, also those that share a micro-batch: it adds their gradients up.
+    DeepSpeed treats ranks that share a micro-batch as data-parallel, too: it adds their gradients up.
     """
     trainer, optimized = config.trainer, optimized or policy_of(config)
     groups_at_once, accumulation = config.groups_at_once, config.micro_batches(world_size)
@@ -73,6 +73,9 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
             "managed_gradient_accumulation": (False, "the training loop"),
         },
     )
+    if "tensor_parallel" in given:
+        size = trainer.tensor_parallel_size, "trainer.tensor_parallel_size"
+        _impose(_section(given, "tensor_parallel"), "deepspeed.tensor_parallel", {"autotp_size": size})
     _impose(_section(given, "bf16"), "deepspeed.bf16", {"enabled": (config.model.dtype == "bfloat16", "model.dtype")})
     if _section(given, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise UserError("deepspeed.fp16 is enabled: its loss scaling hides overflows; set model.dtype=bfloat16 instead")
@@ -86,6 +89,8 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     del given["expert_parallel"]
     is_whole = config.model.dtype == "float32" and (world_size == 1 or optimizer_of(given) == "muon")
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
+    if given["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none":
+        given.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's AdamW steps on a CPU, too
     _fill_accumulation(given, config.model.dtype)
     _fill_optimizer(config, given, optimized)
     if optimizer_of(given) == "muon" and not (is_whole and given["zero_optimization"]["stage"] == 0):

@@ -8,9 +8,10 @@ engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters
                 for recovery; its clipping without ZeRO; how its ZeRO stage is pickled
 """
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,81 @@ def pickle_the_stage_by_value() -> None:
     ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (type(self), (self.value,))
 
 
+class Cutting:
+    """Cuts a model that is being loaded into the ranks' parts of ZeRO 3, without communication.
+
+    It does what zero.Init does with a module, one parameter at a time, and replaces F.linear by DeepSpeed's own, which
+    keeps no gathered weights for the backward pass. settings: DeepSpeed's.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        import deepspeed
+
+        self._init = deepspeed.zero.Init(config_dict_or_path=settings)
+        if settings["zero_optimization"].get("memory_efficient_linear", True):
+            self._init._enable_mem_efficient_linear()
+
+    def take(self, parameter: Any) -> None:
+        """Leaves this rank's part of a parameter. Every rank has the same whole one."""
+        self._place(parameter)
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    def place_rest(self, model: torch.nn.Module) -> None:
+        """Moves and casts what was not cut, as the engine does with a model of which nothing is cut."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not hasattr(tensor, "ds_id"):
+                self._place(tensor)
+
+    def _place(self, tensor: Tensor) -> None:
+        is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        tensor.data = tensor.data.to(self._init.local_device, self._init.dtype if is_trained else tensor.dtype)
+
+
+@contextlib.contextmanager
+def gathered(parameters: Sequence[Any]) -> Iterator[None]:
+    """Makes parameters whole in the context, from all ranks' parts of them. Every rank enters it."""
+    import deepspeed
+
+    is_cut = any(hasattr(parameter, "ds_id") for parameter in parameters)
+    with deepspeed.zero.GatheredParameters(list(parameters), enabled=is_cut):
+        split = [(parameter, parameter.data) for parameter in parameters if is_split(parameter)]
+        for parameter, _ in split:
+            parameter.gather_params([parameter])
+        yield
+        for parameter, own in split:
+            parameter.data = own
+
+
+def is_split(parameter: Any) -> bool:
+    """Returns whether tensor-parallel ranks have a part each of a parameter."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def partition_sizes(parameter: Any) -> list[int]:
+    """Returns the sizes of the tensor-parallel ranks' parts of a split parameter, along the dimension of the split."""
+    return list(parameter.ds_autotp_universal_checkpoint_meta["partition_sizes"])
+
+
+def tp_rank() -> int:
+    from deepspeed.utils import groups
+
+    return int(groups.get_tensor_model_parallel_rank())
+
+
+def total_norm(parameters: Sequence[Any], gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of the whole model's gradient. gradients: of these parameters; parts if they are split."""
+    parts = [gradient for parameter, gradient in zip(parameters, gradients, strict=True) if is_split(parameter)]
+    if not parts:
+        return torch.nn.utils.get_total_norm(gradients)
+    from deepspeed.utils import groups
+
+    others = [gradient for parameter, gradient in zip(parameters, gradients, strict=True) if not is_split(parameter)]
+    square = torch.nn.utils.get_total_norm(parts).square()
+    torch.distributed.all_reduce(square, group=groups.get_tensor_model_parallel_group())
+    return (square + torch.nn.utils.get_total_norm(others).square()).sqrt()
+
+
 def clip_with(engine: Any, clip: Callable[[], None]) -> None:
     """Replaces DeepSpeed's own clipping in ZeRO 0 with float32, which forgets the gradient norm."""
     engine.clip_fp32_gradients = clip
@@ -68,15 +144,15 @@ def set_masters(model: torch.nn.Module, stage: int, make: Callable[[Tensor, int]
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             masters = make(parameter.detach(), index)
         if stage == 3:
-            size = deepspeed.utils.safe_get_local_fp32_param(parameter).numel()
-            deepspeed.utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), size))
+            deepspeed.utils.safe_set_local_fp32_param(parameter, own_part(masters.flatten(), parameter))
         else:
             deepspeed.utils.safe_set_full_fp32_param(parameter, masters)  # each rank sets its part
 
 
-def own_part(whole: Tensor, size: int) -> Tensor:
+def own_part(whole: Tensor, parameter: Any) -> Tensor:
     """Returns this rank's part of a flat parameter in stage 3, padded with zeros where the ranks do not divide it."""
-    begin = torch.distributed.get_rank() * size
+    size = parameter.ds_tensor.numel()
+    begin = torch.distributed.get_rank(parameter.ds_process_group) * size
     own = whole[begin : begin + size]
     return torch.nn.functional.pad(own, (0, size - len(own)))
 
@@ -103,7 +179,7 @@ def set_state(optimizer: Any, stage: int, parameter: Any, key: str, whole: Tenso
 
     inner, utils = getattr(optimizer, "optimizer", optimizer), deepspeed.utils
     if stage == 3:
-        own = own_part(whole, parameter.ds_tensor.numel())
+        own = own_part(whole, parameter)
         args = (own, key) if key else (own,)
         (utils.safe_set_local_optimizer_state if key else utils.safe_set_local_fp32_param)(parameter, *args)
     elif stage == 0:

@@ -1,11 +1,15 @@
 """A model in DeepSpeed, and one step of its optimizer.
 
 Gradients accumulate over all `backward` calls until `step` (managed_gradient_accumulation: false). A loss already
-carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by multiplying with the
-world size. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed adds the parts up as it
-does those of data-parallel ranks. Left out: building the model in shards (zero.Init); every rank loads all of it first.
+carries the denominators of the whole step, so DeepSpeed's own averaging over ranks is undone by multiplying with their
+number. Sequence-parallel ranks share a row: each has a part of its gradient, and DeepSpeed adds the parts up as it
+does those of data-parallel ranks.
+
+In ZeRO 3 each parameter is cut as it is loaded, so that no rank ever holds the model. Below, ranks of a host share the
+pages of mapped files until they train them.
 """
 
+import abc
 import contextlib
 import itertools
 import math
@@ -30,19 +34,23 @@ from model import devices
 from model.checksum import all_finite
 from model.compiled import compile_layers
 from model.files.folder import expert_counts
-from model.layout import packing_of
+from model.files.tensor_parallel import layer_specs
+from model.layout import Agree, packing_of
 from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
-from model.transformers_internals import decoder_of
+from model.transformers_internals import decoder_of, showing_layers_with_adapters, taking_each_parameter
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
 from trainer.data.tensors import filler_row
 from trainer.engine.build_locks import guard_ops, require_folder
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import (
+    Cutting,
     clip_with,
+    gathered,
     pickle_the_stage_by_value,
     set_masters,
+    total_norm,
     unlink_shared_buffer,
     without_shared_buffers,
 )
@@ -92,36 +100,52 @@ def init_distributed(config: Config) -> None:
         unlink_shared_buffer()
 
 
-class DeepSpeedModel:
+class DeepSpeedModel(abc.ABC):
     """A model, the policy or the critic, with an optimizer of its own. Frozen parameters have no optimizer state."""
 
     adapter_settings: bytes | None = None  # adapter_config.json, if only adapters are trained
     layout: VisionLayout | None = None  # None: the model sees no images
     sequence_group: SequenceGroup | None = None  # the ranks that share this rank's rows
-    tensors: Sequence[Exported]  # the tensors of versions and checkpoints
+    tensors: Sequence[Exported]  # the tensors of versions and checkpoints, from `start` on
     _sums: Sequence[str]  # names of the sums over micro-batches
 
     def __init__(
-        self, config: Config, world_size: int, optimized: Optimized, forward: Any, sequence_group: SequenceGroup | None
+        self, config: Config, world_size: int, optimized: Optimized | None, sequence_group: SequenceGroup | None
     ):
-        """Prepares forward.model, a transformers model. forward: the module whose call DeepSpeed's hooks see."""
-        model = forward.model
-        sp_size = sequence_group.size if sequence_group else 1
-        assert sp_size == config.trainer.sequence_parallel_size, "rows would be split otherwise than micro-batches"
-        if sp_size > 1 and packing_of(model) == "separate":
-            raise UserError(
-                f"trainer.sequence_parallel_size {sp_size} splits shared rows, and the layers of a "
-                f"{type(model).__name__} cannot share a prompt; set trainer.sequence_parallel_size=1"
-            )
-        self.config, self.world_size, self.model, self.sequence_group = config, world_size, model, sequence_group
-        self._optimized, self._forward = optimized, forward
-        self._ds_config = deepspeed_config(config, world_size, optimized)
+        """Loads the model. optimized: None for a model that is not trained."""
+        assert (sequence_group.size if sequence_group else 1) == config.trainer.sequence_parallel_size
+        self.config, self.world_size, self.sequence_group = config, world_size, sequence_group
+        self._optimized, self._ds_config = optimized, deepspeed_config(config, world_size, optimized)
         self.stage: int = self._ds_config["zero_optimization"]["stage"]
+        is_cut = self.stage == 3 and self.tp_size == 1  # AutoTP cuts pages of a mapped file
+        self._cutting = Cutting(self._ds_config) if is_cut else None
+        with taking_each_parameter(self._cutting.take) if self._cutting else contextlib.nullcontext():
+            self._forward = self._load()  # the module whose call DeepSpeed's hooks see
+        self.model = model = self._forward.model
+        if (size := self.tp_size) > 1:
+            del self._ds_config["train_batch_size"]  # DeepSpeed would count all ranks in one place, and some in another
+            self._ds_config["tensor_parallel"] = {
+                "autotp_size": size,
+                "vocab_parallel_lm_head": False,
+                "partition_config": {"use_default_specs": False, "layer_specs": layer_specs(model.config, size)},
+            }
         require_fused_experts(model, self.stage)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
-        if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self._cutting is None:
+            self._arrange(float)
+
+    @abc.abstractmethod
+    def _load(self) -> Any:
+        """Loads a transformers model, and returns a module that has it as `model`."""
+
+    @abc.abstractmethod
+    def _arrange(self, agree: Agree) -> None:
+        """Chooses how the model's rows are laid out. In ZeRO 3 every rank calls it, after `initialize`."""
+
+    @abc.abstractmethod
+    def _exported(self) -> Sequence[Exported]:
+        """Returns the tensors of versions and checkpoints."""
 
     def start(self) -> Self:
         """Joins the other ranks: each calls it once, before anything else. Returns self."""
@@ -129,14 +153,35 @@ class DeepSpeedModel:
 
         pickle_the_stage_by_value()
         add_up_in_buckets()
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's prints about memory belong in the log alone
-            self.ds, self.optimizer, *_ = deepspeed.initialize(
-                model=self._forward,
-                model_parameters=parameter_groups(self.model, self.config.trainer.weight_decay),
-                optimizer=None if "optimizer" in self._ds_config else adamw(self._optimized),
-                lr_scheduler=scheduler(self.config, self._optimized),
-                config=self._ds_config,
+        if self._cutting:
+            self._cutting.place_rest(self.model)
+        given: dict[str, Any] = {}
+        if self._optimized:
+            given = {
+                "model_parameters": parameter_groups(self.model, self.config.trainer.weight_decay),
+                "optimizer": None if "optimizer" in self._ds_config else adamw(self._optimized),
+                "lr_scheduler": scheduler(self.config, self._optimized),
+            }
+        searched = showing_layers_with_adapters() if self.tp_size > 1 else contextlib.nullcontext()
+        with searched, contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's prints about memory belong in the log
+            self.ds, self.optimizer, *_ = deepspeed.initialize(model=self._forward, config=self._ds_config, **given)
+        if self.tp_size > 1:
+            self.ds.first_dataloader_check.remove()  # it compares and pickles rows, which all ranks have from rank 0
+        if self._cutting:
+            self._arrange(self._largest)
+        if self.sequence_group and self.packing == "separate":
+            raise UserError(
+                f"trainer.sequence_parallel_size {self.sequence_group.size} splits shared rows, and the layers of a "
+                f"{type(self.model).__name__} cannot share a prompt; set trainer.sequence_parallel_size=1"
             )
+        self.tensors = self._exported()
+        if self._optimized:
+            self._prepare_training()
+        return self
+
+    def _prepare_training(self) -> None:
+        if self.config.model.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         set_masters(self.model, self.stage, off_the_grid)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
@@ -145,13 +190,19 @@ class DeepSpeedModel:
         if self.config.trainer.compile_layers and devices.is_accelerator(self.device):
             self._compile_layers()
         self.ds.train()
-        return self
+
+    def _largest(self, value: float) -> float:
+        """Returns the largest of all ranks' values. Every rank calls it."""
+        found = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
 
     def _compile_layers(self) -> None:
         """Compiles the layers of a dense text decoder, and says so; other layers run as they are."""
         reasons = {
             "ZeRO 3 gathers the weights of each module as it runs": self.stage == 3,
             "ranks share its rows": self.sequence_group is not None,
+            "ranks share each of them": self.config.trainer.tensor_parallel_size > 1,
             "its layers cannot share a prompt": self.packing == "separate",
             "it has experts": expert_counts(self.config.model) is not None,
         }
@@ -161,6 +212,10 @@ class DeepSpeedModel:
         if dist.get_rank() == 0:
             what = f"of a {type(self.model).__name__} are"
             say(f"the layers {what} {f'not compiled, because {reason}' if reason else 'compiled as they first run'}")
+
+    @property
+    def tp_size(self) -> int:
+        return self.config.trainer.tensor_parallel_size
 
     @property
     def packing(self) -> Packing:
@@ -182,13 +237,14 @@ class DeepSpeedModel:
         """Returns `forward`'s output for a row, without gradient, on the CPU. Every rank calls it (ZeRO-3 gathers)."""
         self.ds.eval()
         found = self.ds(self.row_on_device(row), *arguments)
-        self.ds.train()
+        self.ds.train(self._optimized is not None)
         return found.cpu()
 
     def accumulate(self, loss: Tensor) -> None:
         """Runs backward of this rank's share of the step's loss."""
         # ZeRO checks gradients only, and an infinite loss may leave them finite: this makes them NaN
-        self.ds.backward(loss * (self.world_size + 0.0 * loss.detach()), scale_wrt_gas=False)
+        averaged = self.world_size // self.tp_size
+        self.ds.backward(loss * (averaged + 0.0 * loss.detach()), scale_wrt_gas=False)
 
     def step(self) -> StepResult:
         """Steps the optimizer with all gradients since the last step. Not applied if a loss or gradient is not finite.
@@ -249,7 +305,9 @@ class DeepSpeedModel:
         self._not_finite.zero_()  # the bad gradient has been reported already
 
     def _clip(self) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        norm = total_norm(trained, [p.grad for p in trained])
+        torch.nn.utils.clip_grads_with_norm_(trained, self.config.trainer.max_grad_norm, norm)
         self._clipped_norm = float(norm)
 
     def gathered_tensors(
@@ -259,11 +317,9 @@ class DeepSpeedModel:
 
         Every rank iterates to the end (ZeRO-3 gathers). to_host: gets each on its device, and makes what is yielded.
         """
-        import deepspeed
-
         for _, found in itertools.groupby(tensors, key=lambda tensor: [id(p) for p in tensor.parameters]):
             group = list(found)  # the experts of one parameter, which is gathered once for them all
-            with deepspeed.zero.GatheredParameters(list(group[0].parameters), enabled=self.stage == 3):
+            with gathered(group[0].parameters):
                 for tensor in group:
                     if wanted(tensor.name):
                         on_device = tensor.make()

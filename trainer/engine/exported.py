@@ -24,6 +24,7 @@ from common.config import Lora
 from common.errors import UserError
 from model.files.lora import published_name
 from model.transformers_internals import checkpoint_tensors, without_tied
+from trainer.engine.optimizer import shape_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Exported:
 
 
 def exported(model: Any, lora: Lora) -> list[Exported]:
-    """Returns the published tensors. Called before DeepSpeed shards anything. Raises as `under_checkpoint_names`."""
+    """Returns the published tensors. Raises as `under_checkpoint_names`."""
     if lora.publishes_adapters:
         return adapters(model)
     return under_checkpoint_names(model, merged(model) if lora.r else parameters(model))
@@ -46,9 +47,10 @@ def exported(model: Any, lora: Lora) -> list[Exported]:
 def parameters(model: Any) -> list[Exported]:
     """Returns every parameter and every saved buffer, under the module's names; a tied head is its embedding."""
     named = dict(model.named_parameters(remove_duplicate=False))
+    forms = {name: _form(named.get(name, tensor)) for name, tensor in model.state_dict().items()}
     return [
-        _unchanged(name, named[name]) if name in named else _buffer(model, name, tensor)
-        for name, tensor in without_tied(model, model.state_dict()).items()
+        _unchanged(name, named[name]) if name in named else _buffer(model, name, form)
+        for name, form in without_tied(model, forms).items()
     ]
 
 
@@ -88,7 +90,7 @@ def _buffer(model: Any, name: str, tensor: Tensor) -> Exported:
 
 
 def _form(tensor: Tensor) -> Tensor:
-    return torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+    return torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _with_adapter(weight: Parameter, layer: Any) -> tuple[tuple[Parameter, ...], Callable[[], Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.engine.deepspeed_config import GRADIENTS_AT_ONCE
+from trainer.engine.deepspeed_insides import total_norm
 
 _Optimizer: Any = object  # stands for DeepSpeed's, which only add_up_in_buckets imports
 
@@ -79,8 +80,8 @@ class FlatGradients(_Optimizer):
     def step(self, closure: None = None) -> None:
         """Clips the reduced gradients, and steps. Reads one number from the device: the norm before clipping."""
         self._clear_unset()
-        gradients = [gradient for group in self.fp32_groups_gradients for gradient in group]
-        norm = torch.stack(torch._foreach_norm(gradients)).norm().item()
+        gradients = itertools.chain(*self.fp32_groups_gradients)
+        norm = total_norm([*itertools.chain(*self.bf16_groups)], [*gradients]).item()
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm
         if not self.overflow:

@@ -20,9 +20,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     return [group for group in groups if group["params"]]  # adapters are all matrices
 
 
-def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """Returns the whole parameter's shape, also if ZeRO-3 has left only a part of it on this rank."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """Returns the whole parameter's shape, also if ZeRO-3 or AutoTP has left only a part of it on this rank."""
+    split: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
+    return torch.Size(split.get("logical_shape", getattr(parameter, "ds_shape", parameter.shape)))
 
 
 def adamw(optimized: Optimized) -> Callable[[Any], torch.optim.Optimizer]:

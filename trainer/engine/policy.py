@@ -15,7 +15,9 @@ from model.compiled import compiled
 from model.files import lora
 from model.files.counted_dims import counted_dims
 from model.files.dims import ModelDims, model_dims
-from model.logprobs import load_causal_lm, score_logprobs, score_norms_of_row, score_terms
+from model.files.folder import causal_lm_class
+from model.layout import Agree
+from model.logprobs import arrange_causal_lm, load_model, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
@@ -24,8 +26,9 @@ from trainer.algorithm.mismatch import by_cause, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
+from trainer.engine.deepspeed_insides import gathered
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import base, exported
+from trainer.engine.exported import Exported, base, exported
 
 
 class Policy(torch.nn.Module):
@@ -49,17 +52,27 @@ class Policy(torch.nn.Module):
 class PolicyEngine(DeepSpeedModel):
     _sums = TOKEN_SUMS
 
-    def __init__(self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None):
-        given = config.model
-        model = load_causal_lm(given.path, given.dtype, given.revision, given.trust_remote_code, config.trainer.packing)
+    def __init__(
+        self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None, is_trained: bool = True
+    ):
+        super().__init__(config, world_size, policy_of(config) if is_trained else None, sequence_group)
+
+    def _load(self) -> Policy:
+        config, given = self.config, self.config.model
+        model, _ = load_model(causal_lm_class, given.path, given.dtype, given.revision, given.trust_remote_code)
+        self.layout = layout_of(model.config, given.path, given.revision)
         if config.lora.r:
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
-        policy = Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
-        if config.algorithm.router_replay:
-            model.router_replay = RouterReplay(model, lambda: policy(filler_row(), score=score_logprobs))
-        super().__init__(config, world_size, policy_of(config), policy, sequence_group)
-        self.tensors = exported(model, config.lora)
-        self.layout = layout_of(model.config, config.model.path, config.model.revision)
+        return Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
+
+    def _arrange(self, agree: Agree) -> None:
+        arrange_causal_lm(self.model, self.config.trainer.packing, self.layout, agree)
+        if self.config.algorithm.router_replay:
+            run = functools.partial(self._forward, filler_row(), score=score_logprobs)
+            self.model.router_replay = RouterReplay(self.model, run, gathered)
+
+    def _exported(self) -> list[Exported]:
+        return exported(self.model, self.config.lora)
 
     @property
     def published_settings(self) -> bytes | None:

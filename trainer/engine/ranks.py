@@ -7,9 +7,8 @@ While rank 0 waits in `broadcast` or `run_on_rank_0`, all ranks wait: no rank st
 another waits for other processes. Every few seconds rank 0 announces what it still waits for, and learns whether
 another rank was asked to end. The other ranks have no other time limit: a wait may be as long as it has a reason.
 
-    rank = dp_rank · sp_size + sp_rank        trainer.sequence_parallel_size 2:   rank     0 1 2 3
-                                                                                  dp_rank  0 0 1 1
-                                                                                  sp_rank  0 1 0 1
+    rank = dp_rank · ranks_per_row + place        trainer.sequence_parallel_size 2,     rank     0 1 2 3
+                                                  or trainer.tensor_parallel_size 2     dp_rank  0 0 1 1
 
 Ranks of one dp_rank train the same micro-batches and find the same numbers, of which one counts in a sum.
 """
@@ -41,8 +40,8 @@ class Exchange:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stall_timeout_s = config.channel.stall_timeout_s
         self._tell_every_s = min(_TELL_EVERY_S, self.stall_timeout_s / 4)
-        self.sp_size, self.dp_size = config.trainer.sequence_parallel_size, config.dp_size(self.world_size)
-        self.dp_rank, self.sp_rank = divmod(self.rank, self.sp_size)
+        self.ranks_per_row, self.dp_size = config.ranks_per_row, config.dp_size(self.world_size)
+        self.dp_rank, self._place = divmod(self.rank, self.ranks_per_row)
         self._group, self.sequence_group = group, sequence_group
 
     def broadcast(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
@@ -142,7 +141,7 @@ class Exchange:
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Returns elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
-        return self._sum(values.clone() if self.sp_rank == 0 else torch.zeros_like(values))
+        return self._sum(values.clone() if self._place == 0 else torch.zeros_like(values))
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """Returns sums over data-parallel ranks by name, in float64. Every rank gives the same names in one order."""

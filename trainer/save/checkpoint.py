@@ -33,7 +33,7 @@ from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_all_ranks, on_rank_0, reporting_failed_deletion, write_folder
-from trainer.save.model_files import tensor_file, write_side_files, write_weights
+from trainer.save.model_files import files_of, tensor_file, write_index, write_side_files
 
 CRITIC = "critic"
 Written = dict[Path, dict[str, Any]]  # file records by path, as pieces.record returns them
@@ -89,7 +89,8 @@ def save(
         paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
         names = {str(path.relative_to(folder)): path for path in paths}
         files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
-        record = asdict(progress) | {"files": files, "world_size": exchange.world_size, "zero_stage": engine.stage}
+        layout = {"world_size": exchange.world_size, "zero_stage": engine.stage, "tensor_parallel_size": engine.tp_size}
+        record = asdict(progress) | {"files": files} | layout
         durable.write_file(folder / COMMIT, json.dumps(record | {"blake3": digest(record)}, indent=1).encode())
 
     write_folder(exchange, final, commit, fill)  # an existing folder is damaged, or its rename did not reach the disk
@@ -143,25 +144,34 @@ def save_models(
 def save_model(
     engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path, tensors: slice = slice(None)
 ) -> tuple[Written, list[str]]:
-    """Writes a Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it; rank 0 writes.
+    """Writes a Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it, and writes its
+    files of the weights; rank 0 writes the others.
 
     With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
-    tensors: those to write. Returns the files of weights, and what the folder lacks, as `write_side_files`.
+    tensors: those to write. Returns this rank's files of weights, and what the folder lacks, as `write_side_files`.
     """
     settings, written, lacks = engine.adapter_settings, Written(), list[str]()
-    wanted = engine.tensors if settings is None else adapters(engine.model)
-    state = dict(engine.gathered_tensors(wanted[tensors], lambda _: exchange.rank == 0))
+    wanted = (engine.tensors if settings is None else adapters(engine.model))[tensors]
+    files = files_of(wanted, exchange.world_size) if settings is None else {lora.WEIGHTS: wanted}
+    own = dict(list(files.items())[exchange.rank :: exchange.world_size])
+    names = {tensor.name for of_file in own.values() for tensor in of_file}
+    state = dict(engine.gathered_tensors(wanted, names.__contains__))
 
     def write() -> None:
-        folder.mkdir(exist_ok=True)
+        for name, of_file in own.items():
+            content = tensor_file({tensor.name: state[tensor.name] for tensor in of_file})
+            written[folder / name] = pieces.write(folder / name, content)
+
+    def write_others() -> None:
         if settings is None:
-            written.update(write_weights(state, folder))
+            write_index(files, folder)
         else:
-            written[folder / lora.WEIGHTS] = pieces.write(folder / lora.WEIGHTS, tensor_file(state))
             durable.write_file(folder / lora.SETTINGS, settings)
         lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 
-    on_rank_0(exchange, write)
+    on_rank_0(exchange, partial(folder.mkdir, exist_ok=True))
+    on_all_ranks(exchange, write)
+    on_rank_0(exchange, write_others)
     return written, lacks
 
 
@@ -172,7 +182,7 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
     checkpoint lacks a critic that the run needs.
     """
     record = read_record(folder)
-    saved_by = record["zero_stage"], record["world_size"]
+    saved_by = record["zero_stage"], record["world_size"], record.get("tensor_parallel_size", 1)
     _restore_state(engine, folder, *saved_by)
     if critic:
         if not (folder / CRITIC).is_dir():
@@ -183,10 +193,11 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
         _restore_state(critic, folder / CRITIC, *saved_by)
 
 
-def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int) -> None:
+def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int) -> None:
     is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
-        if engine.stage != stage or (engine.world_size != ranks and stage > 0):
-            other_layout.restore(engine, folder / "trainer", stage, ranks)
+        is_same = (engine.stage, engine.tp_size) == (stage, tp_size) and (engine.world_size == ranks or stage == 0)
+        if not is_same:
+            other_layout.restore(engine, folder / "trainer", stage, ranks, tp_size)
         elif not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
             raise UserError(f"{folder} holds no DeepSpeed state for this rank")

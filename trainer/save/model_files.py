@@ -7,21 +7,26 @@ Left out: errors of the disk, which trainer/save/disk.py waits for.
 """
 
 import functools
+import itertools
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common import durable
-from common.files import pieces
+from common.files.weights import shard_name
 from common.processes.exits import say
 from model.files.hub import present_file
 from trainer.engine.deepspeed_model import DeepSpeedModel
+from trainer.engine.exported import Exported
 
+_LEAST, _MOST = 256 << 20, 50 * 10**9  # bytes of a file, if a model is written as several
 _TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
 _say_once = functools.cache(say)
 
@@ -48,20 +53,31 @@ def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
     return content
 
 
-def write_weights(state: dict[str, Tensor], folder: Path) -> dict[Path, dict[str, Any]]:
-    """Writes model.safetensors, or shards with their index, as save_pretrained does. state: under checkpoint names.
+def slices(sizes: Sequence[int], count: int) -> list[range]:
+    """Returns contiguous index ranges of about equal sums.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
+    middles, multiples = np.cumsum(sizes) - np.array(sizes) / 2, sum(sizes) * np.arange(1, count) / count
+    bounds = np.searchsorted(middles, multiples, side="right").tolist()  # a range ends where its share of the sum does
+    return [range(a, b) for a, b in itertools.pairwise([0, *bounds, len(sizes)])]
 
-    Returns the files of weights, each as `pieces.write`.
+
+def files_of(tensors: Sequence[Exported], ranks: int) -> dict[str, list[Exported]]:
+    """Returns the tensors of each file of a model: model.safetensors, or as many shards as there are ranks.
+
+    A model of few bytes has fewer, and one of many has more: a rank writes every `ranks`-th file.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards
+    sizes = [tensor.form.nbytes for tensor in tensors]
+    count = max(1, min(ranks, sum(sizes) // _LEAST), math.ceil(sum(sizes) / _MOST))
+    names = [shard_name(i, count) for i in range(count)] if count > 1 else ["model.safetensors"]
+    return {name: [tensors[i] for i in own] for name, own in zip(names, slices(sizes, count), strict=True)}
 
-    split = split_torch_state_dict_into_shards(state, max_shard_size="50GB")  # as transformers does
-    shards = {folder / file: {name: state[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    written = {file: pieces.write(file, tensor_file(tensors)) for file, tensors in shards.items()}
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+
+def write_index(files: Mapping[str, Sequence[Exported]], folder: Path) -> None:
+    """Writes the index of tensors by shard, as save_pretrained does; nothing for a single file."""
+    if len(files) > 1:
+        size = sum(tensor.form.nbytes for tensors in files.values() for tensor in tensors)
+        names = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+        index = {"metadata": {"total_size": size}, "weight_map": names}
         durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
-    return written
 
 
 def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ from common.files.run_folder import checkpoints, step_dir, step_dirs
 from common.files.weights import MANIFEST, Published, tensors_of
 from common.processes.watchdog import report_progress
 from model.checksum import describe
-from model.reference import Reference
+from trainer.engine.deepspeed_insides import gathered
 from trainer.engine.exported import exported
 from trainer.engine.ranks import Exchange
 from trainer.save.best import keep_version
@@ -27,7 +27,7 @@ from trainer.save.disk import reporting_failed_deletion, write_folder
 class MovingReference:
     """The reference that is replaced by the policy of every n-th step. Every rank calls every method."""
 
-    def __init__(self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Reference | None):
+    def __init__(self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Any):
         self.config, self._engine, self._ranks, self._tokenizer = config, engine, ranks, tokenizer
         self._reference, self._every = reference, config.reference.sync_steps
         self._folder, self._present = config.run.output_dir / "reference", 0
@@ -50,7 +50,10 @@ class MovingReference:
             raise UserError(f"{folder} is gone, the reference since step {self._present}; start a run without resume")
         assert self._reference is not None
         model, expected = self._reference.replace(str(folder)), tensors_of(folder)
-        found = {tensor.name: describe(tensor.make()) for tensor in exported(model, self.config.lora)}
+        found = {}
+        for tensor in exported(model, self.config.lora):
+            with gathered(tensor.parameters):
+                found[tensor.name] = describe(tensor.make())
         if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
             raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
         if self._ranks.rank == 0:

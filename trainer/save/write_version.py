@@ -7,7 +7,6 @@ tensor's checksum is taken where the tensor is: on a GPU before it is copied to 
 
 import base64
 import io
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,16 +29,9 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save.disk import on_all_ranks, on_rank_0, retry_on_disk_trouble
 from trainer.save.host_copies import HostCopies
-from trainer.save.model_files import tensor_file
+from trainer.save.model_files import slices, tensor_file
 
 _CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
-
-
-def slices(sizes: Sequence[int], count: int) -> list[range]:
-    """Returns contiguous index ranges of about equal sums.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
-    middles, multiples = np.cumsum(sizes) - np.array(sizes) / 2, sum(sizes) * np.arange(1, count) / count
-    bounds = np.searchsorted(middles, multiples, side="right").tolist()  # a range ends where its share of the sum does
-    return [range(a, b) for a, b in itertools.pairwise([0, *bounds, len(sizes)])]
 
 
 def canary(engine: PolicyEngine, vocab_size: int) -> Canary:

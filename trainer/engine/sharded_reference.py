@@ -1,0 +1,58 @@
+"""The trainer's reference where ranks hold parts of models: a frozen model of its own, or the policy's base.
+
+A forward gathers weights from all ranks, so all ranks score at once; a rank without work scores a row of no use.
+"""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from common.config import Config
+from model.packing import PackedRow, Packing
+from model.tokenizer import check_vocabulary
+from model.transformers_internals import without_adapters
+from trainer.engine.policy import PolicyEngine
+from trainer.engine.ranks import Exchange
+
+
+class ShardedReference:
+    """A reference with the methods of model.reference.Reference, each of which every rank calls."""
+
+    def __init__(self, config: Config, exchange: Exchange, policy: PolicyEngine):
+        """Loads the reference, or takes the policy's frozen weights as the reference (config.reference_is_base)."""
+        self._config, self._exchange, self._is_base = config, exchange, config.reference_is_base
+        self._engine = policy if self._is_base else self._loaded(*config.model_source(config.reference))
+
+    def _loaded(self, path: str, revision: str | None) -> PolicyEngine:
+        config = self._config
+        frozen = config.model_copy(
+            update={
+                "model": config.model.model_copy(update={"path": path, "revision": revision}),
+                "algorithm": config.algorithm.model_copy(update={"router_replay": False}),
+                "lora": type(config.lora)(),
+                "deepspeed": {"zero_optimization": {"stage": 3}},
+            }
+        )
+        exchange = self._exchange
+        return PolicyEngine(frozen, exchange.world_size, exchange.sequence_group, is_trained=False).start()
+
+    def replace(self, folder: str) -> Any:
+        """Replaces the reference by the model in this folder, and returns it."""
+        self._engine.ds.destroy()  # first: there is no room for two
+        self._engine = self._loaded(folder, None)
+        return self._engine.model
+
+    @property
+    def packing(self) -> Packing:
+        return self._engine.packing
+
+    def check_vocabulary(self, tokenizer_size: int) -> None:
+        check_vocabulary(self._engine.model, tokenizer_size, "reference")
+
+    def score(self, row: PackedRow) -> Tensor:
+        """Returns log π_ref of the row's targets: [N] float32, on the CPU."""
+        with without_adapters(self._engine.model) if self._is_base else contextlib.nullcontext():
+            # the reference's own router chooses its experts
+            return self._engine.score(replace(row, routing=None), self._config.sampler.temperature)
