@@ -105,11 +105,11 @@ def holds_moments(state: Collection[str], saved: str) -> bool:
 
 
 def _saved(
-    state: Path, model: dict[str, Any], stage: int, ranks: int, tp_rank: int, trained: list[str]
+    state: Path, model: dict[str, Any], stage: int, ranks: int, tp_index: int, trained: list[str]
 ) -> Iterator[tuple[str, _SavedPart]]:
     """Yields (parameter, a part of it) in the order of its parts. trained: names in the order of the optimizer.
 
-    ranks: those that ZeRO divided the state of this tensor-parallel rank by.
+    tp_index: a tensor-parallel rank. ranks: those over which ZeRO divided its state.
     """
     if stage == 0:
         optimizer = model["optimizer"]
@@ -120,7 +120,7 @@ def _saved(
             yield name, ({"": master, **adam.get(i, {})}, 0, master.numel())
         return
     for rank in range(ranks):
-        [path] = state.glob(f"*zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt")
+        [path] = state.glob(f"*zero_pp_rank_{rank}_mp_rank_{tp_index:02d}_optim_states.pt")
         optimizer = load_without_code(str(path), is_mapped=True)["optimizer_state_dict"]
         adam = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
         masters = optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
