@@ -23,6 +23,11 @@ SHAPES: dict[str, dict[str, object]] = {  # as the config.json of each model giv
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
     },
+    "recipes/r1_zero_qwen2.5_7b": cells.SHAPES["qwen2.5-7b"],
+    "recipes/r1_zero_qwen2.5_32b": cells.SHAPES["qwen2.5-7b"] | {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
     "recipes/r1_zero_qwen2.5_3b": {
         "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
@@ -53,6 +58,14 @@ SETTINGS: dict[str, dict[str, object]] = {
     "recipes/r1_zero_qwen2.5_3b": {
         "trainer.learning_rate": 3e-6, "algorithm.beta": 0.001, "algorithm.epsilon": 10.0, "prompts_per_batch": 32,
         "sampler.num_generations": 16, "sampler.temperature": 1.0,
+    },
+    "recipes/r1_zero_qwen2.5_7b": {
+        "trainer.learning_rate": 5e-7, "algorithm.beta": 1e-4, "prompts_per_batch": 64, "sampler.num_generations": 8,
+        "sampler.max_completion_length": 2048, "rewards.weights": [1.0, 0.0],
+    },
+    "recipes/r1_zero_qwen2.5_32b": {
+        "trainer.learning_rate": 1e-6, "algorithm.beta": 1e-3, "prompts_per_batch": 128, "sampler.num_generations": 16,
+        "sampler.max_completion_length": 3072, "rewards.weights": [1.0, 1.0], "vllm": {"tensor_parallel_size": 4},
     },
     "recipes/rloo_qwen2.5_1.5b": {
         "algorithm.adv_estimator": "rloo", "algorithm.kl_in_reward": True, "algorithm.beta": 0.03,
