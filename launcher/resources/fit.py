@@ -30,7 +30,9 @@ from model.files.dims import ModelDims
 
 # Share of the GPU for what neither estimate counts, such as the driver's own memory and fragmentation.
 _RESERVE = 0.04
+_VLLMS_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 _SPEEDS = (5e9, 2e9)  # bytes per second of /dev/shm, and of a network file system over 25 Gbit/s
+_NETWORK = 25e9  # bytes per second between GPUs of two hosts, at 200 Gbit/s
 _BLOCK = 16  # tokens of a block of vLLM's cache
 _BY_HAND = "to divide it by hand add vllm.gpu_memory_utilization=0.4"
 
@@ -58,9 +60,8 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
         lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
     if work.reference:
         lines.append(("reference", f"scored by the {work.reference_on} (reference.on)"))
-    on_devices = _on_gpus if machine.gpus else _on_cpu
-    if is_undivided(config, place) and machine.gpu_bytes:
-        on_devices = _on_one_gpu
+    is_one = is_undivided(config, place) and machine.gpu_bytes
+    on_devices = _on_one_gpu if is_one else _on_gpus if machine.gpus else _on_cpu
     found = on_devices(config, work, place, machine)
     host = on_host(config, work, machine) if machine.gpus else Fit((), ())
     return Fit((*lines, *found.lines, *host.lines), (*found.problems, *host.problems))
@@ -72,23 +73,29 @@ def _sampler_parts(memory: SamplerMemory) -> str:
 
 
 def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine) -> Fit:
-    sampler = sampler_memory(work, config.engine_gpus)
+    sampler, width = sampler_memory(work, config.engine_gpus), config.engine_gpus
     parts = _sampler_parts(sampler)
     if not machine.gpu_bytes:
         return Fit((("sampler", f"{parts}; the memory of the GPUs is not known, see --gpus"),), ())
-    taken = float(config.vllm.get("gpu_memory_utilization", 0.92)) * machine.gpu_bytes  # 0.92: vLLM's own default
+    taken = float(config.vllm.get("gpu_memory_utilization", _VLLMS_SHARE)) * machine.gpu_bytes
     if cache := config.vllm.get("kv_cache_memory_bytes"):
         taken = sampler.weights + sampler.overhead + float(cache)
     at_once, share = sampler.sequences_that_fit(taken), taken / machine.gpu_bytes
     wanted = min(work.max_num_seqs, work.groups_per_batch * work.num_generations)
     text = f"{parts}; in {share:.2f} × {gib(machine.gpu_bytes)} {min(at_once, wanted)} of {wanted} decode at once"
+    if at_once < wanted and (more := sampler_memory(work, 2 * width).sequences_that_fit(taken)):
+        text += f"; {min(more, wanted)} with vllm.tensor_parallel_size={2 * width}"
     problems, left = [], machine.gpu_bytes - taken
     if at_once < 1:
         needed = (sampler.weights + sampler.overhead + sampler.cache_per_sequence) / machine.gpu_bytes
         have = f"the sampler's weights and one sequence need {needed:.2f} of {gib(machine.gpu_bytes)}"
-        more = f"set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
-        wider = "set vllm.tensor_parallel_size=2, with as many sampler.devices"
-        problems.append(f"{have}; {more if needed < 0.95 else wider}")
+        remedy = f"set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
+        if needed >= 0.95:
+            room = max(taken, _VLLMS_SHARE * machine.gpu_bytes)
+            wider = next((w for w in (2, 4, 8) if sampler_memory(work, w).sequences_that_fit(room)), 8)
+            remedy = f"set vllm.tensor_parallel_size={wider}, with as many sampler.devices if they are set"
+            work = replace(work, ranks=max(1, work.ranks - wider + width))  # those that are left for the trainer
+        problems.append(f"{have}; {remedy}")
     if sampler.reference > left:
         below = max(0.05, 1 - sampler.reference / machine.gpu_bytes)
         have = f"the reference model needs {gib(sampler.reference)} on the sampler's GPU and vLLM leaves {gib(left)}"
@@ -106,9 +113,12 @@ def on_host(config: Config, work: Workload, machine: Machine) -> Fit:
     place, offloaded = config.weights.dir or "/dev/shm", offloaded_bytes(work)
     text = f"{gib(pinned)} pinned for published weights; their versions take {gib(versions)} in {place}"
     lines = [("host", text + (f"; {gib(offloaded)} are offloaded" if offloaded else ""))]
+    held = pinned / work.tp_size / (work.zero_ranks if work.zero_stage == 3 else 1)  # without the other ranks' parts
+    gathers = f"gathers {gib(pinned - held)}, {(pinned - held) / _NETWORK:.2g} s at 25 GB/s, and " * (held < pinned)
     reads = config.sampler.num_samplers  # at most, because samplers of a host share what it has read
     seconds = [f"{pinned * (1 + reads) / speed:.2g} s at {speed / 1e9:.0f} GB/s" for speed in _SPEEDS]
-    lines.append(("hand-over", f"written once and read {reads} ×: {seconds[0]} (memory), {seconds[1]} (shared folder)"))
+    of_all = f"all is written once and read {reads} ×, {seconds[0]} (memory), {seconds[1]} (shared folder)"
+    lines.append(("hand-over", f"a rank {gathers}writes {gib(pinned / work.ranks)}; {of_all}"))
     if (needed := pinned + offloaded + (0 if config.weights.dir else versions)) <= machine.memory:
         return Fit(tuple(lines), ())
     way = "" if config.weights.dir else f"; set weights.dir={config.run.output_dir}/weights"

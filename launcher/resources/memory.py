@@ -240,7 +240,7 @@ def settings_that_fit(work: Workload, budget: float) -> tuple[list[str], Workloa
         changed = work
         for _, changes in chosen:
             changed = replace(changed, **changes)
-        if trainer_memory(changed).total <= budget:
+        if min(changed.sp_size, changed.tp_size) == 1 and trainer_memory(changed).total <= budget:
             return [setting for setting, _ in chosen], changed
     return None
 
@@ -258,9 +258,13 @@ def _smaller_settings(work: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "trainer.logprob_chunk_size=256", {"chunk": 256}
     for stage in range(max(2, work.zero_stage + 1), 4 if work.zero_ranks > 1 else 0):
         yield f"deepspeed.zero_optimization.stage={stage}", {"zero_stage": stage}
-    are_even = all(n % 2 == 0 for n in (work.ranks, *(m.heads for m in (work.model, work.critic) if m)))
-    if work.sp_size == 1 and are_even and not work.images and work.shares_prompt:
+    models = [m for m in (work.model, work.critic, work.reference) if m]
+    may_share = work.sp_size == work.tp_size == 1 and not work.images
+    if may_share and work.shares_prompt and all(n % 2 == 0 for n in (work.ranks, *(m.heads for m in models))):
         yield "trainer.sequence_parallel_size=2", {"sp_size": 2}
+    for size in (2, 4, 8):
+        if may_share and work.ranks % size == 0 and all(m.splits_over(size) for m in models):
+            yield f"trainer.tensor_parallel_size={size}", {"tp_size": size}
     if work.on_gpu and work.zero_stage and not work.offloads_optimizer:
         yield "deepspeed.zero_optimization.offload_optimizer.device=cpu", {"offloads_optimizer": True}
     half = max(1, work.completion // 2)

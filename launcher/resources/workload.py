@@ -125,7 +125,7 @@ def workload_of(
         adapters=model.adapter_parameters(lora.r, modules) if lora.r else None,
         critic=_dims_or(model, critic.path) if config.algorithm.needs_critic else None,
         reference=_dims_or(model, reference.path) if config.algorithm.beta > 0 else None,
-        reference_is_base=config.reference_is_base and int(zero["stage"]) < 3,
+        reference_is_base=config.reference_is_base,
         reference_on=config.reference_on or "sampler",
         max_num_seqs=int(config.vllm.get("max_num_seqs", max_num_seqs(config))),
         on_gpu=on_gpu,

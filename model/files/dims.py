@@ -69,6 +69,11 @@ class ModelDims:
         shared = self.active_in_layers + (0 if self.tied else self.vocab * self.hidden)
         return self.parameters - shared * (1 - 1 / tp_size)
 
+    def splits_over(self, size: int) -> bool:
+        """Returns whether so many tensor-parallel ranks can share the layers; False where the kinds are not known."""
+        is_known = type(self) is ModelDims and self.vision is None
+        return is_known and not any(n % size for n in (self.heads, self.kv_heads, self.intermediate))
+
     def adapter_parameters(self, r: int, modules: Collection[str] | None = None) -> int:
         """Counts r·(in + out) of the layers with these names, in every block; None = of all but the output head."""
         sides = {name: out + into for name, (out, into) in zip(_MATRICES, self.matrices, strict=True)}

@@ -1,5 +1,7 @@
 """Memory by hand: parameters, a trainer rank, the sampler, what fits, and the tables of the pages."""
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 
 from common.config import load
 from common.paths import ROOT
-from launcher.resources.fit import Fit, fit
+from launcher.resources.fit import Fit, fit, tokens_per_micro_batch, with_tokens
 from launcher.resources.machine import GIB, Machine, gib
 from launcher.resources.memory import (
     layer_activations,
@@ -275,9 +277,11 @@ def test_what_does_not_fit_gets_the_smallest_change_that_makes_it_fit() -> None:
         assert settings(work, replace(work, zero_stage=stage)) == zero
     sharded = load_of(ranks=8, checkpointing=True, chunk=256, zero_stage=3)
     assert settings(sharded, replace(sharded, sp_size=2)) == ["trainer.sequence_parallel_size=2"]
+    layers = replace(sharded, zero_stage=1, model=replace(QWEN, kv_heads=4))  # two heads of keys are for two ranks
+    assert settings(layers, replace(layers, tp_size=4)) == ["trainer.tensor_parallel_size=4"]
     uneven, offload = replace(sharded, ranks=7), ["deepspeed.zero_optimization.offload_optimizer.device=cpu"]
     assert settings(uneven, replace(uneven, offloads_optimizer=True)) == offload
-    for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False}, {"sp_size": 2}):
+    for change in ({"ranks": 7}, {"images": 1}, {"shares_prompt": False, "reference": SMOL}, {"sp_size": 2}):
         other = replace(sharded, offloads_optimizer=True, **change)
         halved = replace(other, completion=256)
         assert settings(other, halved) == ["sampler.max_completion_length=256"]
@@ -306,6 +310,7 @@ def test_a_fitting_run_has_no_problems() -> None:
         (40, {"reference": QWEN}, 0.92, ["the reference model needs 5.5 GiB", "gpu_memory_utilization=0.86"]),
         (24, {}, 0.1, ["need 0.19 of 24.0 GiB; set vllm.gpu_memory_utilization=0.24"]),
         (4, {}, 0.92, ["need 1.1", "set vllm.tensor_parallel_size=2, with as many sampler.devices"]),
+        (5, {}, 0.92, ["a trainer rank needs about", "use more or larger GPUs"]),
     ],
 )
 def test_a_problem_says_what_to_set(gib: int, changes: dict[str, Any], share: float, words: Sequence[str]) -> None:
@@ -346,7 +351,7 @@ CONFIG = ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
         (["trainer.max_staleness=0"], False, False),
         (["trainer.max_staleness=1"], False, True),
         (["trainer.max_staleness=0", "lora.r=16"], True, False),
-        (["trainer.max_staleness=0", "lora.r=16", "deepspeed.zero_optimization.stage=3"], False, False),
+        (["trainer.max_staleness=0", "lora.r=16", "deepspeed.zero_optimization.stage=3"], True, False),
     ],
     ids=str,
 )
@@ -362,6 +367,8 @@ SIZES = {
     "1.5B": QWEN,
     "3B": ModelDims(2048, 11008, 36, 16, 2, 128, 151936, tied=True, bias=True),
     "7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064, tied=False, bias=True),
+    "14B": ModelDims(5120, 13824, 48, 40, 8, 128, 152064, tied=False, bias=True),
+    "32B": ModelDims(5120, 27648, 64, 40, 8, 128, 152064, tied=False, bias=True),
 }
 LENGTHS = ["data.max_prompt_length=512", "sampler.max_completion_length=1024", "vllm.max_model_len=1536"]
 WAYS = [[f"deepspeed.zero_optimization.stage={stage}"] for stage in (1, 2, 3)] + [["lora.r=16"]]
@@ -373,7 +380,7 @@ def test_the_tables_of_memory_are_what_the_estimates_say(size: str) -> None:
     """GiB of a rank for each way and number of ranks; and the fewest of so many GPUs, of which 92 % can be used."""
     lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    gib_row, gpus_row = (row[1:] for row in rows if row[0] == size and len(row) > 1)
+    gib_row, gpus_row = [row[1:] for row in rows if row[0] == size and len(row) > 1][:2]
     for way, each, gpus in zip(WAYS, gib_row, gpus_row, strict=True):
         works = [workload_of(load(CONFIG, [*way, *LENGTHS, "algorithm.beta=0"]), ranks, SIZES[size]) for ranks in RANKS]
         found = [trainer_memory(work).total / GIB for work in works]
@@ -381,3 +388,42 @@ def test_the_tables_of_memory_are_what_the_estimates_say(size: str) -> None:
         assert each == (shown[0] if len(set(shown)) == 1 else ", ".join(shown))
         fewest = [next((r for r, one in zip(RANKS, found, strict=True) if one <= 0.92 * card), "–") for card in CARDS]
         assert gpus == ", ".join(map(str, fewest))
+
+
+MACHINES = {"8 × 80 GB": (8, 80), "8 × 32 GB": (8, 32), "2 × 8 × 80 GB": (16, 80)}
+SETTING = re.compile(r"\bset ([\w.=]+(?: [\w.]+=[\w.]+)*)")
+NAMES = {
+    "deepspeed.zero_optimization.stage=": "ZeRO ",
+    "deepspeed.zero_optimization.offload_optimizer.device=cpu": "optimizer offloaded",
+    "trainer.tensor_parallel_size=": "trainer TP ",
+    "trainer.sequence_parallel_size=": "trainer SP ",
+    "vllm.tensor_parallel_size=": "sampler TP ",
+}
+
+
+@pytest.mark.parametrize("size", ["7B", "14B", "32B"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_table_of_large_models_has_the_settings_that_plan_prints_until_it_fits(size: str, machine: str) -> None:
+    gpus, gib = MACHINES[machine]
+    overrides = [
+        *LENGTHS[:2],
+        "algorithm.beta=0",
+        "vllm={}",
+        "deepspeed={}",
+        "sampler.devices=[]",
+        "trainer.devices=[]",
+    ]
+    for _ in range(3):
+        config, devices = load(CONFIG, overrides), Machine(gpus, gib * GIB, math.inf)
+        place = placement(config, range(gpus), range(64))
+        tokens = tokens_per_micro_batch(config, SIZES[size], place, devices)
+        config = with_tokens(config, tokens)
+        work = workload_of(config, place.num_ranks, SIZES[size], ranks_per_gpu=place.ranks_per_gpu)
+        found = fit(config, work, place, devices)
+        overrides += [one for said in found.problems for one in SETTING.findall(said)[0].split()]
+    assert found.problems == ()
+    text = ", ".join(overrides[7:]) or "as it is"
+    for name, short in NAMES.items():
+        text = text.replace(name, short)
+    row = f"| {size} | {machine} | {text} | {trainer_memory(work).total / GIB:.1f} | {tokens:,} |"
+    assert row in (ROOT / "docs" / "memory.md").read_text()
