@@ -4,6 +4,7 @@ vLLM loads it by name through `worker_extension_cls`, and mixes it into its work
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from sampler.engine.vllm_insides import step_context
 
 
 class WeightExtension:
-    model_runner: Any  # vLLM's worker provides both
+    model_runner: Any  # vLLM's worker provides these
     reload_weights: Any
+    rank: int
     repeated_rows: RepeatedRows | None = None
     routing: Routing
     layout: Layout | None = None  # layout of the published tensors in this model, since the first load
@@ -78,8 +80,10 @@ class WeightExtension:
         if self.layout.loads == 1 and self.layout.computed:  # loads once more to see whether a load reaches them
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
-        if tensors is None:
-            read = ((name, weights[name], info.checksum) for name, info in expected.items())
+        if tensors is None:  # each of the workers, which map the same files, reads its share of them once more
+            step = self.model_runner.vllm_config.parallel_config.world_size
+            own = islice(expected.items(), self.rank, None, step)
+            read = ((name, weights[name], info.checksum) for name, info in own)
             other = sorted(unlike(read, devices.in_use()))
             proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
         return proof

@@ -245,8 +245,10 @@ def mixture(seed: int, scale: float = 1.0) -> Tensors:
 class Worker(WeightExtension):
     """skips: parts of names that a damaged loader passes over in silence."""
 
-    def __init__(self, model: Any) -> None:
-        self.model_runner, self.skips, self.loads = SimpleNamespace(model=model), tuple[str, ...](), 0
+    def __init__(self, model: Any, rank: int = 0, num_workers: int = 1) -> None:
+        settings = SimpleNamespace(parallel_config=SimpleNamespace(world_size=num_workers))
+        self.model_runner, self.rank = SimpleNamespace(model=model, vllm_config=settings), rank
+        self.skips, self.loads = tuple[str, ...](), 0
 
     def reload_weights(self, weights_iterator: Any) -> None:  # type: ignore[override]
         self.loads += 1
@@ -522,6 +524,16 @@ def test_a_reload_is_proven_and_a_tied_head_is_the_embedding(tmp_path: Path, in_
         assert (proof.proven, proof.unproven, proof.wrong) == (set(names), {}, [])
     stale = worker.load_weights_from("nowhere", expected(published(7)), published())
     assert len(stale.wrong) == len(names) + 1, "the head is the embedding, so it is wrong as well"
+
+
+def test_workers_that_map_the_same_files_read_a_share_of_them_each_once_more(tmp_path: Path) -> None:
+    save_file(published(1), tmp_path / "model.safetensors")
+    shares = []
+    for rank in range(2):
+        proof = Worker(Model(), rank, 2).load_weights_from(str(tmp_path), expected(published(2)))
+        shares.append({said.split()[3] for said in proof.wrong if said.startswith(f"{tmp_path} holds another ")})
+    assert min(map(len, shares)) > 1 and shares[0].isdisjoint(shares[1])
+    assert shares[0] | shares[1] == published().keys()
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
