@@ -12,14 +12,14 @@ tried in train mode, because a model that drops something at random in it is ano
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError
 from model import attention, vision
-from model.packing import PackedRow, Packing, pack
+from model.packing import PackedRow, Packing, Wanted, pack
 from model.transformers_internals import decoder_of, mixes_packed_sequences
 
 Agree = Callable[[float], float]  # (a rank's value) -> the largest of all ranks' values
@@ -58,9 +58,7 @@ def hidden_at_sources(base: Any, row: PackedRow, output: str = "last_hidden_stat
 
 
 @torch.no_grad()
-def choose_layout(
-    model: Any, wanted: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
-) -> None:
+def choose_layout(model: Any, wanted: Wanted, vision_layout: vision.VisionLayout | None, agree: Agree = float) -> None:
     """Sets the first attention that agrees with the model's own forward; `packing_of` then tells which rows it takes.
 
     agree: makes ranks whose processors round differently, and which may hold parts of the model, choose alike.

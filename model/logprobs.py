@@ -8,7 +8,7 @@ exist at a time in either direction. Prompt positions never enter the head.
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from model.files.folder import causal_lm_class, check_model_folder
 from model.layout import Agree, backbone, choose_layout, hidden_at_sources
 from model.log_softmax import LogSoftmaxAt, joined, on_support, scaled
 from model.logits import Head, own_logits, whole_forward
-from model.packing import PackedRow, Packing
+from model.packing import PackedRow, Wanted
 from model.sequence_parallel import gather
 
 
@@ -157,7 +157,7 @@ def score_norms(
 
 
 def load_causal_lm(
-    path: str, dtype: str, revision: str | None, trust_remote_code: bool, packing: Literal["auto"] | Packing = "auto"
+    path: str, dtype: str, revision: str | None, trust_remote_code: bool, packing: Wanted = "auto"
 ) -> Any:
     """Loads a transformers causal language model in the layout that is right for it, with its vision tower if any.
 
@@ -168,15 +168,13 @@ def load_causal_lm(
     return model
 
 
-def arrange_causal_lm(
-    model: Any, packing: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
-) -> None:
+def arrange_causal_lm(model: Any, packing: Wanted, images: vision.VisionLayout | None, agree: Agree = float) -> None:
     """Chooses the layout as `arrange` does, and how the logits are computed. agree: as for `choose_layout`.
 
     Raises UserError if no layout, or not the one asked for, is right, and for a vision model whose logits need its
     whole forward.
     """
-    arrange(model, packing, vision_layout, agree)
+    arrange(model, packing, images, agree)
     model.own_logits = own_logits(model, agree)
     if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.has_vision_tower(model.config):
@@ -187,9 +185,7 @@ def arrange_causal_lm(
         choose_layout(model, "separate" if packing == "auto" else packing, None, agree)
 
 
-def arrange(
-    model: Any, packing: Literal["auto"] | Packing, vision_layout: vision.VisionLayout | None, agree: Agree = float
-) -> None:
+def arrange(model: Any, packing: Wanted, vision_layout: vision.VisionLayout | None, agree: Agree = float) -> None:
     """Chooses the layout of rows and the library of linear layers for a loaded model. Raises as `choose_layout`."""
     choose_layout(model, packing, vision_layout, agree)
     use_faster_linear(model)

@@ -31,6 +31,7 @@ from torch import Tensor
 from common.types import EncodedImage, Forks, sequences
 
 Packing = Literal["shared", "separate"]
+Wanted = Literal["auto"] | Packing  # trainer.packing
 Tokens = Sequence[int]
 Experts = NDArray[Any]  # [tokens, layers, k]
 Record = TypeVar("Record", bound="PackedRow | VisionInput | Shard")

@@ -20,7 +20,6 @@ from model.files.folder import require_models, vocabulary
 from model.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
-    from model.packing import Packing
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.policy import PolicyEngine
@@ -94,20 +93,12 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
     if resume_from:
         checkpoint.restore(engine, Path(resume_from), critic)
     reference = _reference(config, engine, exchange, tokens)
-    _agree_on_layout(exchange, engine.packing)
+    if rank == 0 and engine.packing == "separate":
+        exits.say("rows are separate: the layers of this model cannot share a group's prompt")
     trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
     if progress.step == 0:
         rehearse(trainer)
     return trainer
-
-
-def _agree_on_layout(exchange: Exchange, packing: Packing) -> None:
-    """Checks that this rank packs rows as rank 0 does, because all must plan the same rows. Raises UserError."""
-    is_shared = packing == "shared"
-    if exchange.agree(is_shared) != is_shared:
-        raise UserError(f"the ranks' processors round differently: this one wants {packing} rows; set trainer.packing")
-    if exchange.rank == 0 and not is_shared:
-        exits.say("rows are separate: the layers of this model cannot share a group's prompt")
 
 
 def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
@@ -129,7 +120,7 @@ def _reference(
     if config.reference_on != "trainer":
         return None
     reference: Reference | ShardedReference
-    if engine.stage == 3 or config.trainer.tensor_parallel_size > 1:
+    if engine.stage == 3 or engine.tp_size > 1:
         reference = ShardedReference(config, exchange, engine)
     else:
         policy = engine.model if config.reference_is_base else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from model import vision
-from model.layout import Agree, backbone, hidden_at_sources
+from model.layout import backbone, hidden_at_sources
 from model.logprobs import arrange, load_model
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
@@ -57,8 +57,8 @@ class Critic(DeepSpeedModel):
         self.layout = vision.layout_of(model.config, *self.config.model_source(self.config.critic))
         return ValueModel(model)
 
-    def _arrange(self, agree: Agree) -> None:
-        arrange(self.model, self.config.trainer.packing, self.layout, agree)
+    def _arrange(self) -> None:
+        arrange(self.model, self.config.trainer.packing, self.layout, self._largest)
 
     def _exported(self) -> list[Exported]:
         return under_checkpoint_names(self.model, parameters(self.model))

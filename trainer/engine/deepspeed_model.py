@@ -35,7 +35,7 @@ from model.checksum import all_finite
 from model.compiled import compile_layers
 from model.files.folder import expert_counts
 from model.files.tensor_parallel import layer_specs
-from model.layout import Agree, packing_of
+from model.layout import packing_of
 from model.packing import PackedRow, Packing, SequenceGroup
 from model.sequence_parallel import shard
 from model.transformers_internals import decoder_of, showing_layers_with_adapters, taking_each_parameter
@@ -132,16 +132,14 @@ class DeepSpeedModel(abc.ABC):
         require_fused_experts(model, self.stage)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
-        if self._cutting is None:
-            self._arrange(float)
 
     @abc.abstractmethod
     def _load(self) -> Any:
         """Loads a transformers model, and returns a module that has it as `model`."""
 
     @abc.abstractmethod
-    def _arrange(self, agree: Agree) -> None:
-        """Chooses how the model's rows are laid out. In ZeRO 3 every rank calls it, after `initialize`."""
+    def _arrange(self) -> None:
+        """Chooses how the model's rows are laid out. Every rank calls it, and all choose alike."""
 
     @abc.abstractmethod
     def _exported(self) -> Sequence[Exported]:
@@ -167,8 +165,7 @@ class DeepSpeedModel(abc.ABC):
             self.ds, self.optimizer, *_ = deepspeed.initialize(model=self._forward, config=self._ds_config, **given)
         if self.tp_size > 1:
             self.ds.first_dataloader_check.remove()  # it compares and pickles rows, which all ranks have from rank 0
-        if self._cutting:
-            self._arrange(self._largest)
+        self._arrange()
         if self.sequence_group and self.packing == "separate":
             raise UserError(
                 f"trainer.sequence_parallel_size {self.sequence_group.size} splits shared rows, and the layers of a "

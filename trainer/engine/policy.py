@@ -16,7 +16,6 @@ from model.files import lora
 from model.files.counted_dims import counted_dims
 from model.files.dims import ModelDims, model_dims
 from model.files.folder import causal_lm_class
-from model.layout import Agree
 from model.logprobs import arrange_causal_lm, load_model, score_logprobs, score_norms_of_row, score_terms
 from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
@@ -65,8 +64,8 @@ class PolicyEngine(DeepSpeedModel):
             self.adapter_settings = lora.settings_file(lora.add_adapters(model, config))
         return Policy(model, config.trainer.logprob_chunk_size, config.algorithm.entropy_coef > 0)
 
-    def _arrange(self, agree: Agree) -> None:
-        arrange_causal_lm(self.model, self.config.trainer.packing, self.layout, agree)
+    def _arrange(self) -> None:
+        arrange_causal_lm(self.model, self.config.trainer.packing, self.layout, self._largest)
         if self.config.algorithm.router_replay:
             run = functools.partial(self._forward, filler_row(), score=score_logprobs)
             self.model.router_replay = RouterReplay(self.model, run, gathered)
