@@ -1,6 +1,6 @@
 """The memory that each of two ranks takes for a model while it loads, and the files that each writes of it."""
 
-import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,14 @@ from transformers import LlamaConfig, Phi3Config, Qwen2Config, Qwen3MoeConfig, Q
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 
 from common.errors import UserError
+from common.files import run_folder
 from model.files.tensor_parallel import layer_specs
+from report.run_log import read_jsonl
 from tests.support.gloo_data import VOCAB_SIZE, settings
+from tests.support.memory_of_ranks import forget_peak, resident
 from tests.support.rank import Worker
-from tests.support.replay_worker import stack
+from tests.support.replay_worker import RankEnds, stack
 from tests.support.tiny import tiny_model
-
-
-def resident(*fields: str) -> list[int]:
-    """Bytes of /proc/self/status."""
-    status = Path("/proc/self/status").read_text()
-    return [1024 * int(re.search(rf"{field}:\s+(\d+)", status)[1]) for field in fields]  # type: ignore[index]
 
 
 def work(folder: Path) -> None:
@@ -30,7 +27,7 @@ def work(folder: Path) -> None:
 
     worker, model_files._LEAST = Worker(folder), 1 << 20  # type: ignore[attr-defined]
     for stage in (1, 3):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        forget_peak()
         before = resident("VmHWM", "RssAnon")
         engine = PolicyEngine(settings(folder, "run", stage), 2)
         worker.seen[f"loaded{stage}"] = [b - a for a, b in zip(before, resident("VmHWM", "RssAnon"), strict=True)]
@@ -50,6 +47,62 @@ def test_a_rank_loads_its_part_and_one_tensor_or_shares_the_file_and_writes_its_
         assert len(shards) == 2 and all(sum(t.nbytes for t in shard.values()) < 0.6 * size for shard in shards)
         found = shards[0] | shards[1]
         assert found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)
+
+
+# ---- one run on several shapes
+
+SHAPES = {"one": (1, 0, 1), "zero3": (4, 3, 1), "tensor": (4, 1, 2)}  # ranks, ZeRO stage, how many share each layer
+# In the middle of each phase: the shape of that life, what kills it, and the steps that are saved by then.
+LIVES: list[tuple[str, dict[str, str], list[int]]] = [
+    ("zero3", {"TANDEM_TEST_DIES_LOADING": "9"}, []),
+    ("zero3", {"TANDEM_FAILPOINT": "trainer.micro_batch:2:kill"}, [1]),
+    ("tensor", {"TANDEM_FAILPOINT": "weights.shard:2:kill"}, [1]),
+    ("one", {"TANDEM_FAILPOINT": "checkpoint.engine:1:kill"}, [1]),
+    ("tensor", {"TANDEM_FAILPOINT": "trainer.micro_batch:3:kill"}, [1, 2]),
+]
+
+
+def lived(name: str, shape: str, killed: dict[str, str]) -> RankEnds:
+    """One life of a run of three steps."""
+    model = tiny_model(stack().folder / "four-heads", hidden=128)
+    ranks, stage, sharing = SHAPES[shape]
+    trainer = {"max_steps": 3, "save_steps": 1, "save_limit": 3, "tensor_parallel_size": sharing}
+    resume = bool(run_folder.step_dirs(stack().folder / name / "checkpoints"))
+    sections = {"model": {"path": str(model)}, "trainer": trainer, "run": {"resume": resume}}
+    return stack().run(name, ranks, stage, {ranks - 1: killed}, **sections)
+
+
+def require_same(name: str) -> None:
+    """The run ended as one rank's: losses, norms and weights to 1e-5."""
+    folder, alone = stack().folder / name, stack().folder / "shape-one"
+    if not (alone / "final").exists():
+        assert lived("shape-one", "one", {}).codes == [0]
+    rows = [read_jsonl(each / "metrics.jsonl") for each in (folder, alone)]
+    for ours, theirs in zip(*rows, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), key
+    ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (folder, alone))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[key], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["zero3", "tensor"])
+def test_three_steps_are_those_of_one_rank(shape: str) -> None:
+    ends = lived(f"shape-{shape}", shape, {})
+    assert set(ends.codes) == {0}, ends.logs[0][-3000:]
+    require_same(f"shape-{shape}")
+
+
+def test_a_run_killed_in_each_phase_goes_on_in_another_shape() -> None:
+    folder = stack().folder / "shapes"
+    for shape, killed, saved in LIVES:
+        ends = lived("shapes", shape, killed)
+        assert -signal.SIGKILL in ends.codes, f"{killed}: {ends.codes} {ends.logs[0][-3000:]}"
+        assert [path.name for path in run_folder.step_dirs(folder / "checkpoints")] == [f"step_{n:06}" for n in saved]
+    ends = lived("shapes", "zero3", {})
+    assert set(ends.codes) == {0}, ends.logs[0][-3000:]
+    require_same("shapes")
 
 
 @pytest.mark.parametrize(

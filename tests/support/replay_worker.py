@@ -111,7 +111,7 @@ class Trainers:
         self._process.stdin.close()
         self._process.wait(timeout=limit(2 * RUN_S))
         self._process.stdout.close()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # all temporary files may be gone by now
 
 
 @cache
@@ -174,6 +174,8 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     sections = {"run": {}} | request["sections"]
     run = {"output_dir": str(folder / request["name"]), "replay": str(folder / "groups"), "report_to": []}
     config = settings(folder, request["name"], request["stage"], **sections | {"run": run | sections["run"]})
+    if parameters := int(os.environ.get("TANDEM_TEST_DIES_LOADING", 0)):
+        die_while_loading(parameters)
     train = Trainer.run
 
     def watched(trainer: Trainer) -> None:
@@ -183,6 +185,21 @@ def rank_of(request: dict[str, Any], folder: Path, rank: int, port: int) -> int:
 
     Trainer.run = watched  # type: ignore[method-assign]
     return exits.run("trainer", lambda: start.run(config))
+
+
+def die_while_loading(parameters: int) -> None:
+    """SIGKILL, as soon as ZeRO 3 has cut so many parameters of a model."""
+    from trainer.engine.deepspeed_insides import Cutting
+
+    take, taken = Cutting.take, []
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        taken.append(arguments)
+        if len(taken) == parameters:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self, *arguments)
+
+    Cutting.take = counted  # type: ignore[method-assign]
 
 
 def random_states() -> list[bytes]:
