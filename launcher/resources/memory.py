@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.resources.machine import GIB
-from launcher.resources.workload import BYTES, Workload
+from launcher.resources.workload import BUCKET, BYTES, Workload
 from model.files.dims import ModelDims
 from model.files.vision_dims import VisionDims
 from trainer.engine.deepspeed_config import GRADIENTS_AT_ONCE
@@ -139,9 +139,9 @@ def _reduction(work: Workload, n: float) -> tuple[float, float]:
     """Returns bytes of gradients on their way between ranks, beside the gradients: (in the backward pass, after it).
 
     A bucket has B values on a GPU, whatever is in it; on a CPU only what was written is resident. Stage 0: the
-    flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, which are flat already, gradients
-    that wait to be added up, and a copy in bfloat16 to send. From stage 2 on bucket and flattened bucket, in every
-    backward pass.
+    flattened bucket. Stage 1: bucket and the rank's own part; with sums in float32, gradients that wait to be added up,
+    and a copy in bfloat16 to send, of one in float32 if all are one bucket. From stage 2 on bucket and flattened
+    bucket, in every backward pass.
     """
     b, bucket = work.bytes_per_value, work.bucket if work.on_gpu else min(work.bucket, n)
     if work.zero_stage >= 2:
@@ -149,7 +149,8 @@ def _reduction(work: Workload, n: float) -> tuple[float, float]:
     if work.zero_stage == 0:
         return 0.0, float(b * min(work.bucket, n))
     if work.sums_in_fp32:
-        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), 2.0 * n if work.zero_ranks > 1 else 0.0
+        copies = (2.0 if n > BUCKET else 6.0) * n
+        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), copies if work.zero_ranks > 1 else 0.0
     return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.zero_ranks
 
 

@@ -14,7 +14,7 @@ from model.files.dims import ModelDims
 from trainer.engine.deepspeed_config import OPTIMIZERS, deepspeed_config, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
-_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size
+BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size, and its MEMORY_OPT_ALLREDUCE_SIZE
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Workload:
     on_gpu: bool = True
     sums_in_fp32: bool = False  # gradients add up over micro-batches in float32, with weights in bfloat16
     moments: float = 8  # bytes of the optimizer's memory for each parameter
-    bucket: int = _BUCKET  # B, DeepSpeed's reduce_bucket_size: values
+    bucket: int = BUCKET  # B, DeepSpeed's reduce_bucket_size: values
     writes_behind: bool = False  # a version is written while the next step trains
     ranks_per_gpu: int = 1
     sp_size: int = 1  # S, trainer.sequence_parallel_size: ranks that share a micro-batch
@@ -131,7 +131,7 @@ def workload_of(
         on_gpu=on_gpu,
         sums_in_fp32=config.model.dtype == "bfloat16" and sums == "fp32",
         moments=_moments(settings, model),
-        bucket=int(float(zero.get("reduce_bucket_size", _BUCKET))),
+        bucket=int(float(zero.get("reduce_bucket_size", BUCKET))),
         writes_behind=config.trainer.max_staleness > 0,
         ranks_per_gpu=ranks_per_gpu,
         sp_size=config.trainer.sequence_parallel_size,

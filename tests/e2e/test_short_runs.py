@@ -188,10 +188,11 @@ def check_replay(run: Path, given: list[str]) -> None:
     "name", ["rloo_qwen2.5_1.5b", *(pytest.param(n, marks=full) for n in NAMES if "rloo" not in n)]
 )
 def test_two_steps_of_a_recipe(name: str, tmp_path: Path) -> None:
-    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "model", hidden=128)  # four heads
     config = load(RECIPES / f"{name}.yaml")
     rewards = [*config.rewards.reward_funcs, f"{tmp_path}/reward.py:few_letters"]
-    changes = [*local(tmp_path), *TINY, f"rewards.reward_funcs={json.dumps(rewards)}"]
+    changes = [*local(tmp_path), *TINY, f"rewards.reward_funcs={json.dumps(rewards)}", "rewards.reward_weights=null"]
+    changes.append(f"trainer.num_ranks={config.ranks_per_row}")
     if config.algorithm.soft_punish_cache:
         changes.append("algorithm.soft_punish_cache=4")
     if config.algorithm.steps_per_generation > 1:

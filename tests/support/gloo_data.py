@@ -74,6 +74,7 @@ CORRECTED = {
 }
 SHUFFLED = {"steps_per_generation": 2, "num_iterations": 2, "shuffle_mini_batches": True}
 RECOMPUTED = {"model": {"gradient_checkpointing": True}, "trainer": {"groups_per_micro_batch": 2}}
+ON_CPU = {"device": "cpu"}
 # settings of one more batch each, by name: what differs from the others
 VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"loss_type": "dapo"}},
@@ -98,7 +99,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "critic_shuffled": GAE | {"algorithm": GAE["algorithm"] | SHUFFLED, "trainer": FOUR_STEPS},
     "recomputed": RECOMPUTED,
     "recomputed3": RECOMPUTED | {"deepspeed": {"zero_optimization": {"stage": 3}}},
-    "offloaded": {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    "offloaded": {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": ON_CPU}}},
+    "offloaded3": {
+        "deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU}}
+    },
     "skip": {"algorithm": {"dead_groups": "skip"}},
     "resample": {"algorithm": {"dead_groups": "resample"}},
     "scored_twice": {

@@ -139,6 +139,8 @@ def test_gradients_summed_in_float32_by_hand(ranks: int, stage: int, buckets: fl
     backward = LAYER + 28 * 2 * 1536 * TOKENS + CHUNK + HEAD + buckets
     assert memory.total == pytest.approx(2 * N + gradients + 12 * N / ranks + backward + 1.5 * GIB)
     assert memory.reducing == (2 * N if ranks > 1 and stage == 1 else 0)  # a copy in bfloat16 to send
+    small = load_of(model=SMOL, ranks=2, zero_stage=1, sums_in_fp32=True)  # one bucket: flattened, and that copy
+    assert trainer_memory(small).reducing == 6 * SMOL.parameters
 
 
 def test_adapters_alone_have_gradients_and_a_critic_brings_its_own_states() -> None:
