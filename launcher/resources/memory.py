@@ -149,8 +149,7 @@ def _reduction(work: Workload, n: float) -> tuple[float, float]:
     if work.zero_stage == 0:
         return 0.0, float(b * min(work.bucket, n))
     if work.sums_in_fp32:
-        copies = (2.0 if n > BUCKET else 6.0) * n
-        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), copies if work.zero_ranks > 1 else 0.0
+        return 2.0 * b * min(GRADIENTS_AT_ONCE, n), (2.0 if n > BUCKET else 6.0) * n * (work.zero_ranks > 1)
     return (float(b * bucket) if work.on_gpu else 0.0), b * bucket + b * n / work.zero_ranks
 
 
