@@ -15,9 +15,10 @@ from common.files import run_folder
 from model.files.tensor_parallel import layer_specs
 from report.run_log import read_jsonl
 from tests.support.gloo_data import VOCAB_SIZE, settings
-from tests.support.memory_of_ranks import forget_peak, resident
+from tests.support.memory_of_ranks import forget_peak, measured, resident
 from tests.support.rank import Worker
 from tests.support.replay_worker import RankEnds, stack
+from tests.support.tier import full
 from tests.support.tiny import tiny_model
 
 
@@ -103,6 +104,15 @@ def test_a_run_killed_in_each_phase_goes_on_in_another_shape() -> None:
     ends = lived("shapes", "zero3", {})
     assert set(ends.codes) == {0}, ends.logs[0][-3000:]
     require_same("shapes")
+
+
+@full
+def test_no_phase_of_any_rank_takes_more_memory_than_plan_says_or_much_less() -> None:
+    """Of 149M parameters; docs/memory.md has more."""
+    layouts = [(2, 3, 1), (2, 1, 2)]
+    found = [(layout, max(peaks.values()) / planned) for layout, peaks, planned in measured(2, layouts)]
+    assert [layout for layout, _ in found] == layouts, "this machine has too little memory for some"
+    assert all(0.85 < share < 1.15 for _, share in found), found
 
 
 @pytest.mark.parametrize(
