@@ -61,8 +61,7 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
     if work.reference:
         lines.append(("reference", f"scored by the {work.reference_on} (reference.on)"))
     is_one = is_undivided(config, place) and machine.gpu_bytes
-    on_devices = _on_one_gpu if is_one else _on_gpus if machine.gpus else _on_cpu
-    found = on_devices(config, work, place, machine)
+    found = (_on_one_gpu if is_one else _on_gpus if machine.gpus else _on_cpu)(config, work, place, machine)
     host = on_host(config, work, machine) if machine.gpus else Fit((), ())
     return Fit((*lines, *found.lines, *host.lines), (*found.problems, *host.problems))
 
@@ -91,8 +90,8 @@ def _on_gpus(config: Config, work: Workload, place: Placement, machine: Machine)
         have = f"the sampler's weights and one sequence need {needed:.2f} of {gib(machine.gpu_bytes)}"
         remedy = f"set vllm.gpu_memory_utilization={needed + 0.05:.2f}"
         if needed >= 0.95:
-            room = max(taken, _VLLMS_SHARE * machine.gpu_bytes)
-            wider = next((w for w in (2, 4, 8) if sampler_memory(work, w).sequences_that_fit(room)), 8)
+            most = _VLLMS_SHARE * machine.gpu_bytes
+            wider = next((w for w in (2, 4, 8) if sampler_memory(work, w).sequences_that_fit(most)), 8)
             remedy = f"set vllm.tensor_parallel_size={wider}, with as many sampler.devices if they are set"
             work = replace(work, ranks=max(1, work.ranks - wider + width))  # those that are left for the trainer
         problems.append(f"{have}; {remedy}")

@@ -201,8 +201,7 @@ class SamplerMemory:
 
 
 def sampler_memory(work: Workload, tensor_parallel: int = 1) -> SamplerMemory:
-    """Estimates the sampler; tensor_parallel devices divide weights and cache. Key-value cache: 2·L·K·D·b·(P + C) bytes
-    per sequence, and the states of recurrent layers."""
+    """Estimates a sampler on so many devices. Cache: 2·L·K·D·b·(P + C) bytes per sequence, and recurrent states."""
     b, model = work.bytes_per_value, work.model
     values = model.kv_values_per_token * (work.prompt + work.completion) + model.state_values
     cache = b * values / tensor_parallel

@@ -81,8 +81,7 @@ class WeightExtension:
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
         if tensors is None:  # each of the workers, which map the same files, reads its share of them once more
-            step = self.model_runner.vllm_config.parallel_config.world_size
-            own = islice(expected.items(), self.rank, None, step)
+            own = islice(expected.items(), self.rank, None, self.model_runner.vllm_config.parallel_config.world_size)
             read = ((name, weights[name], info.checksum) for name, info in own)
             other = sorted(unlike(read, devices.in_use()))
             proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]

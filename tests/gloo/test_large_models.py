@@ -1,4 +1,4 @@
-"""The memory that each of two ranks takes for a model while it loads, and the files that each writes of it."""
+"""Models in parts: each rank's memory, the files that it writes, and one run on several shapes, also when killed."""
 
 import signal
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_a_run_killed_in_each_phase_goes_on_in_another_shape() -> None:
 
 
 @full
-def test_no_phase_of_any_rank_takes_more_memory_than_plan_says_or_much_less() -> None:
+def test_the_most_memory_of_a_rank_is_within_15_percent_of_the_plan() -> None:
     """Of 149M parameters; docs/memory.md has more."""
     layouts = [(2, 3, 1), (2, 1, 2)]
     found = [(layout, max(peaks.values()) / planned) for layout, peaks, planned in measured(2, layouts)]

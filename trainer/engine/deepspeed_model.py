@@ -153,6 +153,8 @@ class DeepSpeedModel(abc.ABC):
         add_up_in_buckets()
         if self._cutting:
             self._cutting.place_rest(self.model)
+        else:  # on the CPU, where it was loaded
+            self._arrange()
         given: dict[str, Any] = {}
         if self._optimized:
             given = {
@@ -165,7 +167,8 @@ class DeepSpeedModel(abc.ABC):
             self.ds, self.optimizer, *_ = deepspeed.initialize(model=self._forward, config=self._ds_config, **given)
         if self.tp_size > 1:
             self.ds.first_dataloader_check.remove()  # it compares and pickles rows, which all ranks have from rank 0
-        self._arrange()
+        if self._cutting:
+            self._arrange()
         if self.sequence_group and self.packing == "separate":
             raise UserError(
                 f"trainer.sequence_parallel_size {self.sequence_group.size} splits shared rows, and the layers of a "
@@ -190,7 +193,7 @@ class DeepSpeedModel(abc.ABC):
 
     def _largest(self, value: float) -> float:
         """Returns the largest of all ranks' values. Every rank calls it."""
-        found = torch.tensor(float(value), device=self.device)
+        found = torch.tensor(float(value), device="cpu" if dist.get_backend() == "gloo" else devices.first())
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
 
