@@ -109,7 +109,8 @@ def check_history(run: Run) -> None:
     """Every step once, every group once and in order, no tombstone, and no version that was not proven."""
     metrics = read_jsonl(run.folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    assert max(row["sync/canary_max_diff"] for row in metrics) <= 1e-4
+    # a trainer that finds all groups of a step kept does not hear of a sampler in it
+    assert max(row["sync/canary_max_diff"] for row in metrics if not row.get("link/kept")) <= 1e-4
     groups = [one.group.group_id for one, _ in recording.read(run.folder / recording.FILE)]
     assert groups == list(range(STEPS * PER_STEP))
     commit = json.loads((checkpoints(run.folder)[-1] / "commit.json").read_text())
