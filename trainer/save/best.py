@@ -24,7 +24,7 @@ from common.files.run_folder import BEST, COMMIT, FINAL
 from common.files.weights import Published
 from model.files import lora
 from trainer.save.disk import write_folder
-from trainer.save.model_files import write_side_files
+from trainer.save.model_files import write_index, write_side_files
 
 Record = dict[str, Any]  # a line of eval.jsonl
 
@@ -141,13 +141,15 @@ def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any
     if engine.published_settings is not None:
         shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
     else:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index(shards), indent=1))
+        write_index(folder, _file_of_each_tensor(shards), sum(shard.stat().st_size for shard in shards))
     write_side_files(engine, tokenizer, folder, is_whole=engine.published_settings is None)
 
 
-def index(shards: Sequence[Path]) -> dict[str, Any]:
-    """Returns the index of tensors by shard, as transformers and vLLM read it."""
+def _file_of_each_tensor(shards: Sequence[Path]) -> dict[str, str]:
     from safetensors import safe_open
 
-    names = {name: shard.name for shard in shards for name in safe_open(shard, "pt").keys()}  # noqa: SIM118
-    return {"metadata": {"total_size": sum(shard.stat().st_size for shard in shards)}, "weight_map": names}
+    names: dict[str, str] = {}
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            names |= dict.fromkeys(file.keys(), shard.name)
+    return names

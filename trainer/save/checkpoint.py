@@ -163,10 +163,11 @@ def save_model(
             written[folder / name] = pieces.write(folder / name, content)
 
     def write_others() -> None:
-        if settings is None:
-            write_index(files, folder)
-        else:
+        if settings is not None:
             durable.write_file(folder / lora.SETTINGS, settings)
+        elif len(files) > 1:
+            file_of = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
+            write_index(folder, file_of, sum(tensor.form.nbytes for tensor in wanted))
         lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
 
     on_rank_0(exchange, partial(folder.mkdir, exist_ok=True))

@@ -71,13 +71,10 @@ def files_of(tensors: Sequence[Exported], ranks: int) -> dict[str, list[Exported
     return {name: [tensors[i] for i in own] for name, own in zip(names, slices(sizes, count), strict=True)}
 
 
-def write_index(files: Mapping[str, Sequence[Exported]], folder: Path) -> None:
-    """Writes the index of tensors by shard, as save_pretrained does; nothing for a single file."""
-    if len(files) > 1:
-        size = sum(tensor.form.nbytes for tensors in files.values() for tensor in tensors)
-        names = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-        index = {"metadata": {"total_size": size}, "weight_map": names}
-        durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
+    """Writes the index that save_pretrained writes beside shards. files: by tensor. size: bytes of them all."""
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
 
 
 def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:
