@@ -11,7 +11,7 @@ from typing import Any
 from common.config import Config
 from model.files.counted_dims import read_dims
 from model.files.dims import ModelDims
-from trainer.engine.deepspeed_config import OPTIMIZERS, deepspeed_config, optimizer_of
+from trainer.engine.deepspeed_config import OPTIMIZERS, deepspeed_config, is_offloaded, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size, and its MEMORY_OPT_ALLREDUCE_SIZE
@@ -136,17 +136,13 @@ def workload_of(
         ranks_per_gpu=ranks_per_gpu,
         sp_size=config.trainer.sequence_parallel_size,
         tp_size=config.trainer.tensor_parallel_size,
-        offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
-        offloads_weights=_is_offloaded(zero, "offload_param"),
+        offloads_optimizer=is_offloaded(zero, "offload_optimizer"),
+        offloads_weights=is_offloaded(zero, "offload_param"),
         images=images,
         # of an image of data.max_pixels, at most as many as fit into a prompt
         patches=min(vision.patches(config.data.max_pixels), longest * vision.merge**2) if vision and images else 0,
         trains_tower=not config.model.freeze_vision_tower and not config.lora.r,
     )
-
-
-def _is_offloaded(zero: dict[str, Any], name: str) -> bool:
-    return zero.get(name, {}).get("device", "none") != "none"
 
 
 def _moments(settings: dict[str, Any], model: ModelDims) -> float:

@@ -89,7 +89,7 @@ def deepspeed_config(config: Config, world_size: int, optimized: Optimized | Non
     del given["expert_parallel"]
     is_whole = config.model.dtype == "float32" and (world_size == 1 or optimizer_of(given) == "muon")
     _fill_zero(_section(given, "zero_optimization"), default=0 if is_whole else 1)
-    if given["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none":
+    if is_offloaded(given["zero_optimization"], "offload_optimizer"):
         given.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's AdamW steps on a CPU, too
     _fill_accumulation(given, config.model.dtype)
     _fill_optimizer(config, given, optimized)
@@ -156,6 +156,11 @@ def _impose(section: dict[str, Any], name: str, ours: dict[str, tuple[Any, str]]
                 f'remove it from the DeepSpeed settings or write "auto"'
             )
         section[key] = value
+
+
+def is_offloaded(zero: dict[str, Any], name: str) -> bool:
+    """Returns whether zero_optimization's settings keep what `name` says, "offload_param" for one, off the device."""
+    return zero.get(name, {}).get("device", "none") != "none"
 
 
 def optimizer_of(settings: dict[str, Any]) -> str:
