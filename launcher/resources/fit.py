@@ -60,8 +60,10 @@ def fit(config: Config, work: Workload, place: Placement, machine: Machine) -> F
         lines.append(("adapters", f"rank {config.lora.r}: {counts}"))
     if work.reference:
         lines.append(("reference", f"scored by the {work.reference_on} (reference.on)"))
-    is_one = is_undivided(config, place) and machine.gpu_bytes
-    found = (_on_one_gpu if is_one else _on_gpus if machine.gpus else _on_cpu)(config, work, place, machine)
+    on_devices = _on_gpus if machine.gpus else _on_cpu
+    if is_undivided(config, place) and machine.gpu_bytes:
+        on_devices = _on_one_gpu
+    found = on_devices(config, work, place, machine)
     host = on_host(config, work, machine) if machine.gpus else Fit((), ())
     return Fit((*lines, *found.lines, *host.lines), (*found.problems, *host.problems))
 
