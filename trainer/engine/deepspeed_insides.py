@@ -83,6 +83,14 @@ class Cutting:
 
 
 @contextlib.contextmanager
+def as_forward(engine: Any) -> Iterator[None]:
+    """Lets layers read weights of other modules in the context, which ZeRO 3 gathers in the engine's own forward."""
+    engine._forward_prologue((), {})
+    yield
+    engine._forward_epilogue()
+
+
+@contextlib.contextmanager
 def gathered(parameters: Sequence[Any]) -> Iterator[None]:
     """Makes parameters whole in the context, from all ranks' parts of them. Every rank enters it."""
     import deepspeed

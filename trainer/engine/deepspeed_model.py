@@ -46,6 +46,7 @@ from trainer.engine.build_locks import guard_ops, require_folder
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import (
     Cutting,
+    as_forward,
     clip_with,
     gathered,
     pickle_the_stage_by_value,
@@ -168,7 +169,8 @@ class DeepSpeedModel(abc.ABC):
         if self.tp_size > 1:
             self.ds.first_dataloader_check.remove()  # it compares and pickles rows, which all ranks have from rank 0
         if self._cutting:
-            self._arrange()
+            with as_forward(self.ds):
+                self._arrange()
         if self.sequence_group and self.packing == "separate":
             raise UserError(
                 f"trainer.sequence_parallel_size {self.sequence_group.size} splits shared rows, and the layers of a "
