@@ -69,14 +69,14 @@ def own_logits(model: Any, agree: Agree = float) -> Callable[[Head, Tensor], Ten
         shell = copy.copy(model)  # shares every parameter; ZeRO's hooks stay with the model
         shell._modules = dict(model._modules)
         for name, child in model.named_children():
-            if child is head:
+            if child is model.get_output_embeddings():  # tensor-parallel ranks may have replaced it since
                 shell._modules[name] = _StandIn(child, of_head)
             elif any(part is decoder for part in child.modules()):
                 shell._modules[name] = _StandIn(child, lambda *_: _Output(hidden[None]))
         return type(model).forward(shell, inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     with own_attention(model), torch.no_grad():
-        ids = torch.tensor([_IDS], device=head.weight.device)
+        ids = torch.tensor([_IDS], device=model.device)
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         if not agree(not torch.equal(head(hidden[None])[0].float(), own)):

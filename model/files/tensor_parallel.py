@@ -11,6 +11,7 @@ with the inputs of its layer and B with the outputs. Left out: experts, and laye
 from typing import Any
 
 from common.errors import UserError
+from model.files.dims import experts_of
 
 _KINDS = {
     "colwise": "column",
@@ -37,14 +38,15 @@ def layer_specs(config: Any, size: int) -> list[dict[str, Any]]:
         )
     if not text.tie_word_embeddings:
         plan["lm_head"] = "colwise_gather_output"
+    plan["layers.*.mlp.act_fn"] = "replicated_with_grad_allreduce"  # Apertus's plan leaves its parameters out
     specs = []
     for name, style in plan.items():
-        kind = _KINDS[style]
-        adapter = {"column": r"|\.lora_B\.default", "row": r"|\.lora_A\.default"}.get(kind, "")
-        path = name.replace(".", r"\.").replace("*", r"\d+")
+        kind, path = _KINDS[style], name.replace(".", r"\.").replace("*", r"\d+")
+        adapter = {"column": "B", "row": "A"}.get(kind)
+        parameters = rf"(\.base_layer|\.lora_{adapter}\.default)?\.weight$" if adapter else r"\."
         specs.append(
             {
-                "patterns": [rf"(.*\.)?{path}(\.base_layer{adapter})?\.weight$"],
+                "patterns": [rf"(.*\.)?{path}{parameters}"],
                 "partition_type": kind,
                 "gather_output": style == "colwise_gather_output",
                 "grad_allreduce": kind == "skip",
@@ -59,9 +61,12 @@ def _why_not(config: Any, text: Any, plan: dict[str, str], size: int) -> str:
         return "it sees images"
     if kinds := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYERS):
         return f"it has layers of {', '.join(kinds)}"
-    if any("expert" in name for name in plan):
+    if any("expert" in name for name in plan) or experts_of(text.to_dict()):
         return "it has experts"
+    if any("sinks" in name for name in plan):
+        return "its attention has sinks"
     if not plan or (styles := sorted(set(plan.values()) - {*_KINDS})):
         return f"transformers splits it by {', '.join(styles)}" if plan else "transformers has no plan for it"
-    odd = [f"{count} {name}" for name in _EVEN if (count := getattr(text, name, None)) and count % size]
+    found = ((name, getattr(text, name, None) or 0) for name in _EVEN)  # one for all layers, or one for each
+    odd = [f"{n} {name}" for name, n in found if any(each % size for each in (n if isinstance(n, list) else [n]))]
     return f"{size} does not divide its {' and '.join(odd)}" if odd else ""

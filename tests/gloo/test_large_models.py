@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Phi3Config, Qwen2Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    Gemma3nTextConfig,
+    GraniteSWAConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 
 from common.errors import UserError
@@ -16,9 +25,10 @@ from model.files.tensor_parallel import layer_specs
 from report.run_log import read_jsonl
 from tests.support.gloo_data import VOCAB_SIZE, settings
 from tests.support.memory_of_ranks import forget_peak, measured, resident
+from tests.support.mixtures import mixture_folder
 from tests.support.rank import Worker
 from tests.support.replay_worker import RankEnds, stack
-from tests.support.tier import full
+from tests.support.tier import ALL, full
 from tests.support.tiny import tiny_model
 
 
@@ -53,6 +63,8 @@ def test_a_rank_loads_its_part_and_one_tensor_or_shares_the_file_and_writes_its_
 # ---- one run on several shapes
 
 SHAPES = {"one": (1, 0, 1), "zero3": (4, 3, 1), "tensor": (4, 1, 2)}  # ranks, ZeRO stage, how many share each layer
+# Of an activation with parameters; and logits that a head which is split does not give alone, divided and capped.
+FAMILIES = ("apertus", "granite", "nanochat") if ALL else ("apertus", "nanochat")
 # In the middle of each phase: the shape of that life, what kills it, and the steps that are saved by then.
 LIVES: list[tuple[str, dict[str, str], list[int]]] = [
     ("zero3", {"TANDEM_TEST_DIES_LOADING": "9"}, []),
@@ -63,9 +75,10 @@ LIVES: list[tuple[str, dict[str, str], list[int]]] = [
 ]
 
 
-def lived(name: str, shape: str, killed: dict[str, str]) -> RankEnds:
+def lived(name: str, shape: str, killed: dict[str, str], family: str = "") -> RankEnds:
     """One life of a run of three steps."""
-    model = tiny_model(stack().folder / "four-heads", hidden=128)
+    folder = stack().folder / f"four-heads-{family}"
+    model = mixture_folder(folder, family) if family else tiny_model(folder, hidden=128)
     ranks, stage, sharing = SHAPES[shape]
     trainer = {"max_steps": 3, "save_steps": 1, "save_limit": 3, "tensor_parallel_size": sharing}
     resume = bool(run_folder.step_dirs(stack().folder / name / "checkpoints"))
@@ -73,11 +86,11 @@ def lived(name: str, shape: str, killed: dict[str, str]) -> RankEnds:
     return stack().run(name, ranks, stage, {ranks - 1: killed}, **sections)
 
 
-def require_same(name: str) -> None:
+def require_same(name: str, family: str = "") -> None:
     """The run ended as one rank's: losses, norms and weights to 1e-5."""
-    folder, alone = stack().folder / name, stack().folder / "shape-one"
+    folder, alone = stack().folder / name, stack().folder / f"shape-one{family}"
     if not (alone / "final").exists():
-        assert lived("shape-one", "one", {}).codes == [0]
+        assert lived(alone.name, "one", {}, family).codes == [0]
     rows = [read_jsonl(each / "metrics.jsonl") for each in (folder, alone)]
     for ours, theirs in zip(*rows, strict=True):
         for key in ("loss", "grad_norm"):
@@ -88,11 +101,11 @@ def require_same(name: str) -> None:
         torch.testing.assert_close(tensor, theirs[key], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["zero3", "tensor"])
-def test_three_steps_are_those_of_one_rank(shape: str) -> None:
-    ends = lived(f"shape-{shape}", shape, {})
+@pytest.mark.parametrize(("shape", "family"), [("zero3", ""), ("tensor", ""), *(("tensor", each) for each in FAMILIES)])
+def test_three_steps_are_those_of_one_rank(shape: str, family: str) -> None:
+    ends = lived(f"shape-{shape}{family}", shape, {}, family)
     assert set(ends.codes) == {0}, ends.logs[0][-3000:]
-    require_same(f"shape-{shape}")
+    require_same(f"shape-{shape}{family}", family)
 
 
 def test_a_run_killed_in_each_phase_goes_on_in_another_shape() -> None:
@@ -123,6 +136,12 @@ def test_the_most_memory_of_a_rank_is_within_15_percent_of_the_plan() -> None:
             "4 does not divide its 14 num_attention_heads and 2",
         ),
         (Qwen3MoeConfig(), "it has experts"),
+        (Qwen2MoeConfig(), "it has experts"),
+        (GraniteSWAConfig(), "its attention has sinks"),
+        (
+            Gemma3nTextConfig(num_hidden_layers=2, num_kv_shared_layers=0, intermediate_size=[256, 258]),
+            r"4 does not divide its 2 num_key_value_heads and \[256, 258\] intermediate_size",
+        ),
         (Phi3Config(), "transformers splits it by rowwise_split_input"),
         (Qwen3NextConfig(), "it has layers of linear_attention"),
         (Qwen2_5_VLConfig(), "it sees images"),
