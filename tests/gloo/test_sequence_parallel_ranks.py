@@ -163,7 +163,9 @@ def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Trainers, 
     alone, several = seen(trainers, 1), seen(trainers, RANKS)
     one, shared = case_of(name, ALONE), case_of(name, layout)
     gradient = several.gradients(shared.name)
-    assert difference(gradient, alone.gradients(one.name)) < (5e-6 if layout[0] == "tensor" else 1e-6)
+    steps_first = name in ("later", "twice")  # Adam's first step divides an entry's rounding by the entry
+    bound = 5e-6 if layout[0] == "tensor" else 2e-6 if steps_first else 1e-6
+    assert difference(gradient, alone.gradients(one.name)) < bound
     assert any("value_gradient" in key for key in gradient) == ("critic" in shared.sections)
     if name in ("sequence", "entropy", "masked", "trainer_scores", "dapo", "cispo", "rloo"):  # equal means something
         assert difference(gradient, several.gradients(case_of("grpo", DEFAULT).name)) > 1e-3
