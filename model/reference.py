@@ -3,7 +3,8 @@
 The process that reference.on names loads it: the sampler scores groups before it sends them, a trainer rank scores its
 own micro-batches before their backward. Scoring is a plain transformers forward over packed rows, the same code as the
 policy's, so that an identical reference gives a KL of zero at the first step. vLLM could score too, but would skip its
-prefix cache and build a [T, vocabulary] tensor. Left out: sharding; every rank holds the whole model.
+prefix cache and build a [T, vocabulary] tensor. Every rank has the whole model here; where ranks hold parts of models,
+trainer/engine/sharded_reference.py is used.
 """
 
 import contextlib
@@ -21,9 +22,8 @@ from common.processes.watchdog import report_progress
 from common.types import EncodedImage, Forks
 from model.layout import packing_of
 from model.logprobs import load_causal_lm, score_logprobs
-from model.packing import PackedRow, Packing, SequenceGroup, pack
+from model.packing import PackedRow, SequenceGroup, pack
 from model.sequence_parallel import shard
-from model.tokenizer import check_vocabulary
 from model.transformers_internals import decoder_of, without_adapters
 from model.vision import layout_of, with_vision
 
@@ -41,8 +41,8 @@ class Reference:
         self._adapted, self._sequence_group = policy is not None, sequence_group
         self._config, self._device = config, device
         source = config.model_source(config.reference)
-        self._model = policy if policy is not None else self._load(*source)
-        self._layout = layout_of(self._model.config, *source)
+        self.model = policy if policy is not None else self._load(*source)
+        self._layout = layout_of(self.model.config, *source)
 
     def _load(self, path: str, revision: str | None) -> Any:
         given, packing = self._config.model, self._config.trainer.packing
@@ -51,18 +51,10 @@ class Reference:
             layer.register_forward_hook(lambda *_: report_progress("scoring with the reference"))
         return model
 
-    def replace(self, folder: str) -> Any:
-        """Replaces the reference by the model in this folder, and returns it."""
-        self._model = None  # first: there is no room for two
-        self._model = self._load(folder, None)
-        return self._model
-
-    @property
-    def packing(self) -> Packing:
-        return packing_of(self._model)
-
-    def check_vocabulary(self, tokenizer_size: int) -> None:
-        check_vocabulary(self._model, tokenizer_size, "reference")
+    def replace(self, folder: str) -> None:
+        """Replaces the reference by the model in this folder."""
+        self.model = None  # first: there is no room for two
+        self.model = self._load(folder, None)
 
     def logprobs(
         self,
@@ -74,15 +66,15 @@ class Reference:
     ) -> list[NDArray[np.float32]]:
         """Returns log π_ref of each completion's tokens, [C] each, within its sampling_mask [C, K] if it has one."""
         groups = [(prompt_ids.tolist(), [c.tolist() for c in completion_ids])]
-        row = pack(groups, self.packing, [images], forks=[forks] if forks else ())
+        row = pack(groups, packing_of(self.model), [images], forks=[forks] if forks else ())
         logprobs = self.score(row.with_sampling_mask(sampling_mask)).cpu()
         return [part.numpy() for part in logprobs.split(row.lengths)]
 
     @torch.no_grad()
     def score(self, row: PackedRow) -> Tensor:
         """Returns log π_ref of the row's targets: [N] float32, on the model's device."""
-        with without_adapters(self._model) if self._adapted else contextlib.nullcontext():
+        with without_adapters(self.model) if self._adapted else contextlib.nullcontext():
             row = replace(row, routing=None)  # the reference's own router chooses its experts
             local_row = shard(with_vision(row, self._layout), self._sequence_group).to(self._device)
             temperature, chunk_size = self._config.sampler.temperature, self._config.trainer.logprob_chunk_size
-            return score_logprobs(self._model, local_row, temperature, chunk_size)
+            return score_logprobs(self.model, local_row, temperature, chunk_size)

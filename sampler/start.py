@@ -25,7 +25,7 @@ from common.wire import wire
 from common.wire.group_limits import too_many
 from model.files.folder import require_downloaded, require_models, vocabulary
 from model.files.images import vision_of
-from model.tokenizer import load_tokenizer
+from model.tokenizer import check_vocabulary, load_tokenizer
 from rewards.find import FORMS, JUDGES
 from rewards.mathematics.gold import unreadable
 from rewards.pool import RewardFailure, RewardPool
@@ -142,7 +142,7 @@ def _sample(
     with raising_permanent_errors(f"the sampler does not start with {config.model.path}"):
         if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
             reference = Reference(config, devices.first())
-            reference.check_vocabulary(vocab_size)
+            check_vocabulary(reference.model, vocab_size, "reference")
         engine = Engine(config, devices.count())
         rehearse(config, task, engine, reference)
         turns = turns_of(engine, task.decode, multi_turns)

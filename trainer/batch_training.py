@@ -23,6 +23,7 @@ from common.processes.exits import say
 from common.processes.watchdog import report_progress
 from model import devices
 from model.cores import LentCores
+from model.layout import packing_of
 from model.packing import Packing, common_packing
 from model.reference import Reference
 from trainer.data import micro_batches
@@ -55,7 +56,7 @@ class Models:
     @property
     def packing(self) -> Packing:
         """Returns the packing of the rows that policy and reference share."""
-        return common_packing(self.policy.packing, *([self.reference.packing] if self.reference else []))
+        return common_packing(self.policy.packing, *([packing_of(self.reference.model)] if self.reference else []))
 
 
 class BatchTraining:

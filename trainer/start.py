@@ -125,7 +125,7 @@ def _reference(
     else:
         policy = engine.model if config.reference_is_base else None
         reference = Reference(config, engine.device, policy, exchange.sequence_group)
-    reference.check_vocabulary(vocab_size)
+    check_vocabulary(reference.model, vocab_size, "reference")
     return reference
 
 

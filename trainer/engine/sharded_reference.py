@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from common.config import Config
-from model.packing import PackedRow, Packing
-from model.tokenizer import check_vocabulary
+from model.packing import PackedRow
 from model.transformers_internals import without_adapters
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
@@ -35,24 +34,19 @@ class ShardedReference:
                 "deepspeed": {"zero_optimization": {"stage": 3}},
             }
         )
-        exchange = self._exchange
-        return PolicyEngine(frozen, exchange.world_size, exchange.sequence_group, is_trained=False).start()
+        return PolicyEngine(frozen, self._exchange.world_size, self._exchange.sequence_group, is_trained=False).start()
 
-    def replace(self, folder: str) -> Any:
-        """Replaces the reference by the model in this folder, and returns it."""
+    def replace(self, folder: str) -> None:
+        """Replaces the reference by the model in this folder."""
         self._engine.ds.destroy()  # first: there is no room for two
         self._engine = self._loaded(folder, None)
-        return self._engine.model
 
     @property
-    def packing(self) -> Packing:
-        return self._engine.packing
-
-    def check_vocabulary(self, tokenizer_size: int) -> None:
-        check_vocabulary(self._engine.model, tokenizer_size, "reference")
+    def model(self) -> Any:
+        return self._engine.model
 
     def score(self, row: PackedRow) -> Tensor:
         """Returns log π_ref of the row's targets: [N] float32, on the CPU."""
-        with without_adapters(self._engine.model) if self._is_base else contextlib.nullcontext():
+        with without_adapters(self.model) if self._is_base else contextlib.nullcontext():
             # the reference's own router chooses its experts
             return self._engine.score(replace(row, routing=None), self._config.sampler.temperature)

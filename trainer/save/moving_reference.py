@@ -49,9 +49,9 @@ class MovingReference:
         elif not self._ranks.agree(folder.is_dir()):
             raise UserError(f"{folder} is gone, the reference since step {self._present}; start a run without resume")
         assert self._reference is not None
-        model, expected = self._reference.replace(str(folder)), tensors_of(folder)
-        found = {}
-        for tensor in exported(model, self.config.lora):
+        self._reference.replace(str(folder))
+        expected, found = tensors_of(folder), {}
+        for tensor in exported(self._reference.model, self.config.lora):
             with gathered(tensor.parameters):
                 found[tensor.name] = describe(tensor.make())
         if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
