@@ -144,7 +144,7 @@ def _cached_values(module: Any) -> int:
     """Counts a token's values in vLLM's cache for an attention layer: keys and values, or latent attention's state."""
     if latent := getattr(module, "kv_a_proj_with_mqa", None):
         return latent.out_features
-    if fused := getattr(module, "qkv_proj", None):
+    if (fused := getattr(module, "qkv_proj", None)) and hasattr(module, "o_proj"):
         return fused.out_features - module.o_proj.in_features
     if (key := getattr(module, "k_proj", None)) is None:
         return 0

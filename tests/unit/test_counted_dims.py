@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from model.files.counted_dims import counted_dims
 from model.files.dims import model_dims
 from tests.support.configs import config_of
 from tests.support.tier import full
-from tools.families.models import FAMILIES, family_config, random_model
+from tools.families.models import BASE, FAMILIES, family_config, random_model
 
 VOCAB = 64
 KINDS = ("gemma4_text", "gpt_oss", "deepseek_v3", "granitemoehybrid", "lfm2")
@@ -55,6 +56,12 @@ def test_adapters_are_those_that_peft_makes(family: str) -> None:
     add_adapters(model, config_of(lora={"r": 8}))
     made = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     assert dims is not None and dims.adapter_parameters(8) == made > 0
+
+
+def test_linear_attention_keeps_no_keys() -> None:
+    """MiniMax's, every second layer's, has fused projections as well."""
+    dims = counted_dims(AutoConfig.for_model("minimax", vocab_size=VOCAB, num_local_experts=4, **BASE))
+    assert dims is not None and dims.kv_values_per_token == 2 * 2 * 2 * 32
 
 
 def test_what_transformers_does_not_have_is_not_counted() -> None:
