@@ -27,6 +27,8 @@ from tests.support.slurm import cluster  # noqa: F401
 from tests.support.speed import limit, slowness
 from tools.benchmarks.bench import machine
 
+if "--all" in sys.argv:  # tests.support.tier reads it, which the conftest.py of a path that is named imports at once
+    os.environ["TANDEM_TEST_ALL"] = "1"
 TESTS = Path(__file__).resolve().parent
 # The longest first: no worker is left alone with one at the end.
 TIERS = ("e2e", "gpu", "gloo", "engine", "processes", "unit")
@@ -72,9 +74,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test file is imported, in every worker: tests.support.tier reads it."""
-    if config.getoption("--all"):
-        os.environ["TANDEM_TEST_ALL"] = "1"
     if not hasattr(config, "workerinput"):  # once: the workers have our environment
         guard = Guard()
         os.environ[MARK] = guard.mark

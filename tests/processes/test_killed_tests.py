@@ -1,4 +1,4 @@
-"""A test run that is killed ends what its tests started; the next one removes its temporary files."""
+"""A test run that is killed ends what its tests started; the next one removes its temporary files. And --all."""
 
 import os
 import subprocess
@@ -31,3 +31,8 @@ def test_a_test_run_that_is_killed_leaves_nothing_for_long(tmp_path: Path) -> No
     assert Path(folder).is_dir()
     own_process.run([*PYTEST, "--collect-only"], 60)
     assert not Path(folder).exists()
+
+
+def test_a_file_that_is_named_has_all_its_cases_with_all() -> None:
+    words = ("--all", "--collect-only", "-q", "tests/gloo/test_mixture_ranks.py")
+    assert "one_rank_does[zero2]" in own_process.run([*PYTEST[:5], *words], 60)
