@@ -63,7 +63,7 @@ def test_a_rank_loads_its_part_and_one_tensor_or_shares_the_file_and_writes_its_
 # ---- one run on several shapes
 
 SHAPES = {"one": (1, 0, 1), "zero3": (4, 3, 1), "tensor": (4, 1, 2)}  # ranks, ZeRO stage, how many share each layer
-# Of an activation with parameters; and logits that a head which is split does not give alone, divided and capped.
+# Apertus has an activation with parameters. Granite divides and nanochat caps the logits of a head that ranks share.
 FAMILIES = ("apertus", "granite", "nanochat") if ALL else ("apertus", "nanochat")
 # In the middle of each phase: the shape of that life, what kills it, and the steps that are saved by then.
 LIVES: list[tuple[str, dict[str, str], list[int]]] = [

@@ -1,4 +1,4 @@
-"""A test run that is killed ends what its tests started; the next one removes its temporary files. And --all."""
+"""A killed test run ends what its tests started, and the next removes its files. With --all every case is collected."""
 
 import os
 import subprocess

@@ -59,7 +59,7 @@ def test_adapters_are_those_that_peft_makes(family: str) -> None:
 
 
 def test_linear_attention_keeps_no_keys() -> None:
-    """MiniMax's, every second layer's, has fused projections as well."""
+    """Every second layer of MiniMax has linear attention, with fused projections."""
     dims = counted_dims(AutoConfig.for_model("minimax", vocab_size=VOCAB, num_local_experts=4, **BASE))
     assert dims is not None and dims.kv_values_per_token == 2 * 2 * 2 * 32
 
