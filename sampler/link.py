@@ -42,6 +42,7 @@ class Link:
         self._started_s, self._pieces = time.monotonic(), 0  # start and progress of the work before the hello
         self._spoke_at = -channel.BEAT_S
         self._heard_at = math.inf  # nobody can have answered before the first hello
+        self._has_said_hello = False
         self.credit: wire.Credit | None = None
         self.counters: collections.Counter[str] = collections.Counter()
 
@@ -125,14 +126,17 @@ class Link:
         """Sends the progress, if due or `now`: BEAT to the trainer that gave the work, HELLO to a new one.
 
         During a reload or a long scoring no message is received, so the trainer may have been replaced meanwhile.
+        The first message is always a HELLO, because a credit may have been meant for an earlier process of this name.
         """
         if not now and time.monotonic() - self._spoke_at < channel.BEAT_S:
             return
         self._spoke_at = time.monotonic()
         if self.credit is not None:
             self._send(wire.encode(self._envelope, wire.Beat(phase, progress, version, stats)))
-        if self.credit is None or self._spoke_at - self._heard_at >= min(_HELLO_AFTER_S, channel.LOST_AFTER_S):
+        is_unheard = self._spoke_at - self._heard_at >= min(_HELLO_AFTER_S, channel.LOST_AFTER_S)
+        if self.credit is None or not self._has_said_hello or is_unheard:
             assert self.hello is not None, "set before the first beat"
+            self._has_said_hello = True
             self._heard_at = min(self._heard_at, self._spoke_at)
             self._send(wire.encode(wire.Envelope("", "", self._envelope.sampler_id), self.hello))
 

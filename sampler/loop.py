@@ -87,7 +87,7 @@ class Sampler:
             self.stats["total/idle_s"] += time.monotonic() - start
 
     def abort_unleased_work(self) -> None:
-        """Aborts groups that this sampler has no lease for any more, because another sampler was faster."""
+        """Aborts groups whose lease another sampler got, because the trainer had not heard this one for long."""
         credit = self.link.credit
         if credit is None or credit is self._served:
             return

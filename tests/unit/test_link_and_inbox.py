@@ -117,23 +117,49 @@ def test_what_is_lost_on_the_way_is_sent_again(link: MemoryLink) -> None:
         assert sampler.produced == list(range(len(sampler.produced))), "resent, not sampled again"
 
 
-def test_a_copied_lease_ends_at_once_with_the_first_result(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once means by a credit of its own, and not with the next beat."""
-    go_on = threading.Event()
-    with link.inbox() as inbox, link.sampler("stuck", make=stuck(go_on)) as slow:
-        until(lambda: "stuck" in inbox.state.peers)
+def test_of_a_lost_sampler_and_the_one_in_its_place_only_the_second_counts(
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may have been shorter: which of the two is trained must not depend on that."""
+    monkeypatch.setattr(channel, "LOST_AFTER_S", 60.0)
+    first_goes_on = threading.Event()
+    second_goes_on = threading.Event()
+
+    def second_group(group_id: int, version: int) -> Group:
+        return make_group(group_id, version, make_rollout((7, 8, 9)), make_rollout((7,)))
+
+    with link.inbox() as inbox, link.sampler("first", make=stuck(first_goes_on)) as first:
         inbox.commit(0, published(0))
-        until(lambda: slow.produced == [0])
-        with link.sampler("s1") as fast:
-            until(lambda: "s1" in inbox.state.peers)
-            monkeypatch.setattr("common.wire.channel.BEAT_S", 1000.0)
-            assert [g.group_id for g in receive(inbox, [0, 1, 2, 3])] == [0, 1, 2, 3]
-            assert set(fast.produced) == {0, 1, 2, 3}
-            assert inbox.state.ledger.leases == {}
-            go_on.set()
-            until(lambda: counted(inbox, "duplicate") >= 1)
-            until(lambda: slow.link.credit.lease == [])
-    assert slow.produced[0] == 0
+        until(lambda: first.produced == [0])
+        with link.sampler("second", make=stuck(second_goes_on, second_group)) as second:
+            until(lambda: "second" in inbox.state.peers)
+            lose(inbox, "first")
+            until(lambda: inbox.state.ledger.by_sampler() == {"second": [0, 1, 2, 3]})
+            first_goes_on.set()
+            until(lambda: counted(inbox, "not_leased") >= 1)
+            second_goes_on.set()
+            trained = receive(inbox, [0, 1, 2, 3])
+            assert [len(group.rollouts[0].completion_ids) for group in trained] == [3, 3, 3, 3]
+            until(lambda: first.link.credit.lease == [])
+            assert inbox.drain_statistics().counters["redrawn"] == 4
+    assert second.produced[:4] == [0, 1, 2, 3]
+
+
+def test_what_a_killed_sampler_had_begun_is_drawn_again_and_counted_though_it_is_soon_back(link: MemoryLink) -> None:
+    is_back = threading.Event()
+    restarted = msgspec.structs.replace(HELLO, pid=HELLO.pid + 1)
+    with link.inbox() as inbox:
+        link.say("s0", HELLO, "", "")
+        until(lambda: "s0" in inbox.state.peers)
+        inbox.commit(0, published(0))
+        until(lambda: inbox.state.ledger.by_sampler() == {"s0": [0, 1, 2, 3]})
+        with link.sampler("s0", make=stuck(is_back), hello=restarted) as sampler:
+            until(lambda: sampler.produced == [0])  # by a credit for its earlier process
+            sampler.link.beat("sampling", 0, 0, {}, now=True)
+            until(lambda: inbox.state.peers["s0"].hello.pid == restarted.pid)
+            is_back.set()
+            assert train(inbox, 2) == list(range(4))
+            assert inbox.drain_statistics().counters["redrawn"] == 4
 
 
 # ---- who may speak -----------------------------------------------------------------------------------------
@@ -389,14 +415,14 @@ def test_the_work_of_a_lost_sampler_goes_to_the_other(link: MemoryLink, monkeypa
     """Groups and held-out problems."""
     said: list[str] = []
     monkeypatch.setattr(channel, "LOST_AFTER_S", 60.0)
-    gone = threading.Event()  # before it the other one, idle, would make copies
+    gone = threading.Event()
     with link.inbox(say=said.append) as inbox:
         link.say("silent", HELLO, "", "")
         until(lambda: "silent" in inbox.state.peers)
         with link.sampler("s0", make=stuck(gone)) as sampler:
             until(lambda: "s0" in inbox.state.peers)
             inbox.commit(0, published(0), "v0", num_problems=130)
-            until(lambda: list(inbox.state.ledger.leases.values()).count(["silent"]) == 2)
+            until(lambda: list(inbox.state.ledger.leases.values()).count("silent") == 2)
             lose(inbox, "silent")
             until(lambda: inbox.state.peers["silent"].lost)
             gone.set()

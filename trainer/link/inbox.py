@@ -95,6 +95,7 @@ class Inbox(GroupSource):
     def _accept_kept(self) -> None:
         """Accepts kept groups of an earlier start that are admitted now, by the checks of newly received groups."""
         ledger, waiting = self.state.ledger, self.state.kept.waiting
+        num_accepted = 0
         for group_id in [g for g in waiting if g < ledger.admitted.stop]:
             received = waiting.pop(group_id)
             if group_id < ledger.cursor:
@@ -106,9 +107,12 @@ class Inbox(GroupSource):
             else:
                 ledger.accept(received, "")
                 self.state.counters["kept"] += 1
+                num_accepted += 1
         # no later version comes before the batch at the cursor is trained
         batch_end = ledger.cursor + self.config.prompts_per_batch + ledger.refilled
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
+        if num_accepted:
+            ledger.note_interrupted(ledger.free)
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """Returns the groups, in this order, once all have arrived. They stay held until `commit` passes them."""

@@ -7,23 +7,25 @@ exist outside the trainer, which bounds both memory and staleness by admission: 
 
 A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
 
-A free group goes to the sampler with the shortest lease. Once none is free, a sampler without work also gets groups
-that others have leased, the oldest first, because the trainer waits for those: so a slow or silent sampler costs
-nothing but its own work. A group is leased to at most two samplers. Its first result is accepted, which ends the other
-lease, and later results are refused as duplicates. On a CPU both draw nearly the same tokens, because a group's seeds
-follow from its id; on accelerators they draw others, and of two the shorter arrives first more often.
+A free group goes to the sampler that would finish it first, by the samplers' measured speeds. Each
+group is produced by one sampler, and drawn again only if that sampler is lost: of two results the
+first to arrive would more often be the shorter one, and training would favour short completions.
+So a result of a sampler that no longer has the lease is refused. A sampler that has nothing left
+waits for the next groups, which `trainer.max_staleness` admits before the batch is complete.
 
-    a and b, window 8:     a 0 2 4 6, b 1 3 5 7;  a is done, b has made 1:  a 3 5 7 too, and whoever is first counts
+    a twice as fast as b, window 6:     a 0 1 3 4, b 2 5
 """
 
 import collections
 import heapq
-import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from common.types import Group, Tombstone
 from common.wire.wire import Received
+from trainer.link.sampler_speeds import SamplerSpeeds
+
+_NOBODY = ""  # no sampler: whoever gets the group draws it again
 
 
 @dataclass
@@ -32,10 +34,14 @@ class Ledger:
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
-    leases: dict[int, list[str]] = field(default_factory=dict)  # group id -> samplers that produce it, one or two
+    leases: dict[int, str] = field(default_factory=dict)  # group id -> the sampler that produces it
     held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
     reserved: set[int] = field(default_factory=set)  # not leased, because files of a later version hold them (kept.py)
-    is_due: bool = True  # some sampler may get a lease, or lost one to a faster sampler
+    is_due: bool = True  # some sampler may get a lease
+    speeds: SamplerSpeeds = field(default_factory=SamplerSpeeds)
+    redrawn: int = 0  # groups that were begun, lost and leased to another sampler process
+    # group id -> the sampler that had begun it and was lost, which may still return
+    interrupted: dict[int, str] = field(default_factory=dict)
 
     @property
     def admitted(self) -> range:
@@ -46,63 +52,97 @@ class Ledger:
         """Returns whether every admitted group has arrived, so that none is to be produced until the cursor moves."""
         return all(group_id in self.held for group_id in self.admitted)
 
+    @property
+    def free(self) -> list[int]:
+        """Returns the admitted groups that nobody produces, has produced or holds in a file."""
+        taken = self.leases.keys() | self.held.keys() | self.reserved
+        return [group_id for group_id in self.admitted if group_id not in taken]
+
     def lease_out(self, samplers: Collection[str]) -> None:
-        """Leases all free groups to these live samplers, then groups leased to others to samplers without work."""
+        """Leases all free groups to these live samplers."""
         self.is_due = False
         if not samplers:
             return
-        leased = self.by_sampler()
-        queue = [(len(leased.get(name, ())), i, name) for i, name in enumerate(samplers)]
-        heapq.heapify(queue)
-        for group_id in self.admitted:
-            if not (group_id in self.leases or group_id in self.held or group_id in self.reserved):
-                count, i, name = queue[0]
-                self.leases[group_id] = [name]
-                heapq.heapreplace(queue, (count + 1, i, name))
-        idle = [name for count, _, name in sorted(queue) if count == 0]
-        once = [group_id for group_id in sorted(self.leases) if len(self.leases[group_id]) == 1]
-        for group_id, name in zip(once, itertools.cycle(idle)):
-            self.leases[group_id].append(name)
+        free = self.free
+        num_leased = collections.Counter(self.leases.values())
+        if not free:
+            self.speeds.measure(samplers, num_leased)
+            return
+        finish_times = []  # a heap of (when a sampler would finish one more group, its number, name)
+        for number, sampler in enumerate(samplers):
+            finish_time = (num_leased[sampler] + 1) / self.speeds.of(sampler)
+            finish_times.append((finish_time, number, sampler))
+        heapq.heapify(finish_times)
+        for group_id in free:
+            finish_time, number, sampler = finish_times[0]
+            self._lease(group_id, sampler)
+            next_time = finish_time + 1 / self.speeds.of(sampler)
+            heapq.heapreplace(finish_times, (next_time, number, sampler))
+
+    def _lease(self, group_id: int, sampler: str) -> None:
+        self.leases[group_id] = sampler
+        if self.interrupted.pop(group_id, sampler) != sampler:
+            self.redrawn += 1
 
     def by_sampler(self) -> dict[str, list[int]]:
-        """Returns the ids of the groups leased to each sampler, in order; samplers without a lease are absent."""
+        """Returns the ids of the groups leased to each sampler, in order.
+
+        Samplers without a lease are absent.
+        """
         leased = collections.defaultdict(list)
         for group_id in sorted(self.leases):
-            for name in self.leases[group_id]:
-                leased[name].append(group_id)
+            leased[self.leases[group_id]].append(group_id)
         return dict(leased)
 
-    def release(self, sampler: str) -> list[int]:
-        """Ends a lost sampler's leases, and returns the groups that nobody else has leased: others may get them."""
-        leased = self.by_sampler().get(sampler, [])
-        for group_id in leased:
-            self.leases[group_id].remove(sampler)
-        free = [group_id for group_id in leased if not self.leases[group_id]]
-        for group_id in free:
-            del self.leases[group_id]
-        self.is_due = True
-        return free
+    def release(self, sampler: str, may_return: bool = False) -> list[int]:
+        """Ends a lost sampler's leases, and returns these groups, which others may get.
 
-    def refusal(self, group: Group | Tombstone, versions: range) -> str | None:
-        """Returns why this group is refused, as a countable name, or None. versions: those that may have sampled it."""
+        may_return: whether its process may still be at work on them.
+        """
+        group_ids = self.by_sampler().get(sampler, [])
+        for group_id in group_ids:
+            del self.leases[group_id]
+            self.interrupted[group_id] = sampler
+        if not may_return:  # nor what an earlier call released
+            for group_id, lost_sampler in self.interrupted.items():
+                if lost_sampler == sampler:
+                    self.interrupted[group_id] = _NOBODY
+        self.speeds.forget(sampler)
+        self.is_due = True
+        return group_ids
+
+    def note_interrupted(self, group_ids: Iterable[int]) -> None:
+        """Notes groups that were begun for an earlier start of the trainer, and are not finished."""
+        self.interrupted |= dict.fromkeys(group_ids, _NOBODY)
+
+    def refusal(self, group: Group | Tombstone, versions: range, sampler: str | None = None) -> str | None:
+        """Returns why this group is refused, as a countable name, or None.
+
+        versions: those that may have sampled it. sampler: the sender, None for a group of a file.
+        """
         if group.group_id in self.held:
             return "duplicate"
         if group.group_id < self.cursor:
             return "trained"
         if group.group_id not in self.admitted:
             return "not_admitted"
+        if sampler is not None and self.leases.get(group.group_id, sampler) != sampler:
+            return "not_leased"
         newest = group.newest_version if isinstance(group, Group) else group.policy_version
         if group.policy_version not in versions or newest not in versions:
             return "version"
         return None
 
     def accept(self, received: Received, sampler: str) -> None:
-        """Stores the first result of a group, and ends its leases: another sampler with one need not go on."""
+        """Stores the result of a group and ends its lease. sampler: the sender, "" for a file."""
         group_id = received.group.group_id
         self.held[group_id] = received
-        holders = self.leases.pop(group_id, [])
-        goes_on = holders == [sampler] and any(sampler in names for names in self.leases.values())
-        self.is_due |= not goes_on
+        self.leases.pop(group_id, None)
+        self.interrupted.pop(group_id, None)
+        if sampler:
+            self.speeds.count_group(sampler)
+        if sampler not in self.leases.values():
+            self.is_due = True  # it has nothing left
 
     def refill(self, count: int) -> None:
         """Admits `count` more groups, because as many of the batch at the cursor are dead; the run ends later."""
@@ -116,6 +156,9 @@ class Ledger:
         for group_id in range(self.cursor, cursor):
             self.held.pop(group_id, None)
             self.leases.pop(group_id, None)
+            self.interrupted.pop(group_id, None)
         if cursor > self.cursor:
-            self.cursor, self.refilled = cursor, 0
+            self.cursor = cursor
+            self.refilled = 0
+            self.speeds.begin_batch(collections.Counter(self.leases.values()))
         self.is_due = True

@@ -22,7 +22,7 @@ from trainer.link.peers import Peer, SharedState, refusal
 
 _READ_AT_ONCE = 256  # messages; credits and deadlines are then handled, however many messages are left
 _IDLE_S = 60.0  # limit for a sampler that is idle despite its leases: it takes its work as done
-_NOT_WANTED = ("duplicate", "trained", "not_admitted")  # refusals of groups that nobody waits for
+_NOT_WANTED = ("duplicate", "trained", "not_admitted", "not_leased")  # refusals of groups that nobody waits for
 # Refusals that copies, losses and restarts cause. The first refusal for any other reason is reported.
 _EXPECTED = (*_NOT_WANTED, "not_credited", "other_incarnation", "unknown_sampler", "eval_unknown", "eval_duplicate")
 
@@ -141,6 +141,7 @@ class SocketThread(threading.Thread):
         peer = Peer(hello, now, progressed_at=now)
         if old is not None and old.process != peer.process:
             self.say(f"sampler {name} is back as pid {hello.pid}")
+            self.state.ledger.release(name)  # the work of its earlier process is lost
         elif old is not None and not old.lost:
             old.heard_at = now
             return
@@ -163,7 +164,7 @@ class SocketThread(threading.Thread):
             raise WireError("not_credited", f"group {group.group_id}")
         newest = state.published.version
         try:
-            self.check(group)
+            self.check(group, name)
         except WireError as error:
             if error.reason in _NOT_WANTED:
                 raise
@@ -183,11 +184,13 @@ class SocketThread(threading.Thread):
             count, what = state.counters["tombstones"], "groups could not be produced"
             self._end_if_too_many(count, state.ledger.total, what, group)
 
-    def check(self, group: Group | Tombstone) -> None:
-        """Raises WireError unless this group may train now."""
+    def check(self, group: Group | Tombstone, sampler: str | None = None) -> None:
+        """Raises WireError unless this group may train now. sampler: the sender, None for a group of a file."""
         assert self.state.published is not None
         newest = self.state.published.version
-        if refused := self.state.ledger.refusal(group, range(max(0, newest - self.max_version_lag), newest + 1)):
+        versions = range(max(0, newest - self.max_version_lag), newest + 1)
+        refused = self.state.ledger.refusal(group, versions, sampler)
+        if refused is not None:
             raise WireError(refused, f"{group.policy_version}, the newest is {newest}")
         if isinstance(group, Group):
             check_group(group, self.limits)
@@ -224,7 +227,7 @@ class SocketThread(threading.Thread):
                 peer.progressed_at = now
             if now - peer.heard_at > channel.LOST_AFTER_S:
                 peer.lost = True
-                freed = self._release(name)
+                freed = self._release(name, may_return=True)
                 silent_s = f"silent for {now - peer.heard_at:.0f} s"
                 self.say(f"sampler {name} lost: {silent_s}; its {freed} unfinished groups are reassigned")
             elif peer.is_idle and now - peer.progressed_at > _IDLE_S:
@@ -245,9 +248,9 @@ class SocketThread(threading.Thread):
         log = last_lines(sampler_log(self.config.run.output_dir, name))
         self.say(f"sampler {name} is sent away: {reason}; its {freed} unfinished groups are reassigned.{log}")
 
-    def _release(self, name: str) -> int:
+    def _release(self, name: str, may_return: bool = False) -> int:
         evaluation = self.state.evaluation
-        freed = self.state.ledger.release(name)
+        freed = self.state.ledger.release(name, may_return)
         return len(freed) + len(evaluation.release(name) if evaluation else [])
 
     def _credit(self, is_beat: bool) -> None:
@@ -257,6 +260,8 @@ class SocketThread(threading.Thread):
             return
         live = {name: peer for name, peer in state.peers.items() if not peer.lost}
         ledger.lease_out(live)
+        if ledger.redrawn:
+            state.counters["redrawn"] = ledger.redrawn
         leased = ledger.by_sampler()
         self._credited_progress = state.progress
         for name, peer in live.items():
