@@ -4,6 +4,7 @@ Rules are pure functions. They look at a window of steps, and yield nothing whil
 docs/metrics.md has a line for each. Left out: anything that would act by itself.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from report.escape import one_line
 from report.full_marks import Record, reward_functions
 
 WARM_UP = 2  # steps whose speed means nothing: caches fill, processes connect
+LEFT_OUT = 0.01  # share of rollouts whose absence may change what is learned
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
 
 
@@ -41,6 +43,17 @@ class History:
     def mean(self, key: str, count: int) -> float:
         """Returns the mean of the newest `count` values, 0 if one of them is not known."""
         return fmean(self.last(key, count) or [0.0])
+
+    def growth(self, key: str, count: int) -> float:
+        """Returns by how much a total has grown in the newest `count` steps. A restarted process counts from 0."""
+        totals = [float(row.get(key) or 0.0) for row in [*self.late][-count - 1 :]]
+        grown = 0.0
+        for before, after in itertools.pairwise(totals):
+            if after >= before:
+                grown += after - before
+            else:
+                grown += after
+        return grown
 
     def first(self, key: str) -> list[float]:
         return _numbers(self.early, key, EARLY)
@@ -176,6 +189,45 @@ def tools_fail(h: History) -> Iterator[str]:
         )
 
 
+def left_out(h: History) -> Iterator[str]:
+    """Advises if more than 1 % of the rollouts of 10 steps failed: failing is rarely independent of what is written.
+
+    A tombstone is a whole group that failed, mostly by its rewards.
+    """
+    if len(h.late) <= LATE:
+        return
+    size = h.config.sampler.num_generations
+    failed = sum(h.last("rollout/failures", LATE))
+    in_tombstones = h.growth("tombstones", LATE) * size
+    share = (failed + in_tombstones) / (LATE * h.config.trainer.prompts_per_step * size)
+    if share <= LEFT_OUT:
+        return
+    what = "the rewards of their groups"
+    setting = f"rewards.timeout_s={2 * h.config.rewards.timeout_s:g}"
+    if failed >= in_tombstones:
+        what = "their environment, tool or agent"
+        setting = f"rollout.timeout_s={2 * h.config.rollout.timeout_s:g}"
+    yield (
+        f"{share:.1%} of the rollouts of the last {LATE} steps did not train, because {what} failed or took too long. "
+        "If long answers fail more often, short ones are favoured. The log has each reason; if it is the time limit, "
+        f"set {setting}"
+    )
+
+
+def redrawn(h: History) -> Iterator[str]:
+    """Advises if more than 1 % of the groups of 10 steps were drawn again, because their sampler was lost."""
+    if len(h.late) <= LATE:
+        return
+    share = h.growth("link/redrawn", LATE) / (LATE * h.config.trainer.prompts_per_step)
+    if share > LEFT_OUT:
+        logs = one_line(h.config.run.output_dir / "logs")
+        yield (
+            f"{share:.1%} of the groups of the last {LATE} steps were drawn again, because their sampler or the "
+            "trainer had ended before they were finished. Groups with long answers are lost more often, so short "
+            f"answers are favoured. Why a process ended is in {logs}"
+        )
+
+
 def waits(who: str, h: History) -> Iterator[str]:
     """Advises if `who` waits ≥ 70 % of 10 steps: on policy a half is normal, above it the other is the bottleneck."""
     waited, all_s = h.mean(f"wait/{who}_s", LATE), h.mean("timing/all_s", LATE)
@@ -241,7 +293,7 @@ def mismatch_growing(h: History) -> Iterator[str]:
 RULES: dict[str, Callable[[History], Iterator[str]]] = {
     rule.__name__: rule
     for rule in (dead_groups, turns_exhausted, kl_high, constant_reward, unscored, truncated, tools_unused, tools_fail,
-                 entropy_collapse, reward_hacking, mismatch_growing)
+                 left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing)
 }  # fmt: skip
 RULES |= {f"{who}_waits": partial(waits, who) for who in ("trainer", "sampler")}
 # rules for a policy that learns from rewards: one that learns from a teacher starts far off, and may get as sure as it

@@ -127,5 +127,6 @@ def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_p
     assert sorted(ledger.held) == [25, 26, 27] and inbox.state.counters == {"kept": 3, "refused/version": 1}
     ledger.lease_out(["s0"])
     assert ledger.by_sampler() == {"s0": [24]}
+    assert ledger.redrawn == 1, "its batch had been begun"
     inbox.commit(26, published("13d"))
     assert sorted(ledger.held) == [26, 27, 28]
