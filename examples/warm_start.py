@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.settings import WarmStart
-from model.cpu.linear import use_faster_linear
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 Problem = TypeVar("Problem")
@@ -46,7 +45,6 @@ def teach(model: Model, settings: WarmStart, lessons: Lessons, pad_id: int, repo
     """Trains the model in place on both lessons. Returns it in eval mode."""
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    use_faster_linear(model)
     model.train()
     num_steps = settings.num_clean_steps + settings.num_careless_steps
     started_s = time.perf_counter()

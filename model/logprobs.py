@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
 from model import attention, vision
-from model.cpu.linear import use_faster_linear
 from model.files.folder import causal_lm_class, check_model_folder
 from model.layout import Agree, backbone, choose_layout, hidden_at_sources
 from model.log_softmax import LogSoftmaxAt, joined, on_support, scaled
@@ -169,12 +168,12 @@ def load_causal_lm(
 
 
 def arrange_causal_lm(model: Any, packing: Wanted, images: vision.VisionLayout | None, agree: Agree = float) -> None:
-    """Chooses the layout as `arrange` does, and how the logits are computed. agree: as for `choose_layout`.
+    """Chooses the layout of rows, and how the logits are computed. agree: as for `choose_layout`.
 
     Raises UserError if no layout, or not the one asked for, is right, and for a vision model whose logits need its
     whole forward.
     """
-    arrange(model, packing, images, agree)
+    choose_layout(model, packing, images, agree)
     model.own_logits = own_logits(model, agree)
     if model.own_logits is whole_forward:  # the whole forward may not pass a shared row's spans to its layers
         if vision.has_vision_tower(model.config):
@@ -183,12 +182,6 @@ def arrange_causal_lm(model: Any, packing: Wanted, images: vision.VisionLayout |
                 "supported for a model that sees images; set model.path to another model"
             )
         choose_layout(model, "separate" if packing == "auto" else packing, None, agree)
-
-
-def arrange(model: Any, packing: Wanted, vision_layout: vision.VisionLayout | None, agree: Agree = float) -> None:
-    """Chooses the layout of rows and the library of linear layers for a loaded model. Raises as `choose_layout`."""
-    choose_layout(model, packing, vision_layout, agree)
-    use_faster_linear(model)
 
 
 def load_model(

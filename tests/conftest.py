@@ -22,7 +22,6 @@ import pytest_timeout
 
 from launcher.processes.processes import MARK, Guard
 from tests.support.namespaces import hosts  # noqa: F401  a fixture, as the next ones
-from tests.support.processor import library  # noqa: F401
 from tests.support.slurm import cluster  # noqa: F401
 from tests.support.speed import limit, slowness
 from tools.benchmarks.bench import machine

@@ -1,12 +1,13 @@
 """Optional speed-ups on a CPU, for people without a GPU. TANDEM_CPU_TRICKS=0 switches all of them off.
 
-    linear.py           float32 products by oneDNN where MKL leaves AVX-512 alone      12 % of a step of 1M parameters
     cores.py            the trainer computes on a resting sampler's cores              30 % of a step of 135M
     repeated_rows.py    a group's prompt is computed once, to its last token           12 % of a batch's sampling, 1M
     here                a heap that keeps its end; threads that spin for a moment       8 and 17 % of a step
 
-The figures are in docs/log.md. A speed-up that changes a computation compares itself with the plain one, once for each
-process or layer, and switches itself off if the two are not equal.
+The figures are in docs/log.md. Only repeated_rows.py changes a computation, the sampler's. It compares
+itself with the plain one in the first step that it changes, and switches itself off if the two are
+not equal. No speed-up changes the trainer's model: gradient checkpointing calls a layer twice and
+needs the same tensors both times, which a comparison at the first call does not give.
 """
 
 import os
@@ -27,7 +28,7 @@ TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def is_on() -> bool:
-    """Returns whether the speed-ups are on; called when a model is loaded, and when processes are placed."""
+    """Returns whether the speed-ups are on; called when processes are placed, and when each of them starts."""
     return os.environ.get("TANDEM_CPU_TRICKS", "1") != "0"
 
 

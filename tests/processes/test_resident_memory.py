@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
 from launcher.resources.placement import placement
@@ -44,16 +43,13 @@ def off_grid(begin: int, end: int, step: int, count: int) -> list[int]:
     return random.Random(0).sample([n for n in range(begin, end) if n % step], count)
 
 
-def train(folder: str, through_onednn: bool) -> None:
+def train(folder: str) -> None:
     """Steps on one group each, of so many tokens in all: a prompt and eight completions of unequal length."""
-    from model.cpu.linear import use_onednn
     from model.logprobs import load_causal_lm, score_terms
     from model.packing import pack
 
     torch.set_num_threads(1)
     model = load_causal_lm(str(tiny_model(Path(folder))), "float32", None, False)
-    if through_onednn:
-        use_onednn(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     random_lengths = random.Random(1)
 
@@ -121,9 +117,8 @@ def grown(call: str, folder: Path, side: str) -> float:
     return (after - before) / before
 
 
-@pytest.mark.parametrize("through_onednn", [True, False], ids=["oneDNN", "this processor's library"])
-def test_a_trainer_on_completions_of_every_length_does_not_grow(tmp_path: Path, through_onednn: bool) -> None:
-    assert grown(f"train({str(tmp_path)!r}, {through_onednn})", tmp_path, "trainer") < GROWTH
+def test_a_trainer_on_completions_of_every_length_does_not_grow(tmp_path: Path) -> None:
+    assert grown(f"train({str(tmp_path)!r})", tmp_path, "trainer") < GROWTH
 
 
 def test_a_sampler_on_prompts_of_every_length_does_not_grow(tmp_path: Path) -> None:

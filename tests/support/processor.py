@@ -1,24 +1,56 @@
 """Every place whose behaviour follows from the processor, and how tests force each of its sides on any machine.
 
-model/cpu/linear.py     MKL on Intel's and older processors of AMD, oneDNN elsewhere: `library`
 vLLM's library and      for AVX2, AVX-512 or bfloat16; matrices packed by oneDNN or for AMX, or left as they are:
   its matrices          tools/families/narrower, by test_processors.py
 vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
                         and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
 torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER of tools/families/families.py
-model/cores.py      lends cores and counts them: test_cores.py sets them, test_placement.py
+model/cores.py          lends cores and counts them: test_cores.py sets them, test_placement.py
+model/log_softmax.py    splits rows by the number of threads: test_log_softmax.py sets it
 repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
+
+Nothing in Tandem chooses by the processor's name: test_first_calls.py gives it others with `processor_called`.
 """
 
-from collections.abc import Iterator
+import builtins
+import contextlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import pytest
+import torch
 
-from model.cpu import linear
+PROCESSORS = {  # lines of /proc/cpuinfo
+    "Intel": "vendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512f sha_ni\n",
+    "AMD": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f sha_ni\n",
+    "older AMD": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 sha_ni\n",
+    "Arm": "CPU implementer\t: 0x41\nFeatures\t: fp asimd sve\n",
+}
 
 
-@pytest.fixture(params=["MKL", "oneDNN"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What linear layers of a model that is loaded in the test multiply with."""
-    monkeypatch.setattr(linear, "_suits_mkl", lambda: request.param == "MKL")
-    yield request.param
+@contextlib.contextmanager
+def processor_called(name: str) -> Iterator[None]:
+    """Gives this machine's processor the name of another one in the context. An Arm's torch has no MKL."""
+    with contextlib.ExitStack() as patches:
+        folder = Path(patches.enter_context(tempfile.TemporaryDirectory()))
+        cpuinfo = folder / "cpuinfo"
+        cpuinfo.write_text(f"processor\t: 0\n{PROCESSORS[name]}")
+        for module in (builtins, io):  # pathlib reads by the second
+            patches.enter_context(mock.patch.object(module, "open", _opening(module.open, cpuinfo)))
+        has_mkl = name != "Arm" and torch.backends.mkl.is_available()
+        patches.enter_context(mock.patch.object(torch.backends.mkl, "is_available", lambda: has_mkl))
+        yield
+
+
+def _opening(real_open: Callable[..., Any], cpuinfo: Path) -> Callable[..., Any]:
+    """Returns `open` that reads another file in place of /proc/cpuinfo."""
+
+    def open_instead(file: Any, *arguments: Any, **named: Any) -> Any:
+        if str(file) == "/proc/cpuinfo":
+            file = cpuinfo
+        return real_open(file, *arguments, **named)
+
+    return open_instead

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from common.config import Config, Rewards
 from common.errors import UserError
-from model.logprobs import arrange
+from model.layout import choose_layout
 from model.packing import pack
 from model.tokenizer import check_vocabulary
 from rewards.classifier import Classifier
@@ -56,7 +56,7 @@ def test_the_policys_start_gets_a_head_of_zeros_and_a_reward_model_keeps_its_own
 def test_values_of_a_row_equal_a_dense_forward_per_completion(folder: Path, packing: Any) -> None:
     groups = [([5, 6, 7], [[8, 9], [8], [3, 4, 5]]), ([2], [[1, 1, 1, 1], [7]])]
     model = ValueModel(load_value_model(settings(folder, folder / "reward")))
-    arrange(model.model, "auto", None)
+    choose_layout(model.model, "auto", None)
     found = model(pack(groups, packing))
     dense = AutoModelForSequenceClassification.from_pretrained(folder / "reward", dtype=torch.float64)
     expected = torch.cat([dense_values(dense, prompt, c) for prompt, completions in groups for c in completions])

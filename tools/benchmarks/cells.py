@@ -99,12 +99,9 @@ def measured_flops(seconds: float = 1.0) -> float:
     """Returns the speed of one core, in operations per second, in a float32 matrix product that fits its cache."""
     import torch
 
-    from model.cpu.linear import use_faster_linear
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     layer, rows = torch.nn.Linear(768, 768, bias=False).requires_grad_(False), torch.randn(768, 768)
-    use_faster_linear(torch.nn.ModuleList([layer]))  # the faster of torch's two libraries
     best, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         start = time.perf_counter()

@@ -10,7 +10,6 @@ line is transformers alone: the same sequences, padded, with its own loss, clipp
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -175,7 +174,6 @@ def main() -> None:
     parser.add_argument("--cell", type=named, default=named("1m-4x8-p64-c16"))
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    os.environ["TANDEM_CPU_TRICKS"] = "0"  # read when the model is loaded
     cell, folder = arguments.cell, prepare(arguments.cell)
     with tempfile.TemporaryDirectory() as scratch:
         settings = tandem_config(cell, folder, 3, Path(scratch))

@@ -14,8 +14,8 @@ from torch import Tensor
 from common.config import Config
 from common.errors import UserError
 from model import vision
-from model.layout import backbone, hidden_at_sources
-from model.logprobs import arrange, load_model
+from model.layout import backbone, choose_layout, hidden_at_sources
+from model.logprobs import load_model
 from model.packing import PackedRow, SequenceGroup
 from model.sequence_parallel import gather
 from model.transformers_internals import value_class
@@ -58,7 +58,7 @@ class Critic(DeepSpeedModel):
         return ValueModel(model)
 
     def _arrange(self) -> None:
-        arrange(self.model, self.config.trainer.packing, self.layout, self._largest)
+        choose_layout(self.model, self.config.trainer.packing, self.layout, self._largest)
 
     def _exported(self) -> list[Exported]:
         return under_checkpoint_names(self.model, parameters(self.model))
