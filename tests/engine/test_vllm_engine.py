@@ -16,8 +16,10 @@ from environments import Turn
 from model.packing import pack
 from model.tokenizer import load_tokenizer
 from sampler.engine.completions import Completion, SamplingParams
+from sampler.engine.engine import Engine
 from sampler.engine.reload import reload
 from sampler.turns.episode import Episode, as_rollout
+from tests.support import engines
 from tests.support.engines import PROMPT, complete, finished, greedy, worker_of
 from tests.support.plain_policy import PlainPolicy
 from tools.benchmarks.sampler_alone import operators
@@ -67,6 +69,19 @@ def test_completions_of_a_group_compute_its_prompt_once_and_have_the_trainers_lo
         for completion in found[index]:
             expected = policy.logprobs(prompt, completion.token_ids.tolist(), 0.7)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_without_speed_ups_every_row_of_a_group_is_computed_and_has_the_trainers_log_probs(
+    config, policy, version, monkeypatch
+):
+    monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
+    plain = engines.kept(Engine(config, num_gpus=0))
+    reload(plain, version(0), config)
+    assert worker_of(plain).repeated_rows is None
+    prompt = PROMPT[: 2 * 32 + 7]
+    for completion in complete(plain, SamplingParams(0.7, 4, 3, 1), prompt):
+        expected = policy.logprobs(prompt, completion.token_ids.tolist(), 0.7)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
 def test_every_turn_of_a_conversation_has_the_trainers_log_probs_behind_all_that_was_said(

@@ -5,11 +5,12 @@ vLLM's library and      for AVX2, AVX-512 or bfloat16; matrices packed by oneDNN
 vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
                         and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
 torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER of tools/families/families.py
-model/cores.py          lends cores and counts them: test_cores.py sets them, test_placement.py
+model/cores.py          lends cores and counts them: test_cores.py and test_placement.py set them
 model/log_softmax.py    splits rows by the number of threads: test_log_softmax.py sets it
 repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
 
-Nothing in Tandem chooses by the processor's name: test_first_calls.py gives it others with `processor_called`.
+Nothing in Tandem computes otherwise because of a processor's name: test_first_calls.py gives this
+machine's processor other names. tools/benchmarks/bench.py only prints it: test_bench.py.
 """
 
 import builtins
@@ -25,7 +26,7 @@ import torch
 
 PROCESSORS = {  # lines of /proc/cpuinfo
     "Intel": "vendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512f sha_ni\n",
-    "AMD": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f sha_ni\n",
+    "AMD": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_bf16 sha_ni\n",
     "older AMD": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 sha_ni\n",
     "Arm": "CPU implementer\t: 0x41\nFeatures\t: fp asimd sve\n",
 }
@@ -33,7 +34,7 @@ PROCESSORS = {  # lines of /proc/cpuinfo
 
 @contextlib.contextmanager
 def processor_called(name: str) -> Iterator[None]:
-    """Gives this machine's processor the name of another one in the context. An Arm's torch has no MKL."""
+    """Gives this machine's processor another name in the context. An Arm's torch has no MKL."""
     with contextlib.ExitStack() as patches:
         folder = Path(patches.enter_context(tempfile.TemporaryDirectory()))
         cpuinfo = folder / "cpuinfo"

@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processor import processor_called
 from tools.benchmarks import bench, cells
 from tools.benchmarks.cells import CELLS, FORWARDS_OF_A_STEP, ROOT, Cell, forward_flops, named
 
@@ -60,6 +63,25 @@ def test_rows_have_medians_and_quartiles_beside_the_fastest_trl_row_of_their_cel
         f"| {CELLS[0].name} | streaming | 3.000 (2.000–4.000) | 2.00 | {floor:.2f} |",
     ]
     assert f"| {CELLS[0].name} | streaming | 8.000 (8.000–8.000) | – | {4 * floor:.2f} |" in second
+
+
+@pytest.mark.parametrize(
+    ("processor", "instructions"),
+    [
+        ("Intel", ", AVX-512"),
+        ("AMD", ", AVX-512 with bfloat16"),
+        ("older AMD", ", AVX2"),
+        ("Arm", ""),
+    ],
+)
+def test_a_measurement_names_the_widest_instructions_of_its_processor(
+    processor: str, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+        monkeypatch.delenv(limit, raising=False)
+    cores = len(os.sched_getaffinity(0))
+    with processor_called(processor):
+        assert bench.machine() == f"{platform.machine()}, {cores} cores{instructions}"
 
 
 def writes(folder: Path, walls: list[float]) -> list[str]:

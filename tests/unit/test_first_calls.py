@@ -1,7 +1,8 @@
-"""The first forward of a model that was just loaded, in a process that has just started, is like every later one.
+"""The first forward of a model, in a process that has just started, is like every later forward.
 
-Gradient checkpointing runs a layer again in backward, and the two calls must save tensors of the same shapes. A layer
-that compares, measures or prepares something at its first call breaks that, and often on some processors only.
+Gradient checkpointing calls a layer again in backward, and both calls must save tensors of the same
+shapes. A layer that compares, measures or prepares something at its first call fails there, and
+often on some processors only.
 """
 
 import sys
@@ -15,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.types import EncodedImage
 from model.files import lora
 from model.files.folder import causal_lm_class
-from model.files.images import image_format
 from model.layout import choose_layout, packing_of
 from model.logprobs import arrange_causal_lm, load_causal_lm, load_model, score_logprobs
 from model.packing import PackedRow, pack
@@ -34,20 +35,25 @@ VOCAB = 96
 Score = Callable[[PackedRow], Tensor]
 
 
+def score_of(model: Any) -> Score:
+    """Returns a function that scores a row. It recomputes the head's chunks, as layers are."""
+    return lambda row: score_logprobs(model, row, 1.0, chunk_size=7)
+
+
 def load_policy(path: Path) -> tuple[Any, Score]:
     model = load_causal_lm(str(path), "float32", None, trust_remote_code=False)
-    return model, lambda row: score_logprobs(model, row, 1.0, 7)  # the head's chunks are recomputed, too
+    return model, score_of(model)
 
 
 def load_adapted_policy(path: Path) -> tuple[Any, Score]:
     model, _ = load_model(causal_lm_class, str(path), "float32", None, trust_remote_code=False)
     lora.add_adapters(model, config_of({"path": str(path), "dtype": "float32"}, lora={"r": 2}))
     arrange_causal_lm(model, "auto", layout_of(model.config, str(path), None))
-    return model, lambda row: score_logprobs(model, row, 1.0, 7)
+    return model, score_of(model)
 
 
 def load_critic(path: Path) -> tuple[Any, Score]:
-    """A critic whose head has learned something, so that its layers have a gradient."""
+    """Returns a critic whose head has learned something, so that its layers have a gradient."""
     config = config_of({"path": str(path), "dtype": "float32"}, algorithm={"beta": 0.0})
     model = load_value_model(config)
     with torch.no_grad():
@@ -73,19 +79,21 @@ def write_model(folder: Path, family: str) -> None:
 
 
 def row_of(model: Any, path: Path) -> PackedRow:
-    """Returns a row of two groups in the model's layout; one of them has an image if the model sees any."""
-    rng, layout = np.random.default_rng(5), layout_of(model.config, str(path), None)
-    prompt, images = list(range(5, 29)), ()
+    """Returns a row of two groups. The first one has an image if the model sees images."""
+    rng = np.random.default_rng(5)
+    layout = layout_of(model.config, str(path), None)
+    prompt = list(range(5, 29))
+    images: list[EncodedImage] = []
     if layout is not None:
-        images = (random_image(rng, image_format(str(path)), 2, 3),)
-        prompt = image_prompt(rng, list(images), layout.form, 4)
+        images = [random_image(rng, layout.form, 2, 3)]
+        prompt = image_prompt(rng, images, layout.form, 4)
     completions = [rng.integers(5, VOCAB, length).tolist() for length in (9, 1, 17)]
     groups = [(prompt, completions), (list(range(40, 52)), completions[:2])]
-    return with_vision(pack(groups, packing_of(model), [images, ()]), layout)
+    return with_vision(pack(groups, packing_of(model), [tuple(images), ()]), layout)
 
 
 def empty_caches() -> None:
-    """Empties the caches of functions of `model`, as they are when a process starts."""
+    """Empties the caches of the functions in `model`, as when a process starts."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "model":
             for member in vars(module).values():
@@ -105,21 +113,23 @@ def test_layers_recomputed_in_the_first_step_have_the_gradient_of_layers_that_ar
 ) -> None:
     load, family = CASES[case]
     write_model(tmp_path, family)
-    found = []
+    gradients = []
     for recomputes in (True, False):
         with processor_called(processor):
             model, score = load(tmp_path)
+            model.train()
             if recomputes:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             row = row_of(model, tmp_path)
             empty_caches()
-            found.append(gradient(model.train(), score(row)))
-    assert found[0].keys() == found[1].keys() and any(g.any() for g in found[0].values())
-    assert difference(*found) < 1e-6
+            gradients.append(gradient(model, score(row)))
+    recomputed, kept = gradients
+    assert any(tensor.any() for tensor in kept.values())
+    assert difference(recomputed, kept) < 1e-6
 
 
 def operators_of_a_step(path: Path, case: str) -> Counter[str]:
-    """Returns the operators of a model's second forward and backward, with how often each of them runs."""
+    """Returns how often each operator runs in a model's second forward and backward."""
     load, _ = CASES[case]
     model, score = load(path)
     row = row_of(model, path)
