@@ -4,10 +4,10 @@
     repeated_rows.py    a group's prompt is computed once, to its last token           12 % of a batch's sampling, 1M
     here                a heap that keeps its end; threads that spin for a moment       8 and 17 % of a step
 
-The figures are in docs/log.md. Only repeated_rows.py changes a computation, the sampler's. It compares
-itself with the plain one in the first step that it changes, and switches itself off if the two are
-not equal. No speed-up changes the trainer's model: gradient checkpointing calls a layer twice and
-needs the same tensors both times, which a comparison at the first call does not give.
+The figures are in docs/log.md. Only repeated_rows.py changes what is computed, in the sampler. It
+compares itself with the plain computation in the first step that it changes, and switches itself
+off if the two are not equal. No speed-up changes the trainer's model: gradient checkpointing calls a
+layer twice and needs the same tensors both times, so no layer may compare at its first call.
 """
 
 import os
@@ -28,7 +28,7 @@ TAKING_TURNS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def is_on() -> bool:
-    """Returns whether the speed-ups are on; called when processes are placed, and when each of them starts."""
+    """Returns whether the speed-ups are on; called when processes are placed and when they start."""
     return os.environ.get("TANDEM_CPU_TRICKS", "1") != "0"
 
 

@@ -12,8 +12,8 @@ from tools.families.families import NARROWER, proof
 from tools.families.models import random_model
 
 NARROW = "vLLM holds it in torch.bfloat16, published is float32"
-UNIT = ("families", "layout", "logprobs", "attention", "log_softmax", "repeated_rows", "engine_tensors",
-        "first_calls", "vision_models")  # fmt: skip
+UNIT = ("families", "layout", "logprobs", "attention", "log_softmax", "repeated_rows",
+        "engine_tensors", "first_calls", "vision_models")  # fmt: skip
 FILES = [*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/engine/test_proof_engine.py"]
 
 

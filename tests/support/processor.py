@@ -42,7 +42,8 @@ def processor_called(name: str) -> Iterator[None]:
         for module in (builtins, io):  # pathlib reads by the second
             patches.enter_context(mock.patch.object(module, "open", _opening(module.open, cpuinfo)))
         has_mkl = name != "Arm" and torch.backends.mkl.is_available()
-        patches.enter_context(mock.patch.object(torch.backends.mkl, "is_available", lambda: has_mkl))
+        mkl = mock.patch.object(torch.backends.mkl, "is_available", lambda: has_mkl)
+        patches.enter_context(mkl)
         yield
 
 
