@@ -19,6 +19,8 @@ from pathlib import Path
 
 from common.config import Config, load
 from common.config.data import entries
+from common.config.loading import known_keys
+from common.config.unknown_keys import explanation
 from common.durable import lock
 from common.errors import Retryable, UserError
 from common.files.run_folder import FINAL, TRAINER_LOCK, checkpoints, earlier_run, no_checkpoint
@@ -211,7 +213,13 @@ def parse(arguments: Sequence[str], name: str = "run") -> tuple[Path, list[str],
     what = "a YAML file, by default the quick start's, and settings, for example trainer.max_steps=20"
     parser.add_argument("words", nargs="*", metavar="config.yaml key=value", help=what)
     parser.add_argument("--hosts", type=Path, help="the hosts of the run: docs/hosts.md")
-    parsed = parser.parse_intermixed_args(arguments)
+    parsed, options = parser.parse_known_intermixed_args(arguments)
+    if options:  # TRL and OpenRLHF take settings so
+        lines = ["settings have no dashes: write trainer.max_steps=20"]
+        for option in options:
+            key = option.partition("=")[0]
+            lines.append(f"{key}: no such option.{explanation(key, known_keys())}")
+        parser.error("\n".join(lines))
     if parsed.words and "=" not in parsed.words[0]:
         return Path(parsed.words[0]), parsed.words[1:], parsed.hosts
     return Path(os.path.relpath(QUICKSTART)), parsed.words, parsed.hosts

@@ -3,6 +3,7 @@
     sections.py data.py sampling.py algorithm.py training.py    the settings, section by section
     settings.py checks.py                               all sections together; what they must agree on
     loading.py                                          reading a file; errors in words
+    unknown_keys.py other_frameworks.yaml               what an unknown key was meant to be
     reference_page.py                                   docs/config.md
 
 Key names follow TRL where TRL has one. `load` reads the file, applies `key=value` overrides, checks everything

@@ -1,8 +1,7 @@
 """Loading of a YAML file and `key=value` overrides as the checked configuration, with readable errors."""
 
-import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from common.config.checks import Config
+from common.config.data import RowSource
 from common.config.sections import Section
+from common.config.unknown_keys import explanation, is_counterpart, is_misspelt_section, of_section
 from common.errors import UserError
 from common.paths import did_you_mean
 from common.redact import redacted, redacted_words, secret_part
@@ -23,7 +24,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise UserError("\n".join(_message(e, path, lines) for e in error.errors())) from None
+        messages = [message for e in error.errors() for message in _messages(e, path, lines)]
+        raise UserError("\n".join(messages)) from None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -102,16 +104,60 @@ def _line_numbers(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = 
     return lines
 
 
-def _message(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
-    """Returns the message for one of Pydantic's errors: file, line, the value, and "did you mean"."""
+Where = tuple[str, ...]  # the names on the way to a key
+
+
+def _messages(error: Any, path: Path, lines: dict[Where, int]) -> list[str]:
+    """Returns the messages for one of Pydantic's errors: file, line, the value, and a remedy."""
     where = tuple(str(part) for part in error["loc"])
-    place = f"{path}:{lines[where]}" if where in lines else str(path)
+    if error["type"] != "extra_forbidden":
+        return [_message(error, where, path, lines)]
+    known = known_keys()
+    if "sources" in where:  # the settings of one of several data sets are not at a fixed place
+        known = known_keys(RowSource, ".".join(where[:-1]) + ".")
+    messages = []
+    for key, why in _unknown_keys(where, error["input"], known).items():
+        messages.append(f"{_place(key, path, lines)}: {'.'.join(key)}: no such option.{why}")
+    return messages
+
+
+def _unknown_keys(where: Where, value: Any, known: list[str]) -> dict[Where, str]:
+    """Returns the unknown keys with what to write instead.
+
+    Of a section these are the keys in it that have an explanation, and itself for the others.
+    """
     name = ".".join(where)
-    if error["type"] == "extra_forbidden":
-        known = known_keys()
-        elsewhere = [k for k in known if k.split(".")[-1] == where[-1]]
-        near = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        return f"{place}: {name}: no such option." + (f" Did you mean {near[0]}?" if near else "")
+    if not isinstance(value, dict) or is_misspelt_section(name, known):
+        return {where: explanation(name, known)}
+    explained = {}
+    unexplained = []
+    for key in _keys_inside(where, value):
+        why = explanation(".".join(key), known)
+        if why:
+            explained[key] = why
+        else:
+            unexplained.append(".".join(key[len(where) :]))
+    if unexplained:
+        explained[where] = of_section(name, unexplained, known)
+    return explained
+
+
+def _keys_inside(where: Where, value: Any) -> Iterator[Where]:
+    """Yields the keys of a section and of the sections in it, or a key that is no section."""
+    if not isinstance(value, dict) or not value or is_counterpart(".".join(where)):
+        yield where
+        return
+    for key, inner in value.items():
+        yield from _keys_inside((*where, str(key)), inner)
+
+
+def _place(where: Where, path: Path, lines: dict[Where, int]) -> str:
+    return f"{path}:{lines[where]}" if where in lines else str(path)
+
+
+def _message(error: Any, where: Where, path: Path, lines: dict[Where, int]) -> str:
+    place = _place(where, path, lines)
+    name = ".".join(where)
     if error["type"] == "missing":
         return f"{place}: {name} is required; add it to the file or give {name}=… on the command line"
     message = error["msg"].removeprefix("Value error, ")

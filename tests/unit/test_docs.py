@@ -123,7 +123,7 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     assert found <= set(known_keys())
 
 
-@pytest.mark.parametrize("framework", ["TRL", "verl", "EasyR1", "MindSpeed-RL"])
+@pytest.mark.parametrize("framework", ["TRL", "verl", "EasyR1", "OpenRLHF", "MindSpeed-RL"])
 def test_every_key_of_ours_that_others_are_sent_to_exists(framework: str) -> None:
     (section,) = re.findall(rf"^## {framework}\b.*?(?=^## |\Z)", (DOCS / "coming_from.md").read_text(), re.M | re.S)
     same = "".join(re.findall(r"^Same name: ((?:`[^`]+`[,.]\s)+)", section, re.MULTILINE))
