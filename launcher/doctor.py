@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from common import bfloat16
 from common.hub import hub_address, hub_error
 from common.paths import ROOT
 from launcher.resources import machine
@@ -139,10 +140,18 @@ def driver(version: str) -> Check:
 
 def gpu(name: str, capability: str) -> Check:
     """Checks the compute capability: gpu("Tesla V100", "7.0").ok == False."""
-    parts = capability.split(".")
-    ok = not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= (7, 5)
-    text = f"GPU: {name}, compute capability {capability}" + ("" if ok else "; CUDA 13 needs 7.5 or newer")
-    return Check(ok, text, "use a T4, RTX 20 or later GPU, or BACKEND=cpu bash launch.sh setup")
+    text = f"GPU: {name}, compute capability {capability}"
+    on_older = f"use a T4 or RTX 20 ({bfloat16.FLOAT32} there)"
+    fix = f"{on_older}, a later GPU, or BACKEND=cpu bash launch.sh setup"
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if numbers is None:  # not reported
+        return Check(True, text, fix)
+    version = (int(numbers[1]), int(numbers[2]))
+    if version < (7, 5):
+        return Check(False, f"{text}; CUDA 13 needs 7.5 or newer", fix)
+    if bfloat16.is_missing(version):
+        text += f"; it has no bfloat16: {bfloat16.FLOAT32}"
+    return Check(True, text, fix)
 
 
 def packages() -> Check:

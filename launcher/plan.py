@@ -18,6 +18,7 @@ from launcher.resources.batch_plan import batch_line, run_line, settings_of_epoc
 from launcher.resources.fit import Fit, fit, tokens_per_micro_batch, with_tokens
 from launcher.resources.machine import GIB, Machine, gib, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
+from launcher.resources.precision import require_bfloat16
 from launcher.resources.workload import workload_of
 from launcher.run import outside_memory, parse, require_built
 from model.files.counted_dims import read_dims
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str]) -> int:
             overrides = [*overrides, *outside_memory(config)]
         config = load(path, [*overrides, *settings_of_epochs(config)])
         place = placement(config, range(machine.gpus), usable_cores())
+        if options.gpus is None:
+            numbers = visible_gpus(os.environ)
+            sampler = [numbers[gpu] for gpu in place.sampler_gpus]
+            trainer = [numbers[gpu] for gpu in place.trainer_gpus]
+            require_bfloat16(config, sampler, trainer)
         return _plan(config, place, machine)
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr)

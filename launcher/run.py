@@ -35,6 +35,7 @@ from launcher.resources.batch_plan import batch_line, settings_of_epochs
 from launcher.resources.fit import fit, is_undivided, on_host, settings_of_one_gpu, tokens_per_micro_batch
 from launcher.resources.machine import MACHINE, gib, memory_limit, shared_memory_bytes, this_machine, usable_cores
 from launcher.resources.placement import Placement, placement, visible_gpus
+from launcher.resources.precision import require_bfloat16
 from launcher.resources.workload import workload_of
 from model.files.counted_dims import read_dims
 from model.files.folder import looks_local, require_models
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             os.sched_setaffinity(0, usable_cores())  # every child counts its cores by this
             place = placement(config, visible_gpus(os.environ), usable_cores())
+            require_bfloat16(config, place.sampler_gpus, place.trainer_gpus)
         require_packages(config.run.report_to)
         require_user_functions(config.algorithm)
         folder = config.run.output_dir

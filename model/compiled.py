@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from common import bfloat16
 from model import devices
 from model.transformers_internals import decoder_layers
 
@@ -42,7 +43,10 @@ def compiled(
 
 
 def is_compiled(tensor: Tensor) -> bool:
-    return devices.is_accelerator(tensor.device) and not isinstance(tensor, FakeTensor)
+    """Returns whether functions of the tensor are compiled: on an accelerator that Triton supports."""
+    if not devices.is_accelerator(tensor.device) or isinstance(tensor, FakeTensor):
+        return False
+    return not bfloat16.is_missing(devices.compute_capability(tensor.device))
 
 
 @functools.cache

@@ -31,6 +31,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Returns that of an NVIDIA GPU, such as (7, 5), and None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def use(index: int) -> None:
     """Selects the accelerator that this process uses from now on; does nothing without one."""
     if count():

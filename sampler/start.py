@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common import durable
+from common import bfloat16, durable
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.files.shared_memory import remove_orphans
@@ -141,6 +141,8 @@ def _sample(
     reference = None
     with raising_permanent_errors(f"the sampler does not start with {config.model.path}"):
         if config.reference_on == "sampler":  # before the engine, which takes its share of the memory that is left
+            capability = devices.compute_capability(devices.first())
+            bfloat16.require("model.dtype", config.model.dtype, "the sampler's GPU", capability)
             reference = Reference(config, devices.first())
             check_vocabulary(reference.model, vocab_size, "reference")
         engine = Engine(config, devices.count())

@@ -86,7 +86,8 @@ class Model(Section):
     revision: str | None = None
     """Branch, tag, commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """bfloat16 keeps float32 master weights; slower than float32 on most CPUs."""
+    """bfloat16 keeps float32 master weights; slower than float32 on most CPUs. GPUs below compute
+    capability 8.0 (T4, RTX 20) need float32."""
     trust_remote_code: bool = False
     """Run the model's own Python."""
     gradient_checkpointing: bool = False

@@ -120,6 +120,13 @@ class Settings(Section):
         """Returns the number of GPUs of one vLLM engine."""
         return int(self.vllm.get("tensor_parallel_size", 1))
 
+    @property
+    def dtype_of_engine(self) -> tuple[str, str]:
+        """Returns (the setting that decides the type of vLLM's weights, the type)."""
+        if "dtype" in self.vllm:
+            return "vllm.dtype", str(self.vllm["dtype"])
+        return "model.dtype", self.model.dtype
+
     def dp_size(self, world_size: int) -> int:
         """Returns the number of data-parallel ranks: each is ranks_per_row ranks. Raises UserError."""
         size, kind = self.ranks_per_row, "tensor" if self.trainer.tensor_parallel_size > 1 else "sequence"

@@ -73,6 +73,13 @@ def smallest_gpu() -> int:
     return 2**20 * min((int(mib) for mib in listed.split() if mib.isdigit()), default=0)  # else "[N/A]"
 
 
+def compute_capabilities() -> dict[int, tuple[int, int]]:
+    """Returns the compute capability of each GPU that reports it, by its number: {0: (7, 5)}."""
+    listed = nvidia_smi("--query-gpu=index,compute_cap", "--format=csv,noheader")
+    found = re.findall(r"^(\d+), (\d+)\.(\d+)\s*$", listed, re.MULTILINE)
+    return {int(number): (int(major), int(minor)) for number, major, minor in found}
+
+
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """Returns (bytes, whose limit it is), the smallest limit of our control group, those above it, and the machine."""
     found = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), MACHINE)]

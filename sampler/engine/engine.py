@@ -25,7 +25,14 @@ from model.files.images import as_picture, vision_of
 from sampler.engine import routing, vllm_insides
 from sampler.engine.cache_sleep import CacheSleep
 from sampler.engine.completions import Completion, SamplingParams, completions_of
-from sampler.engine.engine_arguments import ends, engine_arguments, has_right_prefix_cache, has_tower, set_environment
+from sampler.engine.engine_arguments import (
+    ends,
+    engine_arguments,
+    has_right_prefix_cache,
+    has_tower,
+    require_bfloat16,
+    set_environment,
+)
 from sampler.engine.fetch import vllm_dir
 from sampler.engine.in_flight import InFlight
 from sampler.engine.weight_loader import WeightLoader
@@ -65,6 +72,8 @@ class Engine:
         self._vllm = vllm
         self._vision = vision_of(config)
         arguments = engine_arguments(config, self.on_cpu)
+        if not self.on_cpu:
+            require_bfloat16(config, vllm.platforms.current_platform)
         with raising_permanent_errors(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
             try:
                 _mend_vllm(config, arguments)

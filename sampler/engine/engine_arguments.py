@@ -4,6 +4,7 @@ import os
 import secrets
 from typing import Any
 
+from common import bfloat16
 from common.config import Config
 from model.files import lora
 from model.files.images import sees_images, vision_of
@@ -70,6 +71,18 @@ def has_tower(config: Config) -> bool:
     """Returns whether vLLM will load a vision model; text models are recognised without a look at their files."""
     data, model = config.data, config.model
     return data.image_key is not None or (data.limit_images == 0 and sees_images(model.path, model.revision))
+
+
+def require_bfloat16(config: Config, platform: Any) -> None:
+    """Raises UserError for bfloat16 on a GPU that has none; vLLM itself would recommend float16.
+
+    platform: vllm's, which asks the driver, because this process must not use the GPU.
+    """
+    if not platform.is_cuda():
+        return
+    capability = platform.get_device_capability()
+    found = None if capability is None else (capability.major, capability.minor)
+    bfloat16.require(*config.dtype_of_engine, "the sampler's GPU", found)
 
 
 def _image_arguments(config: Config) -> dict[str, Any]:

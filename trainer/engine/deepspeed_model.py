@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import bfloat16
 from common.config import Config
 from common.errors import Retryable, UserError
 from common.files.shared_memory import NO_BUFFERS
@@ -86,6 +87,8 @@ def init_distributed(config: Config) -> None:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
     devices.use(int(os.environ["LOCAL_RANK"]))
+    capability = devices.compute_capability(devices.first())
+    bfloat16.require("model.dtype", config.model.dtype, "this rank's GPU", capability)
     chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
     guard_ops()
     if not devices.count():
@@ -201,12 +204,14 @@ class DeepSpeedModel(abc.ABC):
 
     def _compile_layers(self) -> None:
         """Compiles the layers of a dense text decoder, and says so; other layers run as they are."""
+        capability = devices.compute_capability(devices.first())
         reasons = {
             "ZeRO 3 gathers the weights of each module as it runs": self.stage == 3,
             "ranks share its rows": self.sequence_group is not None,
             "ranks share each of them": self.config.trainer.tensor_parallel_size > 1,
             "its layers cannot share a prompt": self.packing == "separate",
             "it has experts": expert_counts(self.config.model) is not None,
+            "its GPU is older than compute capability 8.0": bfloat16.is_missing(capability),
         }
         reason = next((reason for reason, applies in reasons.items() if applies), None)
         if reason is None:
