@@ -43,7 +43,7 @@ def compiled(
 
 
 def is_compiled(tensor: Tensor) -> bool:
-    """Returns whether functions of the tensor are compiled: on an accelerator that Triton supports."""
+    """Returns whether functions of the tensor are compiled: on a device that Triton supports."""
     if not devices.is_accelerator(tensor.device) or isinstance(tensor, FakeTensor):
         return False
     return not bfloat16.is_missing(devices.compute_capability(tensor.device))

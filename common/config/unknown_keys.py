@@ -26,9 +26,16 @@ Counterparts = dict[str | None, list[str]]
 
 def explanation(name: str, known: Sequence[str]) -> str:
     """Returns what to write instead of an unknown key, after a space; "" if nothing is near."""
-    key = _plain(name)
+    answer = _explanation(_plain(name), known)
+    if not answer and name.startswith("--"):
+        return f" TRL and OpenRLHF write keys with dashes; see {PAGE}."
+    return answer
+
+
+def _explanation(key: str, known: Sequence[str]) -> str:
     section, word = _section(key), _last_word(key)
-    if key in known and key not in tables()["OpenRLHF"]:  # only OpenRLHF's keys have dashes
+    is_ours = key in known and key not in {_section(k) for k in known}
+    if is_ours and key not in tables()["OpenRLHF"]:  # but for the dashes of OpenRLHF
         return _did_you_mean([key])
     counterparts = _all_counterparts(key)
     if counterparts:
@@ -38,13 +45,12 @@ def explanation(name: str, known: Sequence[str]) -> str:
         return _did_you_mean(_in_sections_like(section, settings, known))
     if framework_of(key):
         return f" It looks like a key of {framework_of(key)}; see {PAGE}."
-    is_our_section = not section or section in known
-    if not is_our_section and section.partition(".")[0] in _NOT_THE_POLICY:
-        return ""
+    misspelt = _misspelt(section, word, known)
+    if section.partition(".")[0] in _NOT_THE_POLICY:
+        return _did_you_mean([k for k in settings or misspelt if _section(k) == section])
     if settings:
         return _did_you_mean(settings)
-    misspelt = _misspelt(section, word, known)
-    if not is_our_section:
+    if section and section not in known:
         return _did_you_mean(_in_sections_like(section, misspelt, known))
     counterparts = _short_counterparts(section, word)
     if counterparts:
@@ -145,7 +151,7 @@ def _short_counterparts(section: str, word: str) -> Counterparts:
 
     `trainer.lr` is not the critic's. A name of three words, such as kl_loss_coef, has one meaning.
     """
-    if section in _NOT_THE_POLICY or ("_" not in word and word not in ("lr", "n")):
+    if "_" not in word and word not in ("lr", "n"):
         return {}
     found: Counterparts = {}
     for framework, keys in tables().items():

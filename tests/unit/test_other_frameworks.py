@@ -253,6 +253,8 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("train_batch_size", f"{STEPS} = data.train_batch_size / {ACTOR}.ppo_mini_batch_size"),
         ("--algo.kl.init_coef", "algorithm.beta"),
         ("--n-samples-per-prompt", "sampler.num_generations"),
+        ("--train.optimizer_name", "OpenRLHF"),
+        ("--critic.num_nodes", "OpenRLHF"),
         ("trainer.experiment_name", "no counterpart"),
         ("actor_rollout_ref.actor.strategy", "no counterpart of actor.strategy"),
         ("worker.ref.fsdp.enable_cpu_offload", "no counterpart of ref.fsdp.enable_cpu_offload"),
@@ -296,6 +298,8 @@ def test_a_foreign_key_names_our_setting_and_the_page(tmp_path: Path, key: str, 
         ("data.path", None),
         ("reference.model", None),
         ("critic.adam.betas", None),
+        ("critic.shuffle", None),  # the order of the critic's batches, and data.shuffle of the rows
+        ("eval.max_steps", None),
         ("trainer.device", None),  # verl's "cuda"
         ("reward_model.rollout.temperature", None),
         ("global_profiler.steps", None),
