@@ -13,16 +13,27 @@ from typing import Any
 from common.processes.time_limits import within
 from rewards import text_of
 from rewards.mathematics.algebra import mentions
-from rewards.mathematics.gold import MAX_CHARS, gold_texts, is_expression, kind_of, same, split_unit, without_layout
+from rewards.mathematics.gold import (
+    MAX_CHARS,
+    UNIT_WORD,
+    gold_texts,
+    is_expression,
+    is_ordered,
+    kind_of,
+    same,
+    split_unit,
+    without_layout,
+)
 from rewards.mathematics.numbers import find_last_number
 from rewards.mathematics.reading import answer_part, behind_thoughts, endings, endings_of_line, last_boxed
-from rewards.mathematics.times import TIME
-from rewards.mathematics.units import unit_of
+from rewards.mathematics.times import DAY_AND_MONTH, TIME
 
 _SECONDS = 1.0  # CPU time for one completion
 _SECONDS_OF_GROUP = 2.0  # for the completions of one call: a hard one may take a quarter of what is left
 _LEAST_SECONDS = 0.02  # for each, and no more once other completions, or a busy machine, have taken the rest
 _WAIT_S = 3.0  # well before rewards.timeout_s
+_READ_BEHIND = 80  # characters behind the last number that may belong to it
+_MOST_NUMBERS = 20  # of a text that are looked at with their words
 _READ = 2000  # characters at the end of a completion that math-verify reads
 # A number, here "#", that is only a part of an expression: x + 5, \sqrt{3}, \frac 7 2, 3x, 2^3, (1,2)
 _PART = re.compile(
@@ -30,13 +41,15 @@ _PART = re.compile(
     r"#(?:[}^_]| ?\\[A-Za-z]|[A-Za-z](?![A-Za-z]))|[\w})], ?#\\?[)\]}]"
 )
 _CHOICE = re.compile(r"\(([A-Za-z])\)|(?:[Oo]ption|[Cc]hoice|[Aa]nswer) ([A-Z])\b|\b([A-H]) is (?:correct|right|the )")
-_SCALE = re.compile(r" ?%| (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
-_UNIT = re.compile(r" ?(?:%|°|¢|€|£|°?[A-Za-z][A-Za-z/²³^]*(?: [A-Za-z/]+){0,2}(?:\^?[23])?)")
-_NO_NOUN = re.compile(
-    r"(?:left|more|less|in|of|remaining|total|altogether|each|per|and|or|but|so|is|are|was|were|for|as|by|at|to|from|on|"
-    r"with|because|since|which|that|when|if|then|after|before)\b",
-    re.IGNORECASE,
-)
+_SCALE = re.compile(r" ?%| (?:dozen|hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![\d.,])[-−]?\d[\d,]*(?:\.\d+)?")
+_INLINE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
+_SIGN_BEFORE = re.compile(r"(?:\\?\$|(?<!\\)\$\$|(?<!\S)\$ |[€£¥₹]\}? ?|\b(?:USD|EUR|GBP|CAD|AUD|JPY|INR) ?)$")
+_CLOSING = re.compile(r"[^$\n]*?(\$+)(?!\d)")  # the end of mathematics in a line
+_POWER = re.compile(r"\d (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_CONJUNCTION = re.compile(r" ?(?:and|or|to|plus|minus|times)\b", re.IGNORECASE)
+_LAYOUT = re.compile(r"^(?:\\\)|\*\*|\$|_)+")  # the end of what is in bold or mathematics
+_WORDS_BEHIND = re.compile(rf" ?{UNIT_WORD}(?: {UNIT_WORD})*")
 
 _too_hard = deque[tuple[str, tuple[str, ...]]](maxlen=256)
 
@@ -100,7 +113,21 @@ def found_by_math_verify(text: str, wanted: Sequence[str]) -> bool:
     if _is_right(text, wanted):
         return True
     text = behind_thoughts(text)
-    return any(kind_of(gold).name in ("number", "mathematics") and mentions(text, gold) for gold in wanted)
+    golds = [gold for gold in wanted if kind_of(gold).name in ("number", "mathematics")]
+    return any(_mentions(text, gold) for gold in golds)
+
+
+def _mentions(text: str, gold: str) -> bool:
+    """Returns whether math-verify's answer in a text is the gold one, in its unit and its order."""
+    # math-verify reads 3,5 as a set, and 2x3 as a product.
+    if is_ordered(gold) or not mentions(text, gold):
+        return False
+    has_words = bool(split_unit(without_layout(gold))[1]) or bool(_POWER.search(text))
+    if kind_of(gold).name != "number" or not has_words:
+        return True
+    # math-verify reads no units and no millions.
+    numbers = [*_NUMBER.finditer(text[-_READ:])][-_MOST_NUMBERS:]
+    return any(same(_with_words(text[-_READ:], *number.span()), gold) for number in numbers)
 
 
 def _is_right(text: str, wanted: Sequence[str]) -> bool:
@@ -120,22 +147,47 @@ def _ends_with(text: str, gold: str) -> bool:
         return not any(len(end) < MAX_CHARS and is_expression(end) for end in ends[:2]) and _last_number_is(text, gold)
     if any(same(ending, gold) for ending in endings(text, splits="=" not in gold)):
         return True
+    if is_ordered(gold):
+        line = endings_of_line(text)[0]
+        return any(same(found[1] or found[2], gold) for found in [*_INLINE.finditer(line)][-1:])
     if kind == "mathematics":
-        return ":" not in gold and mentions(text[-_READ:], gold)
+        return ":" not in gold and _mentions(text[-_READ:], gold)
     line = endings_of_line(text)[0]
     if kind == "time":
-        return any(same(found[0], gold) for found in [*TIME.finditer(line)][-1:])
+        times = [*TIME.finditer(line)] or [*DAY_AND_MONTH.finditer(line)]
+        return any(same(found[0], gold) for found in times[-1:])
     chosen = {letter for found in _CHOICE.finditer(line) for letter in found.groups() if letter}
     return kind == "letter" and len(chosen) == 1 and same(chosen.pop(), gold)
 
 
 def _last_number_is(text: str, gold: str) -> bool:
     _, start, end = find_last_number(text)
-    before, behind = text[max(0, start - 40) : start], text[end : end + 40]
+    before, behind = text[max(0, start - 40) : start], text[end : end + _READ_BEHIND]
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
     _, gold_unit = split_unit(without_layout(gold))
-    unit = _UNIT.match(behind) if gold_unit or _SCALE.match(behind) else None
-    unit = None if unit and _NO_NOUN.match(unit[0].strip()) and unit_of(unit[0].strip()) is None else unit  # 12 left
-    money = before[-1:] if before[-1:] in "€£¥₹$" else ""
-    return same(f"{money}{text[start:end]}{unit[0] if unit else ''}", gold)
+    if gold_unit or _SCALE.match(behind):
+        return same(_with_words(text, start, end), gold)
+    return same(text[start:end], gold)
+
+
+def _with_words(text: str, start: int, end: int) -> str:
+    """Returns a number in a text with its sign of money and the words behind it, up to a mark.
+
+    "€7", or "7 red balls that he bought"
+    """
+    behind = text[end : end + _READ_BEHIND]
+    if len(behind) == _READ_BEHIND:
+        behind = behind.rpartition(" ")[0]  # the last word may be cut
+    sign = _SIGN_BEFORE.search(text[max(0, start - 8) : start])
+    money = sign[0].strip(" }")[-3:] if sign else ""
+    if "$" in money:
+        money = "$"
+    closing = _CLOSING.match(behind)
+    if sign and closing and sign[0].strip() == closing[1]:  # the $ of mathematics: $7$ blue balls, $7 km$
+        behind = behind[: closing.start(1)] + behind[closing.end() :]
+        money = ""
+    words = _WORDS_BEHIND.match(_LAYOUT.sub("", behind))
+    if words is None or _CONJUNCTION.match(words[0]):
+        return f"{money}{text[start:end]}"
+    return f"{money}{text[start:end]}{words[0]}"

@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewards.answers import same_answer
+from rewards.mathematics.contradictions import (
+    in_another_order,
+    of_another_noun,
+    of_another_unit,
+)
 from rewards.mathematics.gold import gold_texts
 from rewards.mathematics.notations import (
     AS_WRITTEN,
     is_equal,
     near_misses,
     notations,
-    of_another_unit,
     wrong_answer,
 )
 
@@ -33,6 +37,8 @@ FORMS = {  # the thought comes before, except of the last two
 _THOUGHTLESS = ("sentence", "alone")
 EMPTY = "empty"
 UNIT = "another unit"
+NOUN = "another noun"
+ORDER = "another order"
 NEAR = "a near miss"
 OTHER = "the answer of another row"
 THOUGHT_OF = "another answer, with the right one in its thought"
@@ -88,9 +94,13 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
         OTHER: [t for t in others if gold not in t and t not in gold and not same_answer(t, gold)][:2],
     }
     made = [probe for what, text in writings.items() for probe in _in_forms(True, text, what)]
-    if thorough and (unit := of_another_unit(gold)):
-        made += _in_forms(False, unit, UNIT)
     seen = set(right) | set(writings.values())
+    if thorough:
+        for what, texts in contradictions(gold).items():
+            for text in texts:
+                if text not in seen:
+                    seen.add(text)
+                    made += _in_forms(False, text, what)
     for what, texts in wrong.items():
         for text in texts:
             if text not in seen and not (thorough and any(is_equal(text, one) for one in right)):
@@ -102,6 +112,15 @@ def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> l
         wrongs = [probe for probe in made if probe.what == NEAR][: len(FORMS) - len(_THOUGHTLESS)]
         made += [replace(probe, thought=f"{guesses[0]} see. No.", what=THOUGHT_OF) for probe in wrongs]
     return [*made, empty]
+
+
+def contradictions(gold: str) -> dict[str, list[str]]:
+    """Returns answers with the right number and another unit, noun or order, by what is wrong."""
+    return {
+        UNIT: of_another_unit(gold),
+        NOUN: of_another_noun(gold),
+        ORDER: in_another_order(gold),
+    }
 
 
 def _in_forms(is_right: bool, text: str, what: str) -> Iterator[Probe]:

@@ -15,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from common.processes.time_limits import within
 from rewards.mathematics.algebra import IN_LATEX, equal, expression, rational
+from rewards.mathematics.measures import read_measure, same_amount, same_unit
 from rewards.mathematics.numbers import last_number, plain_number
+from rewards.mathematics.orders import is_in_order, is_pair, is_size, same_size
 from rewards.mathematics.reading import last_boxed
 from rewards.mathematics.times import TIME, same_time
-from rewards.mathematics.units import is_scale, same_amount, unit_of
+from rewards.mathematics.units import POWERS
 
 MAX_CHARS = 400  # a longer answer equals only itself
 
@@ -41,10 +43,18 @@ _OPERATION = re.compile(  # with two operands
     r"\\[A-Za-z{]|[\w)}\]!] *[-−+*/^_=<>≤≥:,;|] *[-−\w({\[\\]|[\[({|√∞π∅]|(?<![A-Za-z\d])\d+[A-Za-z]|\d!|\b[a-z]!|"
     r"\b\w (?:or|and) \w\b"
 )
+_EXPONENT = r"(?:\^?\{?[23²³]\}?)?"
+_SIGN = "[%‰°¢$€£¥₹]"
+UNIT_WORD = rf"(?:{_SIGN}|°?[A-Za-z])[A-Za-z.°$€£¥₹]*{_EXPONENT}(?:/[A-Za-z][A-Za-z.]*{_EXPONENT})*"
 _SUFFIX = re.compile(
-    r"(.*?(?:[\d})]|\\pi))( ?)"
-    r"(°?[A-Za-z][A-Za-z ./°]*(?:\^?\{?[23²³]\}?)?|°|[%¢$€£¥₹]|_\{?\d+\}?)"
+    rf"(.*?(?:[\d}})]|\\pi))( ?)"
+    rf"({UNIT_WORD}(?: {UNIT_WORD})*|/[A-Za-z]{{2,}}(?: {UNIT_WORD})*|_\{{?\d+\}}?)"
 )
+_CURRENCY = r"(?:US|CA?|AU?|NZ|HK)?\$|[€£¥₹]|USD|EUR|GBP|CAD|AUD|JPY|INR"
+_MONEY = re.compile(rf"([-−+]?)({_CURRENCY}) ?([-−]?)(\d.*|\..*)")
+_ONE_LETTER = re.compile(r"(?<=\d)(?=[A-Za-z]$)")
+_PRICE = re.compile(r"(\d[\d.,]*|\.\d+) ?(/ ?[A-Za-z][A-Za-z /]*)")  # behind a sign of money: 5/bag
+_POWERS = re.compile(rf"((?:(?:{'|'.join(POWERS)})\b ?)*)(.*)")
 _NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
 _OPTION = re.compile(r"\(?([A-H])[).:]+ ([^a-z].*)")
@@ -121,6 +131,9 @@ def same(prediction: str, gold: str) -> bool:
     if not gold or prediction == gold or max(len(prediction), len(gold)) > MAX_CHARS:
         return bool(gold) and prediction == gold
     given, wanted = without_layout(prediction), without_layout(gold)
+    is_same_size = same_size(given, wanted)
+    if is_same_size is not None:
+        return is_same_size
     match kind_of(gold).name:
         case "number":
             return _same_quantity(given, wanted)
@@ -133,9 +146,15 @@ def same(prediction: str, gold: str) -> bool:
         case "mathematics":
             if {_bracket(given), _bracket(wanted)} == {"(", "{"}:
                 return False
-            (given, unit), (wanted, gold_unit) = split_unit(given), split_unit(wanted)
-            in_one_unit = not unit or not gold_unit or unit_of(unit) == unit_of(gold_unit)
-            return in_one_unit and equal(expression(wanted), expression(given))
+            wanted, gold_unit = split_unit(wanted)
+            if gold_unit and "=" not in wanted:
+                given = given.rpartition("=")[2].strip()
+            given, unit = split_unit(given)
+            if unit and gold_unit and not same_unit(read_measure(unit), read_measure(gold_unit)):
+                return False
+            if is_pair(wanted) and not is_in_order(given, wanted):
+                return False
+            return equal(expression(wanted), expression(given))
     return False
 
 
@@ -147,6 +166,8 @@ def kind_of(text: str) -> GoldKind:
     plain = without_layout(text)
     if TIME.fullmatch(plain):
         return GoldKind("time")
+    if is_size(plain):
+        return GoldKind("text")
     number, _ = split_unit(plain)
     if plain_number(number) is not None:
         return GoldKind("number")
@@ -177,37 +198,61 @@ def without_layout(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Splits a text into number and unit: "5 cm" into ("5", "cm"), "-$5" into ("-5", "$"), "2x" into ("2x", "")."""
-    if (money := re.fullmatch(r"([-−+]?)([$€£¥₹]|USD|EUR|GBP) ?([-−]?)(\d.*|\..*)", text)) is not None:
-        number, unit = split_unit(money[4])
-        return f"{money[1]}{money[3]}{number}", f"{unit} {money[2]}".strip()
+    """Splits a text into a number and the words behind it, with a sign of money among them.
+
+    split_unit("5 cm") == ("5", "cm")   split_unit("-$5 per hour") == ("-5", "$ per hour")
+    split_unit("2x") == ("2x", "")
+    """
+    money = _MONEY.fullmatch(text)
+    if money is not None:
+        price = _PRICE.fullmatch(money[4])
+        number, unit = price.groups() if price else split_unit(money[4])
+        power, rest = re.findall(_POWERS, unit)[0]
+        return f"{money[1]}{money[3]}{number}", f"{power.strip()} {money[2]} {rest}".strip()
     match = _SUFFIX.fullmatch(text.removesuffix("."))
     if match is None or plain_number(text) is not None:
         return text, ""
     number, space, unit = match.groups()
     is_word = bool(space) and not _NO_UNIT.match(unit)  # any word may be a unit: 72 clips
-    is_known = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit)) and unit_of(unit) is not None  # not 2c
     has_variables = plain_number(number) is None and re.search("[A-Za-z]", _COMMAND.sub("", number))
-    if (is_word or is_known) and not has_variables:
+    if not has_variables and (is_word or _is_known_unit(space, unit)):
         return number, unit
     return text, ""
+
+
+def _is_known_unit(space: str, unit: str) -> bool:
+    """Returns whether a text behind a number is a unit and no variable: 2c is not 2."""
+    measure = read_measure(unit)
+    if unit.startswith("/"):  # 5/hour
+        return any(one.unit for one in measure.per)
+    is_long = bool(space or re.match(r"[A-Za-z]{2}|[^A-Za-z]", unit))
+    return is_long and (measure.is_known or bool(measure.per))
 
 
 def _same_quantity(given: str, wanted: str) -> bool:
     """Compares quantities: 50 % is 50, as data sets write it, and 0.5; 5 cm is 5, 0.05 m and not 5 m."""
     (number, unit), (gold_number, gold_unit) = split_unit(given), split_unit(wanted)
+    if gold_unit and not unit:
+        number, unit = split_unit(_ONE_LETTER.sub(" ", given))  # beside 5 g, 5g is no product
     amount, gold = value(number), value(gold_number)
     if amount is None or gold is None:
         return False
-    if not gold_unit and not is_scale(unit):
+    measure = read_measure(unit)
+    if not gold_unit and not measure.has_scale:
         return amount == gold
-    return same_amount(amount, unit, gold, gold_unit)
+    return same_amount(amount, measure, gold, read_measure(gold_unit))
 
 
 def value(number: str) -> Fraction | None:
     """Returns the exact value of a number without a unit, which may be mathematics; None if it has none."""
     plain = plain_number(number)
     return rational(number) if plain is None and re.search(r"[\d\\]", number) and not _has_words(number) else plain
+
+
+def is_ordered(gold: str) -> bool:
+    """Returns whether a gold answer has an order that math-verify does not see: 3,5 kg, 2x3."""
+    plain = without_layout(gold)
+    return same_size(plain, plain) is not None or is_pair(split_unit(plain)[0])
 
 
 def _letter(text: str) -> str | None:

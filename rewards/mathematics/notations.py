@@ -9,9 +9,11 @@ from fractions import Fraction
 
 from common.processes.time_limits import within
 from rewards.mathematics.algebra import equal, expression
-from rewards.mathematics.gold import gold_kind, split_unit, value, without_layout
+from rewards.mathematics.gold import gold_kind, is_pair, split_unit, value, without_layout
+from rewards.mathematics.measures import read_measure
 from rewards.mathematics.numbers import plain_number
-from rewards.mathematics.units import ONE, unit_of
+from rewards.mathematics.orders import same_size
+from rewards.mathematics.units import SCALES
 
 AS_WRITTEN = "as written"
 DOUBTFUL = frozenset(
@@ -37,7 +39,6 @@ _REWRITTEN = (  # for mathematics: name, pattern, replacement
     ("both values", r"^\\pm *(\d+)$", r"\1, -\1"),
 )
 _UNICODE = {r"\pi": "π", r"\infty": "∞", r"\emptyset": "∅", r"\le": "≤", r"\ge": "≥", r"\cup": "∪"}
-_OTHER_UNITS = {"$": "€", "€": "$", "£": "$", "°": r"\pi", "°C": "°F", "°F": "°C"}
 # patterns and replacements that make near misses of mathematics
 _SWAPPED = (
     *((r"\+", "-"), (r"^\[", "("), (r"\]$", ")"), (r"(?<![A-Za-z\\])x(?![A-Za-z])", "y"), ("<", ">")),
@@ -62,11 +63,16 @@ def notations(gold: str) -> dict[str, str]:
         found |= {"without \\text": bare, "in \\text": rf"\text{{{bare}}}", "in bold": rf"\textbf{{{bare}}}"}
         if kind == "text":
             found["in other case"] = bare.lower() if bare[:1].isupper() else bare[:1].upper() + bare[1:]
-    elif kind == "mathematics":
+    elif kind == "mathematics" and not may_be_decimal(gold):
         found |= dict(_mathematics(gold))
     if kind in ("number", "mathematics") and "$" not in gold:
         found["in $…$"] = f"${gold}$"
     return {name: text for name, text in found.items() if name == AS_WRITTEN or text != gold}
+
+
+def may_be_decimal(gold: str) -> bool:
+    """Returns whether a gold answer is a list or a number with a decimal comma, such as 3,5 kg."""
+    return gold_kind(gold).name == "mathematics" and is_pair(split_unit(without_layout(gold))[0])
 
 
 def _numbers(gold: str) -> Iterator[tuple[str, str]]:
@@ -85,7 +91,8 @@ def _numbers(gold: str) -> Iterator[tuple[str, str]]:
         number, unit = split_unit(without_layout(gold))
         if unit and value_of(number) is not None and unit[0].isalpha():
             yield "with its unit in \\text", rf"{number}\text{{ {unit}}}"
-            yield "without its unit", number
+            if not read_measure(unit).has_power:
+                yield "without its unit", number
         elif unit == "°":
             yield "in degrees", f"{number} degrees"
         elif unit.startswith("_"):
@@ -115,9 +122,9 @@ def _writings(value: Fraction) -> Iterator[tuple[str, str]]:
 def value_of(gold: str) -> Fraction | None:
     r"""Returns the value of a unitless number.  1,234   1e-05   1.2\times 10^{-3}   2^{10}   3 1/4   1\frac{1}{2}"""
     number, unit = split_unit(without_layout(gold))
-    scale = unit_of(unit) if unit in ("thousand", "million", "billion") else None
+    scale = SCALES[unit] if unit in ("thousand", "million", "billion") else None
     amount = value(number) if "=" not in number and (scale or not unit) else None
-    return amount * scale[1] if amount and scale else amount
+    return amount * scale if amount and scale else amount
 
 
 def _mathematics(gold: str) -> Iterator[tuple[str, str]]:
@@ -152,32 +159,24 @@ def near_misses(gold: str) -> list[str]:
         found += [re.sub(r"(?<![A-Za-z\\])([A-Za-z])(?![A-Za-z])", r"\1\1", gold)]
     elif kind == "text":
         words = gold.split()
-        found += [words[0]] if len(words) > 1 else [gold[:-1]] if len(gold) > 3 else []
+        if len(words) > 1:
+            found += [words[0]] if not same_size(words[0], gold) else []  # 3x2 is a 3x2 matrix
+        elif len(gold) > 3:
+            found.append(gold[:-1])
         found += [f"not {gold}"]
     if kind != "letter" and len(integers) > (kind == "number"):
         for match in (integers[0], integers[-1]):
             other = str(int(match.group().replace(",", "")) + 6)
             found += [gold[: match.start()] + other + gold[match.end() :], match.group()]
     found += [f"1{gold}"] if gold[0].isdigit() else []
-    found += [f"{gold}0"] if gold[-1].isdigit() else []
+    if gold[-1].isdigit() and not may_be_decimal(gold):  # 3,50 may be 3,5
+        found.append(f"{gold}0")
     if kind == "mathematics":
         found += [gold.split(",")[0]] if "," in gold and not re.search(r"[(\[{]", gold.split(",")[0]) else []
         found += [re.sub(a, b, gold, count=1) for a, b in _SWAPPED]
         found += [f"({pair[2]}, {pair[1]})" for pair in re.findall(r"^(\() *([^,()]+), *([^,()]+)\)$", gold)]
     found = [text.strip() for text in found if text.strip() and text.count("{") == text.count("}")]
     return [text for text in dict.fromkeys(found) if text != gold]
-
-
-def of_another_unit(gold: str) -> str | None:
-    """Returns the answer with another unit, 5 cm -> 5 kg, 5 apples -> 5 kg, $5 -> €5; None if it has none."""
-    number, unit = split_unit(without_layout(gold))
-    if gold_kind(gold).name != "number" or not unit:
-        return None
-    if unit in _OTHER_UNITS:
-        return f"{_OTHER_UNITS[unit]}{number}" if unit in "$€£" else f"{number}{_OTHER_UNITS[unit]}"
-    if not unit[0].isalpha():
-        return None
-    return f"{number} {'m' if 'gram' in (unit_of(unit) or ONE)[0] else 'kg'}"
 
 
 def wrong_answer(gold: str) -> str:

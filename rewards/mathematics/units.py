@@ -1,7 +1,6 @@
-"""Units before or after a number: percent, money, units of measure, by sympy's tables."""
+"""The tables of units and scales, and the size of a unit in base units, by sympy's tables."""
 
 import functools
-import itertools
 import re
 from fractions import Fraction
 from typing import Any
@@ -9,87 +8,103 @@ from typing import Any
 from rewards.mathematics.algebra import load
 
 Unit = tuple[str, Fraction]  # base units, and how many of them the unit is
-ONE: Unit = ("", Fraction(1))
 
-_MONEY = {
-    **{"$": "dollar", "usd": "dollar", "dollar": "dollar", "dollars": "dollar", "€": "euro", "eur": "euro"},
-    **{"euro": "euro", "euros": "euro", "£": "sterling", "¥": "yen", "yen": "yen", "₹": "rupee", "rupees": "rupee"},
-    **{"°c": "celsius", "°f": "fahrenheit"},
+MONEY = {
+    **{"$": "dollar", "dollar": "dollar", "dollars": "dollar", "buck": "dollar", "bucks": "dollar"},
+    **{"€": "euro", "euro": "euro", "euros": "euro", "£": "sterling", "sterling": "sterling"},
+    **{"¥": "yen", "yen": "yen", "₹": "rupee", "rupee": "rupee", "rupees": "rupee"},
 }
-_SCALES: dict[str, Unit] = {
-    **dict.fromkeys(("%", "percent", "pct", "percentage"), ("", Fraction(1, 100))),
-    **dict.fromkeys(("¢", "cent", "cents"), ("dollar", Fraction(1, 100))),
-    **{word: ("", Fraction(10**n)) for word, n in {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}.items()},
-    **dict.fromkeys(("st", "nd", "rd", "th"), ("", Fraction(1))),
+CENTS = ("¢", "cent", "cents")
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES: dict[str, Fraction] = {
+    **dict.fromkeys(("%", "percent", "pct", "percentage"), Fraction(1, 100)),
+    **dict.fromkeys(("‰", "permille"), Fraction(1, 1000)),
+    **dict.fromkeys(("dozen", "dozens"), Fraction(12)),
+    **{word: Fraction(10**power) for word, power in POWERS.items()},
+    **{f"{word}s": Fraction(10**power) for word, power in POWERS.items()},
+    **dict.fromkeys(("st", "nd", "rd", "th"), Fraction(1)),
 }
-_NAMES = {"hr": "hour", "hrs": "hour", "min": "minute", "mins": "minute", "sec": "second", "secs": "second"}
-_NAMES |= {"lb": "pound", "lbs": "pound", "°": "degree", "metre": "meter", "metres": "meter", "litre": "liter"}
-_NAMES |= {"litres": "liter"}
-_PLURALS = {"people": "person", "men": "man", "women": "woman", "children": "child"}
-_FACTOR = re.compile(r"(/?) ?([A-Za-z]+|°[CF]?|[%$€£¥₹¢])(?:\^?\{?(-?\d)\}?)? ?")
+# Scales that say what a number is, unlike "million": a share or an ordinal is no count.
+KINDS_OF_SCALES = {
+    **dict.fromkeys(("%", "percent", "pct", "percentage"), "percent"),
+    **dict.fromkeys(("‰", "permille"), "permille"),
+    **dict.fromkeys(("st", "nd", "rd", "th"), "ordinal"),
+}
+_SYMPY_NAMES = {
+    **{"hr": "hour", "hrs": "hour", "min": "minute", "mins": "minute", "sec": "second"},
+    **{"secs": "second", "yr": "year", "yrs": "year", "lb": "pound", "lbs": "pound", "in": "inch"},
+    **{"kilo": "kilogram", "kilos": "kilogram", "°": "degree"},
+}
+_TEMPERATURES = {
+    **{"°C": "celsius", "celsius": "celsius", "centigrade": "celsius"},
+    **{"°F": "fahrenheit", "fahrenheit": "fahrenheit"},
+}
+# Other units that the same word may mean.
+_OTHER_MEANINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("pound", "pounds"), ("sterling",)),
+    **dict.fromkeys(("°", "degree", "degrees"), ("celsius", "fahrenheit")),
+    **{"C": ("celsius",), "F": ("fahrenheit",)},
+}
+_FACTOR = re.compile(r"([A-Za-z]+|°)(?:\^?(-?\d))?")
 
 
-def is_scale(text: str) -> bool:
-    """Returns whether a text begins with a scale such as percent or million, which a number without a unit can have."""
-    return text.split(" ")[0].lower() in _SCALES
+def units_of(text: str) -> tuple[Unit, ...]:
+    """Returns the units that a text may mean, such as "km", "cm^2", "m/s^2" and "$"; () if none.
 
-
-def same_amount(value: Fraction, unit: str, gold: Fraction, gold_unit: str) -> bool:
-    """Compares amounts. 50 is 50 % and 5 is 5 cm without a unit; 2 is not 2 million, but 2000000 is, and $2 million.
-
-    A noun is a unit of its own: 12 apples are 12 green apples and 12, and neither 12 pears nor 12 kg.
+    units_of("cm^2") == (("meter**2", Fraction(1, 10000)),)   units_of("clips") == ()
+    units_of("pounds") is a mass or a sum of money.
     """
-    size, gold_size = unit_of(unit), unit_of(gold_unit)
-    if unit and gold_unit and (size is None or gold_size is None):
-        return value == gold and size is gold_size and _share_a_noun(unit, gold_unit)
-    (base, one), (gold_base, gold_one) = size or ONE, gold_size or ONE
-    has_power = _is_power(unit) or _is_power(gold_unit)
-    if (base == gold_base or (has_power and "" in (base, gold_base))) and value * one == gold * gold_one:
-        return True
-    return value == gold and (size is None or gold_size is None) and not has_power
+    name = text.casefold()
+    if name in MONEY:
+        return ((MONEY[name], Fraction(1)),)
+    if name in CENTS:
+        return (("dollar", Fraction(1, 100)),)
+    for written, scale in _TEMPERATURES.items():
+        if written.casefold() == name:
+            return ((scale, Fraction(1)),)
+    if text[:1] == "_":  # the base of a numeral
+        return ((text.strip("_{}"), Fraction(1)),)
+    others = _OTHER_MEANINGS.get(text, _OTHER_MEANINGS.get(name if len(name) > 1 else text, ()))
+    measured = _measured(text)
+    meanings = [] if measured is None else [measured]
+    return (*meanings, *((other, Fraction(1)) for other in others))
 
 
-def _share_a_noun(one: str, other: str) -> bool:
-    """Returns whether two texts have a word in common, in singular or plural: boxes and box, babies and baby."""
-    words = ([_PLURALS.get(word, word) for word in text.lower().split()] for text in (one, other))
-    pairs = (sorted(pair, key=len) for pair in itertools.product(*words))
-    return any(b in (a, f"{a}s", f"{a}es", f"{a.removesuffix('y')}ies") for a, b in pairs if len(a) > 2)  # not "of"
-
-
-def _is_power(unit: str) -> bool:
-    return _SCALES.get(unit.split(" ")[0].lower(), ONE)[1] >= 100
+def is_measured(text: str) -> bool:
+    """Returns whether a text is a unit of measure such as "km", not of money, and no noun."""
+    return _measured(text) is not None
 
 
 @functools.lru_cache(1024)
-def unit_of(text: str) -> Unit | None:
-    """Returns a unit in base units, by its first words ("km per hour in all"); None if it is no unit, such as clips.
-
-    unit_of("cm^2") == ("meter**2", Fraction(1, 10000))   unit_of("%") == ("", Fraction(1, 100))
-    """
+def _measured(text: str) -> Unit | None:
+    """Returns a unit of measure in base units by sympy's tables; None if it is none."""
     if not text:
         return None
-    if text[0] == "_":  # the base of a numeral
-        return text.strip("_{}"), Fraction(1)
-    text = text.replace("²", "^2").replace("³", "^3").replace(" per ", "/").replace("mph", "mile/hour")
-    text = re.sub(r"degrees? ?(?=[CF]\b)", "°", text)
-    text = re.sub(r"\b(?:square|sq\.?) ([a-z]+)", r"\1^2", re.sub(r"\b(?:cubic|cu\.?) ([a-z]+)", r"\1^3", text))
-    first, _, rest = text.partition(" ")
-    if (scale := _SCALES.get(first.lower())) is not None:
-        base, size = unit_of(rest) or ONE
-        return scale[0] or base, scale[1] * size
-    if (money := _MONEY.get(first.lower())) is not None:
-        return money, Fraction(1)
     sympy, units = load("sympy"), load("sympy.physics.units")
     product: Any = sympy.Integer(1)
-    for over, word, power in (match.groups() for match in _FACTOR.finditer(text)):
-        quantity: Any = getattr(units, _NAMES.get(word.lower(), word), getattr(units, word.lower(), None))
-        if not isinstance(quantity, units.Quantity) or quantity.is_physical_constant or (product != 1 and not over):
-            break
-        product *= quantity ** (int(power or 1) * (-1 if over else 1))
-    if product == 1:
-        return None
+    for place, factor in enumerate(text.split("/")):
+        match = _FACTOR.fullmatch(factor)
+        quantity = None if match is None else _quantity(match[1], units)
+        if match is None or quantity is None:
+            return None
+        power = int(match[2] or 1)
+        product *= quantity ** (power if place == 0 else -power)
     of_si = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin]
     number, dimension = units.convert_to(product, of_si).as_coeff_Mul()
-    return (
-        (str(dimension), Fraction(int(number.p), int(number.q))) if number.is_Rational else (str(product), Fraction(1))
-    )
+    if number.is_Rational:
+        return str(dimension), Fraction(int(number.p), int(number.q))
+    return str(product), Fraction(1)
+
+
+def _quantity(word: str, units: Any) -> Any:
+    """Returns sympy's unit of this name, British or American; None if there is none."""
+    lower = word.casefold().replace("metre", "meter").replace("litre", "liter")
+    lower = lower.replace("gramme", "gram")
+    names = [_SYMPY_NAMES.get(lower, word), lower]
+    if len(lower) > 2:  # kgs, kilos
+        names.append(lower.removesuffix("s"))
+    for name in names:
+        quantity = getattr(units, name, None)
+        if isinstance(quantity, units.Quantity) and not quantity.is_physical_constant:
+            return quantity
+    return None

@@ -46,7 +46,36 @@ $2 billion | 2,000,000,000 ; 2 billion dollars ; $2000 million | $2 million ; 2 
 The answer is 72. | 72 ; 72 clips | 71 ; 7 ; \frac{7}{72} ; x+72
 2^{100} | 2^100 ; 4^{50} ; 1267650600228229401496703205376 | 100 ; 2 ; 2^{99} ; 2^{10} ; 200
 10011_2 | 10011_{2} ; 10011 | 10011_3 ; 19 ; 2 ; 10010_2
-3:2 | 6:4 ; 3/2 ; 1.5 ; 3 : 2 ; \frac{3}{2} | 2:3 ; 3:4 ; 2 ; 6:2""",
+3:2 | 6:4 ; 3/2 ; 1.5 ; 3 : 2 ; \frac{3}{2} | 2:3 ; 3:4 ; 2 ; 6:2
+2 \times 3 | 6 ; 2x3 ; 2 × 3 ; 2 \times 3 | 3 \times 2 ; 3x2 ; 5
+7 red balls | 7 ; 7 balls ; 7 Red Balls ; 7 red ball ; 7 big red balls ; 7 red balls that he bought ; 7 balls in total ; 7 more balls ; 7 of the red balls | 7 blue balls ; 7 red cubes ; 7 red apples ; 7 large blue balls ; 7 not red balls ; 7 kg ; 8 red balls
+4 large boxes | 4 ; 4 boxes ; 4 large box ; 4 very large boxes | 4 small boxes ; 4 large bags ; 4 large crates ; 4 bags
+7 red and blue balls | 7 balls ; 7 blue and red balls ; 7 blue balls | 7 red and white balls ; 7 red and blue cubes
+5 apples | 5 green apples ; 5 apples each ; 5 apples and a pear | 5 apple pies ; 5 pineapples ; 5 pears
+5 apple pies | 5 pies ; 5 apple pie | 5 apples ; 5 cherry pies
+3 bags of rice | 3 bags ; 3 rice bags ; 3 small bags of rice | 3 bags of beans ; 3 cups of rice ; 3 rice
+5 kg of apples | 5 kg ; 5 kilograms of apples ; 5000 g of apples ; 5 kg of red apples | 5 kg of pears ; 5 apples ; 5 g of apples
+3 more apples | 3 ; 3 apples ; 3 more | 3 fewer apples ; 3 more pears
+3rd floor | 3 ; 3rd ; 3rd floor | 3rd street ; 4th floor ; 3 floors
+2 million people | 2 million ; 2,000,000 people ; 2000000 | 2 million cars ; 2 million dollars ; 2 billion people ; 2 people
+5 dozen eggs | 5 dozen ; 5 dozen eggs | 5 dozen roses ; 5 eggs ; 5 bags
+50% of the students | 50% ; 0.5 ; 50 ; 50 percent of students | 50% of the teachers ; 50 students ; $50
+20% | 20 percent ; 20 per cent ; 0.2 ; 20 | 20 dollars ; $20 ; 20 kg ; 20 ‰ ; 20 apples
+100 degrees Fahrenheit | 100 ; 100°F ; 100 degrees ; 100 F ; 100° Fahrenheit ; 100 Fahrenheit | 100 degrees Celsius ; 100°C ; 100 C ; 100 celsius ; 100 kelvin
+20 degrees Celsius | 20°C ; 20 °C ; 20 degrees centigrade ; 20 degrees | 20°F ; 20 F ; 20 degrees Fahrenheit
+$5 per hour | 5 ; $5 ; $5/hour ; $5 an hour ; 5 dollars per hour ; $5.00 per hour ; 5 per hour ; $5 every hour ; $5/hr | 5 euros per hour ; €5 per hour ; €5 ; $5 per day ; $6 per hour ; 5 hours ; 5 kg per hour
+$3 per pound | $3 ; $3/lb ; 3 dollars per pound | $3 per kilogram ; €3 per pound ; 3 pounds
+60 miles per hour | 60 ; 60 mph ; 60 miles/hour ; 60 miles an hour ; 1 mile per minute | 60 kilometers per hour ; 60 km/h ; 60 miles per minute ; 60 miles per gallon
+3 apples per child | 3 ; 3 apples ; 3 per child ; 3 apples each ; 3 apples for each child | 3 pears per child ; 3 apples per adult ; 3 apples per day
+5 Canadian dollars | 5 ; $5 ; 5 dollars ; 5 CAD | 5 Australian dollars ; 5 US dollars ; 5 USD ; €5
+$5 | 5 US dollars ; US$5 ; 5 USD ; $5 USD ; 5 dollars each | 5 pounds ; £5 ; 5 pesos ; 5% ; ¥5
+£5 | 5 pounds ; 5 GBP ; 5 | 5 lbs ; $5 ; 5 euros
+5 m tall | 5 m ; 5 meters tall ; 5 | 5 m wide ; 5 km tall
+10 cm^2 | 10 cm² ; 10 square centimetres ; 10 centimeters squared | 10 cm^3 ; 10 cm ; 10 cubic centimeters ; 10 in^2
+8 ounces | 8 oz ; 8 oz. ; 8 ounce | 8 pounds ; 8 grams
+5 inches | 5 in ; 5 in. ; 5 inch | 5 feet ; 5 cm
+5 g | 5g ; 5 grams ; 0.005 kg | 5kg ; 5 mg ; 5m
+5 kg | 5 kilos ; 5 kgs ; 5 Kilograms | 5 g ; 5 km ; 5 lb""",
     "letter": r"""
 B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
 (B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}
@@ -60,7 +89,10 @@ d | D ; (d) ; \text{d} ; (D) ; \textbf{(d)} | c ; (c) ; e ; dd""",
 December 25, 2020 | 2020-12-25 ; 25 December 2020 ; Dec 25, 2020 ; December 25th, 2020 ; 12/25/2020 ; 25 Dec. 2020 | December 26, 2020 ; December 25, 2021 ; 2020 ; November 25, 2020 ; 25
 2021-03-04 | March 4, 2021 ; 4 March 2021 ; 2021-3-4 | 2021-04-03 ; April 3, 2021 ; 2021 ; 4
 March 5 | 5 March ; 5th of March ; Mar 5 ; March 5th ; March 5, 2020 | March 6 ; May 5 ; 5
-05/12/2020 | 5/12/2020 | 12/05/2020 ; 05/12/2021 ; 05/13/2020 ; 2020""",
+05/12/2020 | 5/12/2020 | 12/05/2020 ; 05/12/2021 ; 05/13/2020 ; 2020
+03/05 | 3/5 ; 03/05 ; \text{03/05} | 05/03 ; 5/3 ; 0.6 ; 6/10
+05/12/20 | 5/12/20 ; 05/12/2020 | 05/20/12 ; 12/05/20
+03-05-2020 | 3-5-2020 | 05-03-2020 ; -2022""",
     "text": r"""
 Paris | paris ; PARIS ; \text{Paris} ; **Paris** ; Paris. ; "Paris" ; \textbf{Paris} | London ; Pairs ; Paris or London ; Par ; not Paris ; Parisian ; P
 New York | new york ; New  York ; \text{New York} ; the New York ; New-York | York ; New Jersey ; York New ; New
@@ -73,7 +105,9 @@ seventy-two | Seventy-two ; seventy two | seventy ; 72 apples ; seventy-three
 3:4:5 | $3:4:5$ ; \text{3:4:5} | 5 ; 3:5:4 ; 3:4 ; 3:20 ; 3/20 ; 3:4:50
 H2O | \text{H2O} ; h2o ; \textbf{H2O} | CO2 ; 2 ; H2
 Route 66 | route 66 ; \text{Route 66} ; \textbf{Route 66} | 66 ; Route 67 ; Route
-左 | \text{左} ; \textbf{左} | 右 ; 左右""",
+左 | \text{左} ; \textbf{左} | 右 ; 左右
+2x3 | 2 x 3 ; 2×3 ; 2 \times 3 ; 2x3 matrix | 3x2 ; 3 x 2 ; 3×2 ; 2x4 ; 6
+5 remainder 2 | 5 Remainder 2 ; \text{5 remainder 2} | 2 remainder 5 ; 5 remainder 3 ; 5""",
     "mathematics": r"""
 2\sqrt{3} | \sqrt{12} ; 2 \sqrt{3} ; 2*\sqrt{3} ; 2√3 ; 2 sqrt(3) ; \sqrt{3} \cdot 2 ; $2\sqrt{3}$ ; \frac{6}{\sqrt{3}} | 3 ; 2 ; \sqrt{3} ; 3\sqrt{2} ; 2\sqrt{2} ; 23 ; -2\sqrt{3} ; 6
 x^2+1 | 1+x^2 ; x^{2}+1 ; x² + 1 ; x*x+1 ; $x^2 + 1$ | 1 ; x^2 ; x^2-1 ; 2 ; x^3+1 ; y^2+1 ; (x+1)^2 ; x^{21}
@@ -109,7 +143,13 @@ e^{x} | e^x ; \exp(x) | x ; e ; e^{2x} ; x^e
 f(x)=2x | f(x) = 2x ; 2x ; f(x)=x+x | 2 ; x ; f(x)=3x ; g(x)=x
 \frac{x+1}{x-1} | (x+1)/(x-1) ; \frac{1+x}{x-1} | 1 ; \frac{x-1}{x+1} ; x+1 ; -1
 \emptyset | \varnothing ; \{\} ; ∅ | 0 ; \{0\} ; \{1\}
-\infty | ∞ ; +\infty ; infinity | -\infty ; 0 ; 8""",
+\infty | ∞ ; +\infty ; infinity | -\infty ; 0 ; 8
+3,5 | 3, 5 ; 3 and 5 ; (3,5) ; \{3,5\} ; x=3, x=5 | 5,3 ; 5, 3 ; 5 and 3 ; (5, 3) ; \{5,3\} ; 3 ; 5
+3,5 kg | 3,5 ; 3,5\text{ kg} | 5,3 kg ; 5,3 ; 3,5 g
+€3,50 | 3,50 € ; 3,50 | 50,3 € ; $3,50
+x = 3,5 | 3,5 ; x=3,5 | x = 5,3 ; 5,3
+1,-2 | -2, 1 ; \{1,-2\} | 1, 2 ; -2
+12\pi\text{ apples} | 12\pi ; 12\pi apples | 12\pi pears ; 12\pi kg""",
 }
 
 

@@ -176,6 +176,29 @@ def test_math_verify_finds_the_answer_in_a_sentence_and_trls_accuracy_is_the_sam
     assert math_verify(completions=["4"], answer=[""]) == [None]
 
 
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("$5", "So he pays $5$ in all.", "So he pays €5 in all."),
+        ("7 red balls", r"\boxed{7\text{ balls}}", r"\boxed{7\text{ blue balls}}"),
+        ("30 miles per gallon", r"\boxed{30\text{ mpg}}", r"\boxed{30\text{ gallons per mile}}"),
+        (r"2 \times 3", r"\boxed{6}", r"\boxed{3 \times 2}"),
+        ("3,5", r"\boxed{3,5}", r"\boxed{5,3}"),
+    ],
+)
+def test_no_reward_that_reads_a_gold_answer_pays_another_unit_noun_or_order(gold, right, wrong):
+    thought = "<think>I work it out.</think>"
+    completions = [f"{thought}<answer>{right}</answer>", f"{thought}<answer>{wrong}</answer>"]
+    wanted = [gold] * 2
+    for reward in (resolve("answer"), base_acc, gated_format, math_verify):
+        scores = reward(completions=completions, answer=wanted)
+        assert scores[0] == 1.0 and scores[1] < 1.0
+    assert accuracy_reward(completions=completions, solution=wanted) == [1.0, 0.0]
+    if "boxed" in right:
+        assert boxed(completions=completions, answer=wanted) == [1.0, 0.0]
+        assert acc(completions=completions, answer=wanted) == [1.0, -0.5]
+
+
 def test_trls_formats_have_its_values():
     texts = [
         "<think>a</think>4",
