@@ -2,7 +2,8 @@
 
 The functions run together, in the process and under the deadline that they will have in the run. A function is a
 verifier if it tells right from wrong answers of the same form; format and length rewards do not, and are not held to
-gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers.
+gold answers. For each kind of gold answer some rows are tried in all notations and with many wrong answers, and so are
+some with a unit, a noun or an order.
 """
 
 import math
@@ -13,9 +14,9 @@ from dataclasses import dataclass, field
 from common.config import ROUNDING, Rewards
 from rewards import Scores, shorten
 from rewards.mathematics.gold import gold_kind, gold_texts
-from rewards.mathematics.notations import DOUBTFUL
+from rewards.mathematics.notations import DOUBTFUL, may_be_decimal
 from rewards.pool import RewardFailure, RewardPool
-from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, probes
+from rewards.probes import FORMS, THOUGHT_OF, UNFINISHED, Probe, contradictions, probes
 from rewards.tally import NO_KIND, SHOWN, GoldRow, ScoredRow, Tally, named_rows
 
 THOROUGH = 12  # rows of a kind that are tried in all notations
@@ -83,7 +84,11 @@ def _with_probes(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> l
         unread = f"{len(unjudged)} that no built-in reward judges ({named_rows(unjudged)}: {reason})"
         counts = f"{counts}; {unread}" if counts else unread
     findings.lines.append(f"kinds of gold answers: {counts}")
-    thorough = {row.index: some for some in by_kind.values() for row in some[:: -(-len(some) // THOROUGH)]}
+    findings.warnings += _decimal_commas(rows)
+    thorough = dict[int, list[GoldRow]]()
+    for alike_rows in _alike(rows):
+        for row in alike_rows[:: -(-len(alike_rows) // THOROUGH)]:
+            thorough[row.index] = alike_rows
     with_probes = list[tuple[GoldRow, list[Probe]]]()
     for place, row in enumerate(rows):
         alike = thorough.get(row.index, [])
@@ -92,6 +97,34 @@ def _with_probes(rows: Sequence[GoldRow], thinks: bool, findings: Findings) -> l
         made = probes(row.columns.get("answer"), list(dict.fromkeys(others)), bool(alike))
         with_probes.append((row, [one for one in made if thinks or one.what not in (UNFINISHED, THOUGHT_OF)]))
     return with_probes
+
+
+def _alike(rows: Sequence[GoldRow]) -> list[list[GoldRow]]:
+    """Returns the rows by kind, and by what can be wrong beside their numbers: units, nouns, order."""
+    groups: dict[tuple[str, ...], list[GoldRow]] = {}
+    for row in rows:
+        texts = gold_texts(row.columns.get("answer"))
+        wrong = contradictions(texts[0]) if texts else {}
+        group = (row.kind, *(what for what, answers in wrong.items() if answers))
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
+
+
+def _decimal_commas(rows: Sequence[GoldRow]) -> list[str]:
+    """Returns a warning if gold answers may be a list or a number with a decimal comma."""
+    unclear = list[GoldRow]()
+    for row in rows:
+        texts = gold_texts(row.columns.get("answer"))
+        if any(may_be_decimal(text) for text in texts):
+            unclear.append(row)
+    if not unclear:
+        return []
+    gold = shorten(unclear[0].columns["answer"])
+    return [
+        f"{len(unclear)} of {len(rows)} gold answers may be a list or have a decimal comma "
+        f"({named_rows(unclear)}: {gold}); the built-in rewards want the numbers in this order. "
+        "Write 3.5 for a decimal, (3, 5) for a point and \\{3, 5\\} for a set"
+    ]
 
 
 def _score(

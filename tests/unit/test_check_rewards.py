@@ -41,6 +41,9 @@ GIVES = {
     "last_digits": r"float(re.findall(r'\d+', '0' + c)[-1] == re.findall(r'\d+', '0' + a)[-1])",
     "prefix": r"float(re.split(r'oxed{|> |is |^', c)[-1].startswith(a[0]))",
     "brief": "-len(c.split()) / 80",
+    "number_alone": r"float(re.findall(r'\d+', '0' + c)[-1:] == re.findall(r'\d+', '0' + a)[-1:])",
+    "any_order": r"float(sorted(re.findall(r'\d', c)) == sorted(re.findall(r'\d', a)) != [])",
+    "any_word": "float(any(word in c.split() for word in a.split()[1:]))",
 }
 
 
@@ -221,6 +224,51 @@ def test_rewards_that_judge_every_kind_look_right(file, kind):
     found = gold(file, "answer", "boxed", "gated_format", answers=BY_KIND[kind])
     assert found.problems == found.doubts == []
     assert sum(line.startswith(f"  {kind}: ") for line in found.lines) == 3, "a verdict by kind of each function"
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "named"),
+    [
+        ("number_alone", ("7 red balls", "4 large boxes"), ("another unit", "another noun")),
+        ("number_alone", ("$5 per hour", "60 miles per hour"), ("another unit",)),
+        ("number_alone", ("100 degrees Fahrenheit", "10 cm^2"), ("another unit",)),
+        ("number_alone", ("3 bags of rice", "5 apples per child"), ("another noun",)),
+        ("any_word", ("7 red balls", "12 small boxes"), ("another noun",)),
+        ("any_order", ("3,5", "7,2"), ("another order",)),
+        ("any_order", ("3:5", "4:7"), ("another order",)),
+        ("any_order", ("2x3", "4x6"), ("another order",)),
+        ("any_order", ("(3, 5)", "[1, 2, 4]"), ("another order",)),
+        ("any_order", ("03/05", "02/11"), ("another order",)),
+    ],
+)
+def test_a_reward_that_pays_another_unit_noun_or_order_is_a_problem(file, reward, answers, named):
+    problems = gold(file, reward, answers=answers).problems
+    paid = [text for text in problems if "gives a wrong answer full marks on 2 of 2" in text]
+    assert [what for what in named if not any(what in problem for problem in paid)] == []
+
+
+def test_few_nouns_among_many_numbers_are_tried(file):
+    answers = (*(str(number) for number in range(10, 70)), "7 red balls", *map(str, range(70, 99)))
+    problems = gold(file, "number_alone", answers=answers).problems
+    assert any("on 1 of 90 rows (row 60): another unit, another noun" in text for text in problems)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("7 red balls", "4 large boxes", "100 degrees Fahrenheit", "$5 per hour", "3,5", "3,5 kg"),
+        *("60 miles per hour", "3 bags of rice", "5 Canadian dollars", "3rd floor", "03/05", "2x3"),
+    ],
+)
+def test_rewards_that_compare_units_nouns_and_orders_look_right(file, answer):
+    found = gold(file, "answer", "math_verify", answers=(answer,))
+    assert found.problems == found.doubts == []
+
+
+def test_a_list_that_may_be_a_decimal_is_named(file):
+    [warning] = gold(file, "answer", answers=("3,5", "7", "2,5 kg")).warnings
+    assert "row 0, 2" in warning and "3.5" in warning
+    assert gold(file, "answer", answers=("3, 5", "(3,5)", "1,000")).warnings == []
 
 
 def test_what_a_strict_reward_may_mean_is_a_doubt_and_other_notations_and_wrong_answers_are_problems(file):
