@@ -14,8 +14,9 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from common.processes.time_limits import within
+from rewards.mathematics.agreement import same_amount, same_unit
 from rewards.mathematics.algebra import IN_LATEX, equal, expression, rational
-from rewards.mathematics.measures import read_measure, same_amount, same_unit
+from rewards.mathematics.measures import read_measure
 from rewards.mathematics.numbers import last_number, plain_number
 from rewards.mathematics.orders import is_in_order, is_pair, is_size, same_size
 from rewards.mathematics.reading import last_boxed

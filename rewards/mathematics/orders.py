@@ -7,7 +7,8 @@ in braces, a list with spaces such as 3, 5, and values joined by "and" or "or" h
 import re
 from fractions import Fraction
 
-from rewards.mathematics.measures import contradicts, read_measure
+from rewards.mathematics.agreement import contradicts
+from rewards.mathematics.measures import read_measure
 from rewards.mathematics.numbers import plain_number
 
 _NUMBER = r"\d+(?:\.\d+)?"
