@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator
 from common.errors import UserError
 
 _ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
+_KERNEL = "out of resource"  # Triton, and torch's launcher of its kernels, for a block's shared memory or threads
 _SETTINGS = {
     "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1 or a smaller "
     "trainer.max_tokens_per_micro_batch, trainer.logprob_chunk_size=256 and a higher "
     "deepspeed.zero_optimization.stage need less and keep the update",
     "sampler": "a smaller vllm.gpu_memory_utilization (on a CPU: VLLM_CPU_KVCACHE_SPACE, in GiB), vllm.max_num_seqs or "
     "vllm.max_model_len needs less",
+}
+_OTHER_KERNELS = {
+    "trainer": "Set trainer.compile_layers=false or another model.dtype, or give the trainer another GPU",
+    "sampler": "Set vllm.enforce_eager=true or another model.dtype, or give the sampler another GPU",
 }
 _HOST_OF_GPUS = (
     "Published weights in /dev/shm count as memory: weights.dir on a disk, and no offload in "
@@ -35,13 +40,33 @@ def less_memory(process: str, is_host_of_gpus: bool = False) -> str:
     return f"{_HOST_OF_GPUS if is_host_of_gpus else _SETTINGS[process]}; {_PLAN}"
 
 
+def is_out_of_shared_memory(error: BaseException) -> bool:
+    """Returns whether a GPU's kernel needs more of a block's resources than the GPU has. No smaller batch helps."""
+    return _KERNEL in str(error).lower()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error is that an allocation failed, which a smaller batch may need less of."""
+    if is_out_of_shared_memory(error):
+        return False
+    message = str(error).lower()
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or any(sign in message for sign in _ALLOCATION)
+
+
 def memory_advice(process: str, error: BaseException) -> str | None:
     """Returns the message for a person; None if the error, in "sampler" or "trainer", is not one of memory."""
     message = " ".join(str(error).split())
     for sign, remedy in _ENGINE.items():
         if sign in message:
             return f"vLLM: {message[:300]} {remedy}; {_PLAN}"
-    if isinstance(error, MemoryError) or any(sign in message.lower() for sign in _ALLOCATION):
+    if is_out_of_shared_memory(error):
+        start = message.lower().index(_KERNEL)
+        return (
+            f"a kernel of the {process} needs more than this GPU has for a block: {message[start : start + 200]} "
+            f"A smaller batch needs as much. {_OTHER_KERNELS[process]}"
+        )
+    if is_out_of_memory(error):
         return f"the {process} ran out of memory: {message[:300] or type(error).__name__}. {less_memory(process)}"
     return None
 

@@ -248,6 +248,17 @@ raise SystemExit(exits.run("trainer", main))
     assert "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1" in last
 
 
+@pytest.mark.parametrize("process", ["trainer", "sampler"])
+@pytest.mark.parametrize("prefix", ["", "InductorError: RuntimeError: No valid triton configs. OutOfMemoryError: "])
+def test_a_kernel_beyond_the_gpus_shared_memory_is_told_without_settings_that_cannot_help(
+    process: str, prefix: str
+) -> None:
+    error = RuntimeError(f"{prefix}out of resource: shared memory, Required: 114688, Hardware limit: 101376.")
+    told = out_of_memory.memory_advice(process, error)
+    assert told is not None and "114688" in told and "101376" in told and "model.dtype" in told
+    assert "gradient_checkpointing" not in told and "max_num_seqs" not in told
+
+
 @pytest.mark.parametrize(
     ("file", "said", "remedy"),
     [
