@@ -20,7 +20,7 @@ refused, and which layout.py detects when a model is loaded.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import devices
-from model.compiled import compiled, is_compiled
+from model.compiled import compiled, is_abandoned, is_compiled
 from model.packing import PackedRow, SequenceGroup, Span, ancestry
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
+_BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask
 
 
 @dataclass(frozen=True)
@@ -122,30 +123,80 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
             whole = spans or (Span(0, query.shape[2], ()),)
             block_masks[sliding_window] = _block_mask(whole, sliding_window, query.device)
         given = query, key, value, block_masks[sliding_window], scaling, softcap, s_aux
-        if torch.compiler.is_compiling():  # with the layer around it
-            output = _flex_attention(*given)
+        kind = _kind(query, value, sliding_window, softcap, s_aux)
+        if not torch.compiler.is_compiling():
+            instead = functools.partial(by_group, query, key, value, spans or ())
+            output = compiled(_flex_attention, *given, instead=instead, kind=kind)
+        elif is_abandoned(kind):  # the layer is compiled around it
+            output = _uncompiled_by_group(query, key, value, spans or (), scaling, sliding_window, softcap, s_aux)
         else:
-            output = compiled(_flex_attention, *given, instead=lambda: by_group(query, key, value, spans or ()))
+            output = _flex_attention(*given)
     output = output.transpose(1, 2).contiguous()
     return output if sequence_group is None else heads_for_tokens(output, sequence_group), None
+
+
+def _kind(query: Tensor, value: Tensor, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
+    """Returns what decides on the kernels of a layer's attention, in words."""
+    options = f"heads of {int(query.shape[-1])}"
+    if value.shape[-1] != query.shape[-1]:
+        options += f" with values of {int(value.shape[-1])}"
+    options += f" in {query.dtype}"
+    if window is not None:
+        options += f", a window of {window}"
+    if cap is not None:
+        options += f", a cap of {cap}"
+    if sinks is not None:
+        options += ", sinks"
+    return f"attention with {options}"
 
 
 @functools.lru_cache(maxsize=4)  # full and windowed layers of a row, and of the reference's
 def _block_mask(spans: tuple[Span, ...], window: int | None, device: torch.device) -> Any:
     """Returns FlexAttention's mask of a row, made once for all its layers with this window."""
-    tree = ancestry(spans)
-    return compiled(_mask_of, tree.to(device, non_blocking=True), tree.shape[1] if window is None else window)
+    tree = ancestry(spans).to(device, non_blocking=True)
+    window = tree.shape[1] if window is None else window
+    return compiled(_mask_of, tree, window, instead=lambda: _mask_in_rows(tree, window))
 
 
 def _mask_of(tree: Tensor, window: int) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    length = tree.shape[1]
+    return create_block_mask(_visibility(tree, window), None, None, length, length, tree.device)
+
+
+def _mask_in_rows(tree: Tensor, window: int) -> Any:
+    """Returns `_mask_of` without a compiler, one row of blocks at a time: only a compiler spares the [T, T] mask."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = tree.shape[1]
+    is_seen = _visibility(tree, window)
+    positions = torch.arange(length, device=tree.device)
+    counts = []  # of visible pairs in each block
+    for queries in positions.split(_BLOCK):
+        seen = is_seen(queries, queries, queries[:, None], positions)
+        padded = F.pad(seen, (0, -length % _BLOCK))
+        counts.append(padded.unflatten(1, (-1, _BLOCK)).sum((0, 2)))
+    pairs = torch.stack(counts)
+    is_full = pairs == _BLOCK * _BLOCK
+    partial = _block_lists((pairs > 0) & ~is_full)
+    full = _block_lists(is_full)
+    return BlockMask.from_kv_blocks(*partial, *full, _BLOCK, is_seen, seq_lengths=(length, length))
+
+
+def _block_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns how many blocks are chosen in each row [1, 1, R], and their numbers, which come first, [1, 1, R, C]."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+def _visibility(tree: Tensor, window: int) -> Callable[..., Tensor]:
     first, end, depth = tree.unbind()
 
     def is_seen(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (first[j] <= first[i]) & (first[i] < end[j]) & (depth[i] - depth[j] < window)
 
-    return create_block_mask(is_seen, None, None, tree.shape[1], tree.shape[1], tree.device)
+    return is_seen
 
 
 def _flex_attention(
@@ -158,12 +209,57 @@ def _flex_attention(
         return score if cap is None else cap * torch.tanh(score / cap)
 
     gqa = query.shape[1] != key.shape[1]
+    options: Any = _kernel_options(query, value)
+    auxiliary = AuxRequest(lse=sinks is not None)
     output, found = flex_attention(
-        query, key, value, capped, mask, scale, gqa, return_aux=AuxRequest(lse=sinks is not None)
+        query, key, value, capped, mask, scale, gqa, kernel_options=options, return_aux=auxiliary
     )
     if sinks is None or found.lse is None:
         return output
     return output * torch.sigmoid(found.lse - sinks[:, None]).to(output.dtype)[..., None]
+
+
+def _kernel_options(query: Tensor, value: Tensor) -> dict[str, Any]:
+    """Returns FlexAttention's options: its common kernel for rows of any length, with blocks that fit the device.
+
+    For rows below 128 tokens torch would choose its decoding kernel, which has no block for more than 128 queries of
+    the heads that share a key head, and does not compile where there are more.
+
+    A block of the backward holds B queries, their gradients, B keys and B values in shared memory. Torch's own blocks
+    have 64 of each in 16 bits, for heads of up to 256, and 16 otherwise. They need less only if heads are small.
+    """
+    options: dict[str, Any] = {"BACKEND": "TRITON"}
+    available = devices.shared_memory_per_block(query.device)
+    query_size = int(query.shape[-1])
+    value_size = int(value.shape[-1])
+    if available is None or query.element_size() > 2 or query_size > 256:
+        return options
+    token_bytes = 2 * query.element_size() * (_next_power_of_2(query_size) + _next_power_of_2(value_size))
+    if 64 * token_bytes <= available:
+        return options
+    block = 32 if 32 * token_bytes <= available else 16
+    options["bwd_num_stages"] = 1
+    for name in ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"):
+        options[name] = block
+    return options
+
+
+def _next_power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+@torch.compiler.disable
+def _uncompiled_by_group(  # noqa: PLR0913 a compiler passes no object that is made in its graph
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: tuple[Span, ...],
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    return _by_group(query, key, value, spans, _LayerOptions(scale, window, cap, sinks))
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...], layer: _LayerOptions) -> Tensor:

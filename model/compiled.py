@@ -1,45 +1,94 @@
 """Functions and layers that torch compiles on an accelerator, and that run as they are on a CPU or without a compiler.
 
 Everything is compiled for tensors of any length. FlexAttention takes no symbolic scale or cap, so floats are constants.
+The backward is compiled with the forward, so that a failure of either is known before anything ran.
+
+What does not compile runs as it is, and one line says so. A failure counts for the shape that failed, never for
+another one. But lengths differ from row to row, and a failing compilation may take a minute: after two failures among
+lengths between two powers of two, the next attempt there waits, each time for twice as many other shapes. Only new
+compilations wait. What is compiled already serves every shape that it fits.
+
+A failure that no length changes, because a kernel needs more shared memory than the device has, is remembered for its
+kind: from then on this kind is not compiled.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from common import bfloat16
+from common.processes.out_of_memory import is_out_of_memory, is_out_of_shared_memory
 from model import devices
 from model.transformers_internals import decoder_layers
 
-_uncompiled: set[Callable[..., Any]] = set()  # functions that could not be compiled
+# Adapters, windows and recomputation together need the 8 graphs to which torch limits a function.
+_MAX_GRAPHS = 64
+_ATTEMPTS_AT_ONCE = 2  # failures in a range of lengths before the next attempt waits
+
+
+@dataclass
+class _Failures:
+    """The shapes that did not compile, of those in one range of lengths."""
+
+    shapes: set[Hashable] = field(default_factory=set)
+    _last_shape: Hashable = None
+    _num_waiting: int = 0  # changes of the shape since the last failure
+
+    def allow_attempt(self, shape: Hashable) -> bool:
+        """Returns whether this shape may be compiled now. If not, it counts as one that waited."""
+        if shape in self.shapes:
+            return False
+        if shape != self._last_shape:
+            self._last_shape = shape
+            self._num_waiting += 1
+        return len(self.shapes) < _ATTEMPTS_AT_ONCE or self._num_waiting > 2 ** len(self.shapes)
+
+    def add(self, shape: Hashable) -> None:
+        self.shapes.add(shape)
+        self._num_waiting = 0
+
+
+_uncompiled: dict[Hashable, dict[Hashable, _Failures]] = {}  # by function or kind of layer, then by range of lengths
+_failed_kinds: set[str] = set()  # of which some shape was not compiled
+_abandoned_kinds: set[str] = set()  # that are not compiled any more
+_said_once: set[Hashable] = set()  # what is true of every row
 
 
 def compiled(
-    function: Callable[..., Any], tensor: Tensor, *given: Any, instead: Callable[[], Any] | None = None
+    function: Callable[..., Any],
+    tensor: Tensor,
+    *given: Any,
+    instead: Callable[[], Any] | None = None,
+    kind: str | None = None,
 ) -> Any:
     """Returns function(tensor, *given), compiled once for tensors of any length if the first is on an accelerator.
 
-    instead: called where nothing is compiled; by default the function itself. A failed compilation is said once.
+    instead: called where nothing is compiled; by default the function itself. Each shape's failure is said once.
+    kind: what the function computes, in words, without the length. `is_abandoned` tells when it is no longer compiled.
     """
     instead = instead or functools.partial(function, tensor, *given)
-    if not is_compiled(tensor) or function in _uncompiled:
+    if not is_compiled(tensor) or (kind is not None and is_abandoned(kind)):
         return instead()
-    try:
-        with torch._dynamo.config.patch(specialize_float=True, suppress_errors=False):
+
+    def run() -> Any:
+        settings = {"specialize_float": True, "suppress_errors": False, "recompile_limit": _MAX_GRAPHS}
+        with (
+            torch._dynamo.config.patch(settings),
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        ):
             return _compiled(function)(tensor, *given)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _uncompiled.add(function)
-        reason = " ".join(str(error).split())[:200]
-        name = f"{function.__module__}.{function.__qualname__}"
-        print(f"tandem: {name} is not compiled and slower: {reason}", file=sys.stderr, flush=True)
-        return instead()
+
+    attempt = _Attempt((function, kind), f"{function.__module__}.{function.__qualname__}", kind, (tensor, *given))
+    return attempt.run(run, instead, errors=(Exception,))
 
 
 def is_compiled(tensor: Tensor) -> bool:
@@ -47,6 +96,27 @@ def is_compiled(tensor: Tensor) -> bool:
     if not devices.is_accelerator(tensor.device) or isinstance(tensor, FakeTensor):
         return False
     return not bfloat16.is_missing(devices.compute_capability(tensor.device))
+
+
+def is_abandoned(kind: str) -> bool:
+    """Returns whether a kind is no longer compiled. The compiler may ask, and compiles anew once the answer differs."""
+    return kind in _abandoned_kinds
+
+
+def abandon(kinds: Iterable[str]) -> None:
+    """Compiles these kinds no more, and says so of those that this process has compiled until now."""
+    for kind in sorted(set(kinds) - _abandoned_kinds):
+        _abandoned_kinds.add(kind)
+        _say(f"{kind} is not compiled and slower from now on, because a compilation failed here or on another rank")
+
+
+def failed_kinds() -> frozenset[str]:
+    """Returns the kinds of which some shape was not compiled."""
+    return frozenset(_failed_kinds)
+
+
+def abandoned_kinds() -> frozenset[str]:
+    return frozenset(_abandoned_kinds)
 
 
 @functools.cache
@@ -57,9 +127,172 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_layers(model: torch.nn.Module) -> None:
     """Compiles the model's decoder layers in place, each by itself: layers of one kind share what is compiled.
 
-    A layer is compiled when it is first called. What cannot be compiled runs as it is, with a warning of torch's.
+    A layer is compiled when it is first called. What cannot be compiled runs as it is, and one line says so.
     """
-    torch._dynamo.config.specialize_float = True
-    torch._dynamo.config.suppress_errors = True
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
+    layers = decoder_layers(model)
+    settings = torch._dynamo.config
+    settings.specialize_float = True
+    settings.suppress_errors = False  # `_Attempt` runs the layer as it is, and says so
+    settings.fail_on_recompile_limit_hit = True
+    settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
+    # all layers of a family are one code object, and some of their graphs may be of a single layer
+    accumulated = _MAX_GRAPHS * max(1, len(layers))
+    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, accumulated)
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    for layer in layers:
+        _compile_layer(layer)
+
+
+def _compile_layer(layer: torch.nn.Module) -> None:
+    layer.compile(dynamic=True)
+    call: Any = layer._compiled_call_impl
+    name = type(layer).__name__
+    kind_of_layer = (name, *_options_of(layer))
+
+    def run(*given: Any, **named: Any) -> Any:
+        tensors = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
+        attempt = _Attempt(kind_of_layer, name, None, tensors)
+        skipped_before = _num_skipped_frames()
+        output = attempt.run(
+            functools.partial(call, *given, **named),
+            functools.partial(layer._call_impl, *given, **named),
+            errors=(TorchDynamoException, FailOnRecompileLimitHit),
+        )
+        if _num_skipped_frames() > skipped_before and ("skipped", kind_of_layer) not in _said_once:
+            _said_once.add(("skipped", kind_of_layer))
+            remedy = "TORCH_LOGS=graph_breaks names its lines"
+            _say(f"some code of {name} cannot be compiled and runs as it is, which is slower; {remedy}")
+        return output
+
+    layer._compiled_call_impl = run
+
+
+def _options_of(layer: torch.nn.Module) -> Iterator[Hashable]:
+    """Yields what distinguishes kinds of layers: the forms of their weights, and settings such as a window."""
+    for name, parameter in layer.named_parameters():
+        yield name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float | str | None) and name not in ("layer_idx", "training"):
+                yield path, name, value
+
+
+def _num_skipped_frames() -> int:
+    """Returns how many functions torch has given up without an error, each of which runs as it is from then on."""
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
+@dataclass
+class _Attempt:
+    """One call of a function or layer that is compiled if it can be."""
+
+    target: Hashable  # the function, or the kind of layer
+    name: str
+    kind: str | None
+    values: Iterable[Any]  # its arguments
+
+    def run(self, call: Callable[[], Any], instead: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
+        """Returns call(), or instead() if that cannot be compiled. errors: classes of errors of the compiler."""
+        if self.target in _uncompiled and not self._may_compile():
+            return self._run_what_is_compiled(call, instead, errors)
+        try:
+            return call()
+        except Exception as error:
+            self._raise_unless_of_compiler(error, errors)
+            return self._run_instead(instead, error)
+
+    def _may_compile(self) -> bool:
+        shape, lengths = self._shape()
+        failures = _uncompiled[self.target].get(lengths)
+        return failures is None or failures.allow_attempt(shape)
+
+    def _run_what_is_compiled(
+        self, call: Callable[[], Any], instead: Callable[[], Any], errors: tuple[type[Exception], ...]
+    ) -> Any:
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return call()
+        except Exception as error:
+            if "fail_on_recompile" not in str(error):
+                self._raise_unless_of_compiler(error, errors)
+            return instead()
+
+    def _raise_unless_of_compiler(self, error: Exception, errors: tuple[type[Exception], ...]) -> None:
+        """Raises an error again that is of memory, or that ends a recomputation early as it should."""
+        if isinstance(error, _StopRecomputationError):
+            raise error
+        if is_out_of_memory(error):  # within the compiler's own error, too
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            raise torch.OutOfMemoryError(str(error)) from error
+        if not isinstance(error, errors) and not is_out_of_shared_memory(error):
+            raise error
+
+    def _run_instead(self, instead: Callable[[], Any], error: Exception) -> Any:
+        if self.kind is not None:
+            _failed_kinds.add(self.kind)
+            if is_out_of_shared_memory(error):
+                _abandoned_kinds.add(self.kind)
+                _say(f"{self.kind} is not compiled and slower from now on: {_reason(error)}")
+                return instead()
+        num_abandoned = len(_abandoned_kinds)
+        output = instead()
+        if len(_abandoned_kinds) > num_abandoned:  # a part of this layer failed, without which it may compile
+            return output
+        shape, lengths = self._shape()
+        _uncompiled.setdefault(self.target, {}).setdefault(lengths, _Failures()).add(shape)
+        self._say_failure(error)
+        return output
+
+    def _say_failure(self, error: Exception) -> None:
+        if isinstance(error, FailOnRecompileLimitHit):
+            if ("limit", self.target) not in _said_once:
+                _said_once.add(("limit", self.target))
+                limit = torch._dynamo.config.recompile_limit
+                _say(f"{self.name} is not compiled and slower for some rows: recompile_limit allows {limit} graphs")
+            return
+        sizes = next((tuple(x.shape) for x in self.values if isinstance(x, Tensor)), ())
+        _say(f"for {' × '.join(map(str, sizes))} {self.name} is not compiled and slower: {_reason(error)}")
+
+    def _shape(self) -> tuple[Hashable, Hashable]:
+        """Returns the arguments' shapes, and the same with ranges in place of the lengths that differ between rows."""
+        facts = list(_facts(self.values))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        exact = tuple(fact for fact, _ in facts)
+        ranges = tuple(fact_range for _, fact_range in facts)
+        return (*modes, *exact), (*modes, *ranges)
+
+
+def _facts(values: Iterable[Any]) -> Iterator[tuple[Hashable, Hashable]]:
+    """Yields what the compiler looks at in each value, exactly, and with ranges in place of lengths."""
+    for value in values:
+        if isinstance(value, Tensor):
+            kind = value.dtype, value.device.type, value.requires_grad
+            sizes = tuple(value.shape)
+            ranges: list[Hashable] = [_range(size) for size in sizes]
+            if len(sizes) > 2:  # [rows, T, D] and [rows, H, T, d]: heads and widths are the model's
+                ranges = [*sizes[:-2], ranges[-2], sizes[-1]]
+            yield (*kind, sizes), (*kind, *ranges)
+        elif isinstance(value, int):
+            yield value, _range(value)
+        elif isinstance(value, float | str | None):
+            yield value, value
+        else:
+            name = type(value).__name__
+            yield name, name
+
+
+def _range(length: int) -> str:
+    """Returns the range of lengths between two powers of two that holds this one: "< 128" for 64 to 127."""
+    return f"< {1 << length.bit_length()}"
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    start = max(0, text.find("out of resource"))
+    return text[start : start + 200]
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
 """Compiled decoder layers beside the same layers as they are: numbers, and that no new length compiles anything."""
 
 import copy
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from model import attention, devices
 from model.compiled import compile_layers
@@ -54,6 +57,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     settings = {"disable": False, "specialize_float": False, "suppress_errors": False}
+    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
+        settings[name] = getattr(torch._dynamo.config, name)
     with threads(1), torch._dynamo.config.patch(settings):
         yield
     torch._dynamo.reset()
@@ -125,6 +130,66 @@ def test_a_compiled_layer_takes_flex_attention_and_the_masks_of_any_row() -> Non
                 torch.testing.assert_close(found, hidden(plain, row), rtol=1e-4, atol=1e-5)
             graphs.append(num_graphs())
     assert not counters["graph_break"] and graphs[2:] == [graphs[2]] * 6
+
+
+@dataclass(frozen=True)
+class Kinds:
+    windows: bool = False
+    adapters: bool = False
+    checkpointing: bool = False
+    sinks: bool = False
+
+
+@pytest.mark.parametrize(
+    ("kinds", "most"),
+    [
+        (Kinds(), 3),
+        (Kinds(windows=True), 6),
+        (Kinds(adapters=True), 4),
+        (Kinds(windows=True, adapters=True), 7),
+        (Kinds(windows=True, adapters=True, checkpointing=True), 8),
+        (Kinds(windows=True, adapters=True, checkpointing=True, sinks=True), 8),
+    ],
+    ids=str,
+)
+def test_the_graphs_of_layers_leave_room_below_torchs_limit(
+    kinds: Kinds, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attention, "_flex_attention", _attend_with_sinks)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = make_model()
+    for i, layer in enumerate(model.model.layers):
+        if not kinds.windows:
+            layer.self_attn.sliding_window = None
+        if kinds.sinks:
+            layer.self_attn.sinks = torch.nn.Parameter(torch.full((4,), float(i)))
+    if kinds.sinks:
+        monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, _attention_with_sinks)
+    if kinds.adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).base_model.model
+    compile_layers(model)
+    if kinds.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with as_on_accelerator():
+        for row in rows()[:5]:
+            hidden(model.train(), row).square().mean().backward()
+            with torch.no_grad():
+                hidden(model.eval(), row)
+    assert 1 <= num_graphs() <= most
+    assert 4 * most <= torch._dynamo.config.recompile_limit
+    assert torch._dynamo.config.accumulated_recompile_limit >= most * len(model.get_decoder().layers)
+    assert "not compiled" not in capsys.readouterr().err
+
+
+def _attention_with_sinks(module: Any, *given: Any, **named: Any) -> Any:
+    return attention._attention(module, *given, s_aux=module.sinks, **named)
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, _scale: float, _cap: None, sinks: Tensor | None
+) -> Tensor:
+    output = attend(query, key, value, mask)
+    return output if sinks is None else output * torch.sigmoid(sinks)[:, None, None]
 
 
 REASONS = [

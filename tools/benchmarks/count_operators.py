@@ -99,7 +99,7 @@ def written_out(function: Callable[..., Any], *given: Any) -> Any:
     return attention._explicit_attention(query, key, value, attention._LayerOptions(scale, None, cap, sinks), mask)
 
 
-def _compiled(function: Callable[..., Any], *given: Any, instead: Any = None) -> Any:
+def _compiled(function: Callable[..., Any], *given: Any, **_: Any) -> Any:
     return _Compiled.apply(function, *given)
 
 
