@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.processes.exits import say
+from common.processes.out_of_memory import is_out_of_shared_memory
 from common.processes.watchdog import report_progress
 from model import devices
 from model.cores import LentCores
@@ -39,6 +40,7 @@ from trainer.data.tensors import (
     policy_row,
     step_denominator,
 )
+from trainer.engine.abandoned_kinds import agree_on_kinds
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
@@ -99,6 +101,8 @@ class BatchTraining:
         if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
             self._halve_micro_batches()
             self._train_rounds(step)
+        if devices.count() and self._exchange.world_size > 1:
+            agree_on_kinds(self._exchange, ())
 
     def _train_rounds(self, step: Step) -> None:
         """Trains the rounds of an earlier pass, else of one plan, or of several plans while groups are missing."""
@@ -241,8 +245,9 @@ class BatchTraining:
             with self._lent_cores.borrowed():
                 if not self._ran_out_of_memory:  # else the step begins anew once all ranks have ended it
                     self._backward(self._own_part(round_))
-        except torch.OutOfMemoryError:
-            if not self._may_halve:
+        except torch.OutOfMemoryError as error:
+            # a block's shared memory does not depend on the micro-batch
+            if not self._may_halve or is_out_of_shared_memory(error):
                 raise
             self._ran_out_of_memory = True
 

@@ -1,7 +1,8 @@
 """Rehearsal of a run's later work, once and small, before its first step: what cannot work ends the run now.
 
     longest row   forward and backward of the longest prompt and completion, by policy, critic and reference; its weight
-                  is 0, so that it adds nothing to the first step
+                  is 0, so that it adds nothing to the first step. Attention that a GPU cannot compile, forward or
+                  backward, is computed without a compiler from then on, by all ranks
     save          every file of a checkpoint and of final/, with one tensor in the place of all, in a folder beside them
                   that is renamed, read back and removed
     room          on the disk, for the model and one checkpoint
@@ -25,10 +26,12 @@ from common.files.run_folder import CHECKPOINTS, COMMIT
 from common.processes.exits import say
 from common.processes.watchdog import report_progress
 from model import devices
+from model.compiled import failed_kinds
 from model.packing import pack
 from model.tokenizer import load_tokenizer
 from report.model_card import write_model_card
 from trainer.data.tensors import MicroBatch, ValueBatch
+from trainer.engine.abandoned_kinds import agree_on_kinds
 from trainer.loop import Trainer
 from trainer.save.checkpoint import CRITIC, save_model
 from trainer.save.disk import DiskTrouble, on_rank_0
@@ -59,6 +62,8 @@ def _train_longest(trainer: Trainer) -> None:
     if trainer.critic:
         trainer.critic.backward(ValueBatch(row, zeros, zeros, zeros))
     found = trainer.engine.backward(MicroBatch(row, zeros, None, zeros, zeros, zeros.long()))
+    if devices.count():
+        agree_on_kinds(trainer.exchange, failed_kinds())
     if not found.isfinite().all():
         raise UserError(
             f"{config.model.path} has no finite log-probs for {config.data.max_prompt_length} + "

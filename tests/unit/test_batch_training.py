@@ -126,6 +126,30 @@ def test_memory_that_runs_out_halves_micro_batches_once_and_the_step_begins_anew
         run.step()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "out of resource: shared memory, Required: 114688, Hardware limit: 101376. Reducing block sizes may help.",
+        "out of resource: threads, Required: 2048, Hardware limit: 1024.",
+        "InductorError: RuntimeError: No valid triton configs. OutOfMemoryError: out of resource: shared memory",
+    ],
+)
+def test_a_kernel_that_needs_more_shared_memory_than_the_gpu_has_does_not_halve_micro_batches(
+    message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(config(4, max_tokens_per_micro_batch=120))
+    asked = []
+
+    def backward(batch: MicroBatch, version: int) -> Tensor:
+        asked.append(batch)
+        raise torch.OutOfMemoryError(message)
+
+    run.training.models.policy.backward = backward  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError, match="out of resource"):
+        run.step()
+    assert len(asked) == 1 and "begins anew" not in capsys.readouterr().err
+
+
 def test_a_later_pass_repeats_the_rounds_of_the_first_and_takes_nothing() -> None:
     run = Run(config(8, {"num_iterations": 2}, max_tokens_per_micro_batch=60))
     first = [event for event in run.step(0) if event[0] == "train"]

@@ -13,6 +13,7 @@ import torch
 
 from common.errors import UserError
 from common.types import Problem, Prompt
+from model import compiled
 from model.tokenizer import load_tokenizer
 from sampler import rehearsal as of_sampler
 from sampler.turns.task import Task
@@ -22,6 +23,7 @@ from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from tests.unit.test_exported import engine_of
 from trainer import rehearsal
+from trainer.engine import abandoned_kinds
 
 
 def trainer_of(folder: Path, **sections: Any) -> Any:
@@ -93,6 +95,48 @@ def test_a_temperature_without_do_sample_is_said_at_once(tmp_path: Path, capsys:
     rehearsal.rehearse(trainer)
     assert "generation_config.json cannot be saved" in (said := capsys.readouterr().err)
     assert "rehearsal: the longest row and a save work" in said
+
+
+class TwoRanks(OneRank):
+    """This rank, and another one that names these kinds of attention."""
+
+    def __init__(self, other: str) -> None:
+        self.other = other
+
+    def any_rank(self, value: bool) -> bool:
+        return value or bool(self.other)
+
+    def gather(self, text: str) -> list[str]:
+        return [text, self.other]
+
+
+@pytest.mark.parametrize("other", ["", "attention with heads of 192"])
+def test_attention_that_a_rank_cannot_train_is_not_compiled_on_any_rank_after_the_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = "attention with heads of 256"
+    for name in ("_uncompiled", "_failed_kinds", "_abandoned_kinds"):
+        monkeypatch.setattr(compiled, name, type(getattr(compiled, name))())
+    monkeypatch.setattr(abandoned_kinds, "_agreed", set())
+    monkeypatch.setattr(compiled, "is_compiled", lambda _: True)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: raising(RuntimeError("PTXAS error: too many registers"))
+    )
+    monkeypatch.setattr(rehearsal.devices, "count", lambda: 1)
+    trainer = trainer_of(tmp_path)
+    trainer.exchange = TwoRanks(other)
+    backward = trainer.engine.backward
+
+    def train(batch: Any) -> Any:
+        compiled.compiled(torch.square, torch.ones(3), kind=ours)
+        return backward(batch)
+
+    trainer.engine.backward = train
+    rehearsal.rehearse(trainer)
+    assert compiled.is_abandoned(ours)
+    assert compiled.is_abandoned("attention with heads of 192") == bool(other)
+    assert not compiled.is_abandoned("attention with heads of 64")
+    assert "PTXAS error: too many registers" in capsys.readouterr().err
 
 
 # ---- the sampler's -----------------------------------------------------------------------------------------
