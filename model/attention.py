@@ -226,13 +226,19 @@ def _kernel_options(query: Tensor, value: Tensor) -> dict[str, Any]:
     the heads that share a key head, and does not compile where there are more.
 
     A block of the backward holds B queries, their gradients, B keys and B values in shared memory. Torch's own blocks
-    have 64 of each in 16 bits, for heads of up to 256, and 16 otherwise. They need less only if heads are small.
+    have 64 of each in 16 bits, for heads of up to 256, and 16 otherwise. A block of the forward holds queries, keys and
+    their products; torch has none of its own for float32 heads between 128 and 256, and takes 64 queries and keys.
     """
     options: dict[str, Any] = {"BACKEND": "TRITON"}
     available = devices.shared_memory_per_block(query.device)
     query_size = int(query.shape[-1])
     value_size = int(value.shape[-1])
-    if available is None or query.element_size() > 2 or query_size > 256:
+    if available is None or query_size > 256:
+        return options
+    if query.element_size() > 2:
+        forward_bytes = 4 * 64 * (2 * _next_power_of_2(query_size) + 64)
+        if 128 < query_size < 256 and forward_bytes > available:
+            options |= {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}  # torch's own for heads of 256
         return options
     token_bytes = 2 * query.element_size() * (_next_power_of_2(query_size) + _next_power_of_2(value_size))
     if 64 * token_bytes <= available:

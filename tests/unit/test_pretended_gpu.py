@@ -77,8 +77,9 @@ def test_rows_below_128_tokens_of_grouped_heads_are_compiled(pretended: Path) ->
     assert are_compiled(pretended, 90, cases) == [True] * 3
 
 
-def test_heads_of_256_are_trained_on_a_card_with_99_kib_for_a_block(pretended: Path) -> None:
-    assert are_compiled(pretended, 120, [(4, 2, 256, 256, "bfloat16", 300)]) == [True]
+def test_large_heads_are_trained_on_a_card_with_99_kib_for_a_block(pretended: Path) -> None:
+    cases = [(4, 2, 256, 256, "bfloat16", 300), (4, 2, 192, 192, "float32", 300)]
+    assert are_compiled(pretended, 120, cases) == [True, True]
 
 
 def test_heads_of_160_and_of_192_with_values_of_128_are_trained_on_such_a_card(pretended: Path) -> None:
