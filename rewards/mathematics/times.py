@@ -5,7 +5,10 @@ from datetime import datetime
 
 from rewards.mathematics.algebra import load
 
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_MONTH = (  # 12 marbles are no date
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|"
+    r"sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
 _DIGITS_OF_DATE = re.compile(
     r"\d{1,2}/\d{1,2}/(?:\d{4}|\d{2})|"  # with a short year only here: 1.2.10 may be a version

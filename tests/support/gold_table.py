@@ -75,7 +75,9 @@ $5 | 5 US dollars ; US$5 ; 5 USD ; $5 USD ; 5 dollars each | 5 pounds ; £5 ; 5 
 8 ounces | 8 oz ; 8 oz. ; 8 ounce | 8 pounds ; 8 grams
 5 inches | 5 in ; 5 in. ; 5 inch | 5 feet ; 5 cm
 5 g | 5g ; 5 grams ; 0.005 kg | 5kg ; 5 mg ; 5m
-5 kg | 5 kilos ; 5 kgs ; 5 Kilograms | 5 g ; 5 km ; 5 lb""",
+5 kg | 5 kilos ; 5 kgs ; 5 Kilograms | 5 g ; 5 km ; 5 lb
+12 marbles | 12 ; 12 red marbles ; 12 marbles in all | 12 coins ; 12 decks ; 12 kg
+3 decades | 3 ; 3 decades ago | 3 days ; 3 novels""",
     "letter": r"""
 B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
 (B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}
