@@ -7,7 +7,7 @@ in braces, a list with spaces such as 3, 5, and values joined by "and" or "or" h
 import re
 from fractions import Fraction
 
-from rewards.mathematics.agreement import contradicts
+from rewards.mathematics.agreement import same_unit
 from rewards.mathematics.measures import read_measure
 from rewards.mathematics.numbers import plain_number
 
@@ -34,7 +34,7 @@ def same_size(text: str, gold: str) -> bool | None:
     numbers = [Fraction(number) for number in re.findall(_NUMBER, size[1])]
     gold_numbers = [Fraction(number) for number in re.findall(_NUMBER, gold_size[1])]
     words, gold_words = read_measure(size[2] or ""), read_measure(gold_size[2] or "")
-    return numbers == gold_numbers and not contradicts(words, gold_words)
+    return numbers == gold_numbers and same_unit(words, gold_words)
 
 
 def is_pair(gold: str) -> bool:

@@ -109,6 +109,7 @@ H2O | \text{H2O} ; h2o ; \textbf{H2O} | CO2 ; 2 ; H2
 Route 66 | route 66 ; \text{Route 66} ; \textbf{Route 66} | 66 ; Route 67 ; Route
 左 | \text{左} ; \textbf{左} | 右 ; 左右
 2x3 | 2 x 3 ; 2×3 ; 2 \times 3 ; 2x3 matrix | 3x2 ; 3 x 2 ; 3×2 ; 2x4 ; 6
+3 x 4 feet | 3x4 feet ; 3 x 4 ft ; 3 by 4 feet | 4 x 3 feet ; 3x4 meters ; 3 by 4 inches
 5 remainder 2 | 5 Remainder 2 ; \text{5 remainder 2} | 2 remainder 5 ; 5 remainder 3 ; 5""",
     "mathematics": r"""
 2\sqrt{3} | \sqrt{12} ; 2 \sqrt{3} ; 2*\sqrt{3} ; 2√3 ; 2 sqrt(3) ; \sqrt{3} \cdot 2 ; $2\sqrt{3}$ ; \frac{6}{\sqrt{3}} | 3 ; 2 ; \sqrt{3} ; 3\sqrt{2} ; 2\sqrt{2} ; 23 ; -2\sqrt{3} ; 6
