@@ -75,7 +75,9 @@ def _scales_differ(measure: Measure, gold: Measure) -> bool:
         return False
     if measure.kind_of_scale and gold.kind_of_scale:
         return True
-    counted = gold if measure.kind_of_scale else measure
+    counted, other = (gold, measure) if measure.kind_of_scale else (measure, gold)
+    if other.kind_of_scale == "percent" and other.words:  # 60% of the students are 3/5 of them
+        return bool(counted.unit)
     return bool(counted.unit or counted.words)
 
 
@@ -86,6 +88,8 @@ def _units_differ(measure: Measure, gold: Measure) -> bool:
         return bases.isdisjoint(gold_bases)
     with_unit, other = (measure, gold) if measure.unit else (gold, measure)
     if not with_unit.unit or not other.words:
+        return False
+    if units_of(with_unit.unit) in map(units_of, other.words):  # 4 full hours
         return False
     # 5 apples is not 5 kg of apples, but 5 tall is 5 m tall, and 5 of profit is $5 of profit.
     nouns = set(with_unit.words)
@@ -117,8 +121,10 @@ def _meanings(measure: Measure, other: Measure, removable: Sequence[str]) -> tup
 
 
 def _nouns_differ(measure: Measure, gold: Measure) -> bool:
-    # The "and" of a completion goes on with its sentence, unless the gold answer has one, too.
-    words = measure.words + (measure.joined if gold.joined else ())
+    # The "and" of a completion goes on with its sentence, unless the gold answer has one, too, or
+    # it joins adjectives: red and blue balls.
+    joins_adjectives = len(measure.joined) > 1 and len(singulars(measure.words[-1])) == 1
+    words = measure.words + (measure.joined if gold.joined or joins_adjectives else ())
     behind = _behind_common_noun(words, gold.words + gold.joined)
     if behind is None:
         return True

@@ -34,7 +34,7 @@ _ALIASES = {  # of a word, in words or units of the tables
     **{"cal": "calorie", "cals": "calorie", "kcal": "kilocalorie", "kcals": "kilocalorie"},
     **{"usd": "us $", "us$": "us $", "american": "us", "cad": "canadian $", "c$": "canadian $"},
     **{"aud": "australian $", "a$": "australian $", "gbp": "£", "eur": "€", "jpy": "¥", "inr": "₹"},
-    **{"cny": "yuan", "rmb": "yuan", "grey": "gray"},
+    **{"cny": "yuan", "rmb": "yuan", "grey": "gray", "high": "tall"},
 }
 _MILLI_OR_MEGA = re.compile(r"([mM])(W|V|A|N|J|Hz|Pa|Wh)")  # the case tells them apart
 _REWRITTEN = (
@@ -51,14 +51,18 @@ _ENDING_WORDS = (
     "can could will would shall should may might must he she it they we you i him them there here "
     "this remain remains needs need gets get got makes make over under between during about around "
     "into onto through without within among instead today yesterday tomorrow now still already "
-    "only again later earlier ago too also ones one"
+    "only again later earlier ago too also ones one throughout across including excluding although "
+    "though unless twice out using above below along beyond equals equal compared however tonight "
+    "back"
 )
 _ENDS = frozenset(_ENDING_WORDS.split())
+_DETERMINING_WORDS = "the his her its their our my your these those a an"
+_DETERMINERS = frozenset(_DETERMINING_WORDS.split())
 _FILLING_WORDS = (
-    "the his her its their our my your these those remaining altogether total extra additional "
-    "overall combined together exactly approximately other such both all each every"
+    "remaining altogether total extra additional overall combined together exactly "
+    "approximately other such both all each every"
 )
-_FILLERS = frozenset(_FILLING_WORDS.split())
+_FILLERS = _DETERMINERS.union(_FILLING_WORDS.split())
 _CHANGES = {"more": "more", "less": "fewer", "fewer": "fewer"}
 _IRREGULAR = {"people": "person", "men": "man", "women": "woman", "children": "child"} | {
     **{"teeth": "tooth", "geese": "goose", "mice": "mouse", "feet": "foot", "oxen": "ox"},
@@ -114,8 +118,9 @@ def _tokens(text: str) -> list[str]:
     for pattern, unit in _REWRITTEN:
         text = pattern.sub(unit, text)
     text = re.sub(r"°(?![CF]\b)", "° ", text)
+    text = re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z])", " ", text)  # polka-dot, and not t-shirts
     text = _POWER_BEFORE.sub(_with_power_before, text)
-    text = _POWER_BEHIND.sub(_with_power_behind, text)
+    text = _POWER_BEHIND.sub(_with_power_behind, text).replace("units^", "unit^")
     tokens = list[str]()
     for word in re.findall(r"/|[^\s/]+", text):
         prefixed = _MILLI_OR_MEGA.fullmatch(word)
@@ -130,12 +135,16 @@ def _tokens(text: str) -> list[str]:
 def _with_power_before(match: re.Match[str]) -> str:
     """Writes "square cm" as "cm^2", and leaves "square tiles" as they are."""
     power = 2 if match[1].lower().startswith("sq") else 3
-    return f"{match[2]}^{power}" if is_measured(match[2]) else match[0]
+    return f"{match[2]}^{power}" if _has_powers(match[2]) else match[0]
 
 
 def _with_power_behind(match: re.Match[str]) -> str:
     power = 2 if match[2].lower() == "squared" else 3
-    return f"{match[1]}^{power}" if is_measured(match[1]) else match[0]
+    return f"{match[1]}^{power}" if _has_powers(match[1]) else match[0]
+
+
+def _has_powers(word: str) -> bool:
+    return is_measured(word) or word.lower() in ("unit", "units")
 
 
 def _read(tokens: deque[str]) -> Measure:
@@ -152,7 +161,8 @@ def _read(tokens: deque[str]) -> Measure:
         if _begins_denominator(word, tokens):
             if word == "for":
                 tokens.popleft()
-            per = _read_denominators(tokens, word if word in ("per", "/") else "every")
+            is_unit = word in ("per", "/") and not contents and tokens[0] not in ("day", "year")
+            per = _read_denominators(tokens, word if is_unit else "every")
             break
         if word == "of":
             phrase = contents
@@ -160,13 +170,13 @@ def _read(tokens: deque[str]) -> Measure:
             if not words:
                 break
             phrase = joined
-        elif word in _ENDS and not _is_noun(word, tokens):
+        elif _ends_phrase(word, tokens, phrase):
             break
         elif word in _CHANGES:
             change = _CHANGES[word]
         elif word == "left" and (not tokens or tokens[0].casefold() in _ENDS):
             continue
-        elif word not in _FILLERS and word not in ("a", "an"):
+        elif word not in _FILLERS:
             phrase.append(word)
     return Measure(
         scale=scale,
@@ -186,6 +196,21 @@ def _is_noun(word: str, following: Sequence[str]) -> bool:
     return word == "can" and (not following or following[0].casefold() == "of")
 
 
+def _ends_phrase(word: str, following: Sequence[str], phrase: Sequence[str]) -> bool:
+    """Returns whether the sentence goes on: 12 children ate the cookies, 12 passed the test."""
+    if word in _DETERMINERS:
+        return bool(phrase)
+    if word in _ENDS:
+        return not _is_noun(word, following)
+    return not phrase and _is_verb(word, following)
+
+
+def _is_verb(word: str, following: Sequence[str]) -> bool:
+    """Returns whether "passed" is what somebody did: 12 passed the test, not 12 baked cakes."""
+    is_past = len(word) > 4 and word.endswith("ed") and not word.endswith("eed")
+    return is_past and (not following or following[0].casefold() in _ENDS | _DETERMINERS)
+
+
 def _take_scale(tokens: deque[str]) -> tuple[Fraction, str]:
     scale, kind = Fraction(1), ""
     while tokens and tokens[0].casefold() in SCALES:
@@ -199,7 +224,10 @@ def _take_fillers(tokens: deque[str]) -> str:
     """Takes "more of the" from the beginning; returns whether it says more or fewer."""
     change = ""
     while tokens and _is_filler(tokens):
-        change = _CHANGES.get(tokens.popleft().casefold(), change)
+        word = tokens.popleft().casefold()
+        change = _CHANGES.get(word, change)
+        if word == "of" and tokens and tokens[0] in ("a", "an"):  # 3/4 of an hour
+            tokens.popleft()
     return change
 
 
@@ -253,7 +281,7 @@ def _begins_denominator(word: str, following: Sequence[str]) -> bool:
     if word == "for":
         is_for_each = next_word in ("each", "every")
         return is_for_each and _begins_denominator(next_word, list(following)[1:])
-    if word not in ("each", "every", "a", "an") or len(next_word) < 3:  # 2 a b is a product
+    if word not in ("each", "every", "a", "an") or len(next_word) < 2:  # 2 a b is a product
         return False
     return next_word not in _ENDS and next_word not in _FILLERS
 

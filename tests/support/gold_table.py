@@ -77,7 +77,17 @@ $5 | 5 US dollars ; US$5 ; 5 USD ; $5 USD ; 5 dollars each | 5 pounds ; £5 ; 5 
 5 g | 5g ; 5 grams ; 0.005 kg | 5kg ; 5 mg ; 5m
 5 kg | 5 kilos ; 5 kgs ; 5 Kilograms | 5 g ; 5 km ; 5 lb
 12 marbles | 12 ; 12 red marbles ; 12 marbles in all | 12 coins ; 12 decks ; 12 kg
-3 decades | 3 ; 3 decades ago | 3 days ; 3 novels""",
+3 decades | 3 ; 3 decades ago | 3 days ; 3 novels
+24 square units | 24 ; 24 sq units ; 24 units^2 ; 24\text{ units}^2 ; 24 units squared | 24 units ; 24 cubic units ; 24 cm^2
+3/4 of an hour | 3/4 hour ; 45 minutes ; 3/4 | 3/4 of a day ; 3/4 mile ; 3/4 of a minute
+3/4 mile | 3/4 of a mile ; 0.75 miles | 3/4 of an hour ; 3/4 of a km
+4 hours | 4 full hours ; 4 hours per day ; 4 straight hours | 4 full minutes ; 4 extra days ; 4 minutes per day
+2 liters | 2 liters of water per hour ; 2 liters per day ; 2 liters a day | 2 gallons per day ; 2 liters per hour
+60 miles | 60 miles per day ; 60 whole miles | 60 miles per hour ; 60 mph ; 60 km per day
+12 boxes | 12 red and blue boxes ; 12 large and heavy boxes | 12 bags and boxes ; 12 men and big boxes
+3/5 of the students | 60% of the students ; 3/5 | 60% of the teachers ; 3/5 of the class
+6 feet tall | 6 feet high ; 6 ft | 6 feet wide ; 6 inches high
+$5 a kg | $5 per kg ; $5 ; $5/kg | $5 a lb ; €5 a kg""",
     "letter": r"""
 B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
 (B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}

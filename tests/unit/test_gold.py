@@ -152,6 +152,16 @@ def test_a_guess_in_a_thought_is_no_answer():
         ("Total = 5,3", "3,5", False),
         ("They meet on 3/5 at noon.", "03/05", True),
         ("They meet on 5/3 at noon.", "03/05", False),
+        ("Only 12 passed the test.", "12 students", True),
+        ("So 12 attended the meeting.", "12 students", True),
+        ("So 12 baked cakes are left.", "12 pies", False),
+        ("He read 80 across both books.", "80 pages", True),
+        ("So 12 children ate the cookies.", "12 cookies", False),
+        ("So 12 students passed their tests.", "12 tests", False),
+        ("So 12 cookies were eaten by the children.", "12 cookies", True),
+        ("He has 12 red and blue marbles.", "12 marbles", True),
+        ("She drinks 2 liters of water per day.", "2 liters", True),
+        ("They ate 3/4 of a pie at last.", "3/4 of a cake", False),
     ],
 )
 def test_what_a_text_ends_with_is_its_answer(text, gold, right):
