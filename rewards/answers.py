@@ -16,6 +16,7 @@ from rewards.mathematics.algebra import mentions
 from rewards.mathematics.gold import (
     MAX_CHARS,
     UNIT_WORD,
+    WRAPPER,
     gold_texts,
     is_expression,
     is_ordered,
@@ -47,8 +48,11 @@ _INLINE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 _SIGN_BEFORE = re.compile(r"(?:\\?\$|(?<!\\)\$\$|(?<!\S)\$ |[€£¥₹]\}? ?|\b(?:USD|EUR|GBP|CAD|AUD|JPY|INR) ?)$")
 _CLOSING = re.compile(r"[^$\n]*?(\$+)(?!\d)")  # the end of mathematics in a line
 _POWER = re.compile(r"\d (?:hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
-_CONJUNCTION = re.compile(r" ?(?:and|or|to|plus|minus|times)\b", re.IGNORECASE)
-_LAYOUT = re.compile(r"^(?:\\\)|\*\*|\$|_)+")  # the end of what is in bold or mathematics
+_CONJUNCTION = re.compile(r" ?(?:and|or|to|plus|minus)\b", re.IGNORECASE)
+_LAYOUT = re.compile(r"^(?:\\\)|[*$_`])+")  # the end of what is in bold or mathematics
+_HYPHENATED = re.compile(r"-[A-Za-z]{2,}")  # a 12-mile run
+_POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z][A-Za-z}])\^\{?([23])(?:\}|(?!\d))")  # cm^2, and not x^2
+_SPACES = re.compile(r"(?:\\[,;:! ]|~|\s)+")
 _WORDS_BEHIND = re.compile(rf" ?{UNIT_WORD}(?: {UNIT_WORD})*")
 
 _too_hard = deque[tuple[str, tuple[str, ...]]](maxlen=256)
@@ -161,8 +165,10 @@ def _ends_with(text: str, gold: str) -> bool:
 
 
 def _last_number_is(text: str, gold: str) -> bool:
+    text = _POWER_OF_UNIT.sub(lambda power: {"2": "²", "3": "³"}[power[1]], text)
     _, start, end = find_last_number(text)
-    before, behind = text[max(0, start - 40) : start], text[end : end + _READ_BEHIND]
+    before = text[max(0, start - 40) : start]
+    behind = _behind(text, end)
     if start == end or _PART.search(f"{before}#{behind}"):
         return False
     _, gold_unit = split_unit(without_layout(gold))
@@ -171,14 +177,21 @@ def _last_number_is(text: str, gold: str) -> bool:
     return same(text[start:end], gold)
 
 
+def _behind(text: str, end: int) -> str:
+    r"""Returns what follows a number in its line, without \text, and with plain spaces."""
+    behind = text[end : end + _READ_BEHIND]
+    if len(behind) == _READ_BEHIND:
+        behind = behind.rpartition(" ")[0]  # the last word may be cut
+    line = _SPACES.sub(" ", WRAPPER.sub(r" \1 ", behind.partition("\n")[0]))
+    return line.replace(" ²", "²").replace(" ³", "³")
+
+
 def _with_words(text: str, start: int, end: int) -> str:
     """Returns a number in a text with its sign of money and the words behind it, up to a mark.
 
     "€7", or "7 red balls that he bought"
     """
-    behind = text[end : end + _READ_BEHIND]
-    if len(behind) == _READ_BEHIND:
-        behind = behind.rpartition(" ")[0]  # the last word may be cut
+    behind = _behind(text, end)
     sign = _SIGN_BEFORE.search(text[max(0, start - 8) : start])
     money = sign[0].strip(" }")[-3:] if sign else ""
     if "$" in money:
@@ -187,6 +200,9 @@ def _with_words(text: str, start: int, end: int) -> str:
     if sign and closing and sign[0].strip() == closing[1]:  # the $ of mathematics: $7$ blue balls, $7 km$
         behind = behind[: closing.start(1)] + behind[closing.end() :]
         money = ""
+    hyphenated = _HYPHENATED.match(behind)
+    if hyphenated is not None:
+        return f"{money}{text[start:end]} {hyphenated[0][1:]}"
     words = _WORDS_BEHIND.match(_LAYOUT.sub("", behind))
     if words is None or _CONJUNCTION.match(words[0]):
         return f"{money}{text[start:end]}"

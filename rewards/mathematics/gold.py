@@ -33,7 +33,7 @@ class GoldKind(NamedTuple):
     reason: str = ""
 
 
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname) *\{([^{}]*)\}")
+WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname) *\{([^{}]*)\}")
 _DECORATION = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[,!()\[\]]|\*\*(?=\S)|(?<=\S)\*\*|`")
 _SPACE = re.compile(r"(?:\s|~|(?<!\\)\\[ ;:]|\\quad(?![a-z]))+")
 _THOUSANDS = re.compile(r"(?<=\d)(?:~|\\[ ;:]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
@@ -46,7 +46,11 @@ _OPERATION = re.compile(  # with two operands
 )
 _EXPONENT = r"(?:\^?\{?[23²³]\}?)?"
 _SIGN = "[%‰°¢$€£¥₹]"
-UNIT_WORD = rf"(?:{_SIGN}|°?[A-Za-z])[A-Za-z.°$€£¥₹]*{_EXPONENT}(?:/[A-Za-z][A-Za-z.]*{_EXPONENT})*"
+_COMPOUND = "(?:[-'’&][A-Za-z]+)*['’]?"  # M&M's, polka-dot
+UNIT_WORD = (
+    rf"(?:{_SIGN}|°?[A-Za-z])[A-Za-z.°$€£¥₹]*{_COMPOUND}{_EXPONENT}"
+    rf"(?:/[A-Za-z][A-Za-z.]*{_EXPONENT})*"
+)
 _SUFFIX = re.compile(
     rf"(.*?(?:[\d}})]|\\pi))( ?)"
     rf"({UNIT_WORD}(?: {UNIT_WORD})*|/[A-Za-z]{{2,}}(?: {UNIT_WORD})*|_\{{?\d+\}}?)"
@@ -56,7 +60,10 @@ _MONEY = re.compile(rf"([-−+]?)({_CURRENCY}) ?([-−]?)(\d.*|\..*)")
 _ONE_LETTER = re.compile(r"(?<=\d)(?=[A-Za-z]$)")
 _PRICE = re.compile(r"(\d[\d.,]*|\.\d+) ?(/ ?[A-Za-z][A-Za-z /]*)")  # behind a sign of money: 5/bag
 _POWERS = re.compile(rf"((?:(?:{'|'.join(POWERS)})\b ?)*)(.*)")
-_NO_UNIT = re.compile(rf"(?:{_NAMES}|and|or|to|plus|minus|times|[a-z])(?![A-Za-z])", re.IGNORECASE)
+_NO_UNIT = re.compile(
+    rf"(?:{_NAMES}|and|or|to|plus|minus|times(?= (?:[\d\\(]|[b-z](?![a-z])))|[a-z])(?![A-Za-z]|&|-[A-Za-z]{{2}})",
+    re.IGNORECASE,
+)
 _LETTER = re.compile(r"(?:(?:option|choice|answer):? )?\(?([A-Za-z])(?:\)?[.:]?|(?:\)|[.:]) .*)", re.IGNORECASE)
 _OPTION = re.compile(r"\(?([A-H])[).:]+ ([^a-z].*)")
 _SENTENCE = re.compile(r"[A-Z][a-z]* [a-z]+ .*[A-Za-z%\d][.!]")
@@ -192,7 +199,7 @@ def without_layout(text: str) -> str:
         text = text.strip("$")
     for written, meant in ((r"\%", "%"), (r"\$", "$"), ("{,}", ","), (r"^\circ", "°"), (r"^{\circ}", "°")):
         text = text.replace(written, meant)
-    text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text)))).strip()
+    text = _SPACE.sub(" ", WRAPPER.sub(r" \1 ", _DECORATION.sub("", _THOUSANDS.sub("", text)))).strip()
     for spaced, joined in (("( ", "("), (" )", ")"), (" ^", "^"), ("° ", "°")):
         text = text.replace(spaced, joined)
     return text

@@ -87,7 +87,13 @@ $5 | 5 US dollars ; US$5 ; 5 USD ; $5 USD ; 5 dollars each | 5 pounds ; £5 ; 5 
 12 boxes | 12 red and blue boxes ; 12 large and heavy boxes | 12 bags and boxes ; 12 men and big boxes
 3/5 of the students | 60% of the students ; 3/5 | 60% of the teachers ; 3/5 of the class
 6 feet tall | 6 feet high ; 6 ft | 6 feet wide ; 6 inches high
-$5 a kg | $5 per kg ; $5 ; $5/kg | $5 a lb ; €5 a kg""",
+$5 a kg | $5 per kg ; $5 ; $5/kg | $5 a lb ; €5 a kg
+10 polka-dot blankets | 10 ; 10 blankets ; 10 polka dot blankets | 10 polka-dot pillows ; 10 striped blankets
+8 cones | 8 ice-cream cones ; 8 cones | 8 ice-cream trucks
+5 t-shirts | 5 ; 5 T-shirts | 5 x-rays ; 5 pants
+762 M&M's | 762 ; 762 red M&M's | 762 Skittles
+5 children's books | 5 books ; 5 | 5 children's toys ; 5 children
+3 times | 3 ; 3 times as much | 3 hours ; 3 apples""",
     "letter": r"""
 B | (B) ; \text{B} ; \text{(B)} ; \textbf{(B)} ; b ; B. ; B) ; **B** ; \mathrm{B} ; (B) Paris ; B. 42 ; B) x + 1 ; (b) | A ; C ; (A) ; AB ; D. 42 ; A) B ; BB ; 8 ; beta
 (B) | B ; \text{B} ; (b) ; B. ; \text{(B)} ; \mathbf{B} | (C) ; A ; \text{(D)} ; (AB) ; \frac{B}{2}
