@@ -118,7 +118,7 @@ def _tokens(text: str) -> list[str]:
     for pattern, unit in _REWRITTEN:
         text = pattern.sub(unit, text)
     text = re.sub(r"°(?![CF]\b)", "° ", text)
-    text = re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z])", " ", text)  # polka-dot, and not t-shirts
+    text = re.sub(r"(?:(?<=[A-Za-z]{2})|(?<=%))-(?=[A-Za-z])", " ", text)  # polka-dot, and not t-shirts
     text = _POWER_BEFORE.sub(_with_power_before, text)
     text = _POWER_BEHIND.sub(_with_power_behind, text).replace("units^", "unit^")
     tokens = list[str]()

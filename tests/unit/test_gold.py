@@ -172,6 +172,7 @@ def test_a_guess_in_a_thought_is_no_answer():
         ("So the side is `9` mm long.", "9 cm", False),
         ("So the side is 9  mm long.", "9 cm", False),
         ("It was a 12-mile run.", "12 miles", True),
+        ("It was a 20%-discount.", "20%", True),
         ("He is a 12-year-old boy.", "12 years", True),
         ("It was a 12-kilometer run.", "12 miles", False),
         ("It is a 12-word essay.", "12 pages", False),
