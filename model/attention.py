@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import devices
-from model.compiled import compiled, is_abandoned, is_compiled
+from model.compiled import begin_row, compiled, is_abandoned, is_compiled
 from model.packing import PackedRow, SequenceGroup, Span, ancestry
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
@@ -83,6 +83,7 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
     if row.shard is not None:
         found["sequence_group"] = row.shard.group
     if is_compiled(row.input_ids):
+        begin_row()
         windows = {None, getattr(base.config.get_text_config(), "sliding_window", None)}
         device, spans = row.input_ids.device, row.spans or (Span(0, row.input_ids.shape[1], ()),)
         found["block_masks"] = {window: _block_mask(spans, window, device) for window in windows}
@@ -126,7 +127,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
         kind = _kind(query, value, sliding_window, softcap, s_aux)
         if not torch.compiler.is_compiling():
             instead = functools.partial(by_group, query, key, value, spans or ())
-            output = compiled(_flex_attention, *given, instead=instead, kind=kind)
+            output = compiled(_flex_attention, *given, instead=instead, kind=kind, module=module)
         elif is_abandoned(kind):  # the layer is compiled around it
             output = _uncompiled_by_group(query, key, value, spans or (), scaling, sliding_window, softcap, s_aux)
         else:

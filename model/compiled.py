@@ -9,11 +9,16 @@ lengths between two powers of two, the next attempt there waits, each time for t
 compilations wait. What is compiled already serves every shape that it fits.
 
 A failure that no length changes, because a kernel needs more shared memory than the device has, is remembered for its
-kind: from then on this kind is not compiled.
+kind: from the next row on layers are compiled without this kind.
+
+Gradient checkpointing computes a layer again in backward, which must save the same tensors as the
+forward did. So a recomputation repeats what the layer's forward has done, whatever was compiled or
+has failed since then.
 """
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +37,15 @@ from model.transformers_internals import decoder_layers
 
 # Adapters, windows and recomputation together need the 8 graphs to which torch limits a function.
 _MAX_GRAPHS = 64
+# Each call uses them, and to make them takes longer than to use them.
+_DYNAMO_SETTINGS = torch._dynamo.config.patch(
+    {
+        "specialize_float": True,
+        "suppress_errors": False,
+        "recompile_limit": _MAX_GRAPHS,
+    }
+)
+_BACKWARD_WITH_FORWARD = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 _ATTEMPTS_AT_ONCE = 2  # failures in a range of lengths before the next attempt waits
 
 
@@ -60,6 +74,12 @@ class _Failures:
 _uncompiled: dict[Hashable, dict[Hashable, _Failures]] = {}  # by function or kind of layer, then by range of lengths
 _failed_kinds: set[str] = set()  # of which some shape was not compiled
 _abandoned_kinds: set[str] = set()  # that are not compiled any more
+# kinds that are not tried again in this row, and are abandoned when the next one begins
+_abandoned_in_row: set[str] = set()
+# shapes of layers whose attention was abandoned in this row
+_failed_by_part: list[tuple[_Failures, Hashable]] = []
+# modules that ran uncompiled in their last forward with gradients
+_ran_uncompiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _said_once: set[Hashable] = set()  # what is true of every row
 
 
@@ -69,25 +89,24 @@ def compiled(
     *given: Any,
     instead: Callable[[], Any] | None = None,
     kind: str | None = None,
+    module: torch.nn.Module | None = None,
 ) -> Any:
     """Returns function(tensor, *given), compiled once for tensors of any length if the first is on an accelerator.
 
     instead: called where nothing is compiled; by default the function itself. Each shape's failure is said once.
     kind: what the function computes, in words, without the length. `is_abandoned` tells when it is no longer compiled.
+    module: the caller, which calls once in a forward. Its recomputation repeats its forward.
     """
     instead = instead or functools.partial(function, tensor, *given)
-    if not is_compiled(tensor) or (kind is not None and is_abandoned(kind)):
+    if not is_compiled(tensor):
         return instead()
 
     def run() -> Any:
-        settings = {"specialize_float": True, "suppress_errors": False, "recompile_limit": _MAX_GRAPHS}
-        with (
-            torch._dynamo.config.patch(settings),
-            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-        ):
+        with _DYNAMO_SETTINGS, _BACKWARD_WITH_FORWARD:
             return _compiled(function)(tensor, *given)
 
-    attempt = _Attempt((function, kind), f"{function.__module__}.{function.__qualname__}", kind, (tensor, *given))
+    name = f"{function.__module__}.{function.__qualname__}"
+    attempt = _Attempt((function, kind), name, kind, module, (tensor, *given))
     return attempt.run(run, instead, errors=(Exception,))
 
 
@@ -104,10 +123,28 @@ def is_abandoned(kind: str) -> bool:
 
 
 def abandon(kinds: Iterable[str]) -> None:
-    """Compiles these kinds no more, and says so of those that this process has compiled until now."""
-    for kind in sorted(set(kinds) - _abandoned_kinds):
-        _abandoned_kinds.add(kind)
+    """Compiles these kinds no more, and says so of those that this process has compiled until now.
+
+    Call it between rows: a recomputation in backward must find the kinds of its forward.
+    """
+    kinds = set(kinds)
+    for kind in sorted(kinds - abandoned_kinds()):
         _say(f"{kind} is not compiled and slower from now on, because a compilation failed here or on another rank")
+    _abandoned_kinds.update(kinds)
+
+
+def begin_row() -> None:
+    """Abandons the kinds that needed too much shared memory in the row before this one.
+
+    Its layers that had been compiled with such a kind were recomputed so.
+    """
+    if _abandoned_in_row:
+        _abandoned_kinds.update(_abandoned_in_row)
+        _abandoned_in_row.clear()
+        # without these kinds the layers around them may compile
+        for failures, shape in _failed_by_part:
+            failures.shapes.discard(shape)
+        _failed_by_part.clear()
 
 
 def failed_kinds() -> frozenset[str]:
@@ -116,7 +153,7 @@ def failed_kinds() -> frozenset[str]:
 
 
 def abandoned_kinds() -> frozenset[str]:
-    return frozenset(_abandoned_kinds)
+    return frozenset(_abandoned_kinds | _abandoned_in_row)
 
 
 @functools.cache
@@ -151,7 +188,7 @@ def _compile_layer(layer: torch.nn.Module) -> None:
 
     def run(*given: Any, **named: Any) -> Any:
         tensors = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
-        attempt = _Attempt(kind_of_layer, name, None, tensors)
+        attempt = _Attempt(kind_of_layer, name, None, layer, tensors)
         skipped_before = _num_skipped_frames()
         output = attempt.run(
             functools.partial(call, *given, **named),
@@ -190,17 +227,38 @@ class _Attempt:
     target: Hashable  # the function, or the kind of layer
     name: str
     kind: str | None
+    module: torch.nn.Module | None  # the layer, or the module that calls the function
     values: Iterable[Any]  # its arguments
 
     def run(self, call: Callable[[], Any], instead: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
         """Returns call(), or instead() if that cannot be compiled. errors: classes of errors of the compiler."""
-        if self.target in _uncompiled and not self._may_compile():
-            return self._run_what_is_compiled(call, instead, errors)
+        if self.module is not None and _is_in_backward():
+            if self.module in _ran_uncompiled:
+                return instead()
+        else:
+            instead = self._noting(instead)
+            if self.kind is not None and self.kind in abandoned_kinds():
+                return instead()
+            if self.target in _uncompiled and not self._may_compile():
+                return self._run_what_is_compiled(call, instead, errors)
         try:
             return call()
         except Exception as error:
             self._raise_unless_of_compiler(error, errors)
             return self._run_instead(instead, error)
+
+    def _noting(self, instead: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns `instead` so that a recomputation of this module in backward will run it, too."""
+        module = self.module
+        if module is None or not torch.is_grad_enabled():
+            return instead
+        _ran_uncompiled.discard(module)
+
+        def noted() -> Any:
+            _ran_uncompiled.add(module)
+            return instead()
+
+        return noted
 
     def _may_compile(self) -> bool:
         shape, lengths = self._shape()
@@ -214,9 +272,10 @@ class _Attempt:
             with torch.compiler.set_stance("fail_on_recompile"):
                 return call()
         except Exception as error:
-            if "fail_on_recompile" not in str(error):
-                self._raise_unless_of_compiler(error, errors)
-            return instead()
+            if "fail_on_recompile" in str(error):
+                return instead()
+            self._raise_unless_of_compiler(error, errors)
+            return self._run_instead(instead, error)
 
     def _raise_unless_of_compiler(self, error: Exception, errors: tuple[type[Exception], ...]) -> None:
         """Raises an error again that is of memory, or that ends a recomputation early as it should."""
@@ -233,16 +292,19 @@ class _Attempt:
         if self.kind is not None:
             _failed_kinds.add(self.kind)
             if is_out_of_shared_memory(error):
-                _abandoned_kinds.add(self.kind)
+                _abandoned_in_row.add(self.kind)
                 _say(f"{self.kind} is not compiled and slower from now on: {_reason(error)}")
                 return instead()
-        num_abandoned = len(_abandoned_kinds)
-        output = instead()
-        if len(_abandoned_kinds) > num_abandoned:  # a part of this layer failed, without which it may compile
-            return output
         shape, lengths = self._shape()
-        _uncompiled.setdefault(self.target, {}).setdefault(lengths, _Failures()).add(shape)
-        self._say_failure(error)
+        failures = _uncompiled.setdefault(self.target, {}).setdefault(lengths, _Failures())
+        is_new = shape not in failures.shapes
+        failures.add(shape)
+        num_abandoned = len(_abandoned_in_row)
+        output = instead()
+        if len(_abandoned_in_row) > num_abandoned:  # by a part of this layer, which has said so
+            _failed_by_part.append((failures, shape))
+        elif is_new:
+            self._say_failure(error)
         return output
 
     def _say_failure(self, error: Exception) -> None:
@@ -262,6 +324,11 @@ class _Attempt:
         exact = tuple(fact for fact, _ in facts)
         ranges = tuple(fact_range for _, fact_range in facts)
         return (*modes, *exact), (*modes, *ranges)
+
+
+def _is_in_backward() -> bool:
+    """Returns whether torch's backward runs, within which gradient checkpointing recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _facts(values: Iterable[Any]) -> Iterator[tuple[Hashable, Hashable]]:

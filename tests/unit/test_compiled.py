@@ -3,12 +3,14 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -16,7 +18,7 @@ from model import attention, compiled, log_softmax
 from model.attention import _block_mask
 from model.compiled import compile_layers
 from model.log_softmax import LogSoftmaxAt
-from model.packing import Span, pack
+from model.packing import PackedRow, Span, pack
 from tests.support.operators import LargestTensor
 from tests.support.raising import raising
 from tests.support.threads import threads
@@ -33,12 +35,13 @@ class Compiler:
         self.refused: Callable[[int], bool] = lambda _: False
         self.error: Exception = RuntimeError("no choice for this shape")
         self.num_attempts = 0
+        self.backend: Callable[..., Any] = lambda graph, _inputs: graph.forward
 
-    def __call__(self, graph: Any, _inputs: Any) -> Any:
+    def __call__(self, graph: Any, inputs: Any) -> Any:
         self.num_attempts += 1
         if self.refused(self.length):
             raise self.error
-        return graph.forward
+        return self.backend(graph, inputs)
 
 
 def work(x: Tensor) -> Tensor:
@@ -67,7 +70,14 @@ def _forget() -> None:
     torch._dynamo.reset()
     compiled._compiled.cache_clear()
     _block_mask.cache_clear()
-    for name in ("_uncompiled", "_failed_kinds", "_abandoned_kinds", "_said_once"):
+    for name in (
+        "_uncompiled",
+        "_failed_kinds",
+        "_abandoned_kinds",
+        "_abandoned_in_row",
+        "_failed_by_part",
+        "_said_once",
+    ):
         getattr(compiled, name, set()).clear()
 
 
@@ -161,6 +171,8 @@ def test_what_no_length_changes_is_tried_once_for_its_kind(
     assert compiler.num_attempts == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "heads of 256" in said and "101376" in said
+    compiled.abandon({"heads of 256"})
+    assert not capsys.readouterr().err, "the agreement of all ranks says nothing anew"
     compiler.refused = lambda _: False
     assert is_fast(compiler, 200, kind="heads of 64")
 
@@ -258,15 +270,19 @@ def _written_out(flex: Any, query: Tensor, key: Tensor, value: Tensor, mask: Ten
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
 
 
+def hidden_states(model: Any, row: PackedRow) -> Tensor:
+    base = model.get_decoder()
+    options = attention.options(base, row)
+    return base(input_ids=row.input_ids, use_cache=False, **options).last_hidden_state
+
+
 def hidden(compiler: Compiler, model: Any, prompt: int, plain: Any) -> Tensor:
     """Returns a row's hidden states, which must be those of the model that is not compiled."""
     row = pack([([7] * prompt, [[1, 2, 3], [4, 5]])])
     compiler.length = row.input_ids.shape[1]
     with torch.no_grad():
-        found, expected = (
-            base(input_ids=row.input_ids, use_cache=False, **attention.options(base, row)).last_hidden_state
-            for base in (model.get_decoder(), plain.get_decoder())
-        )
+        found = hidden_states(model, row)
+        expected = hidden_states(plain, row)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     return found
 
@@ -338,3 +354,59 @@ def test_attention_that_is_abandoned_goes_group_by_group_in_compiled_layers(
         attempts.append(compiler.num_attempts)
     assert attempts[2:] == [attempts[2]] * 3, "no row compiles anything anew"
     assert "not compiled" not in capsys.readouterr().err
+
+
+NO_CHOICE = "no choice for this shape"
+
+
+@pytest.mark.parametrize(
+    ("are_layers_compiled", "refused", "error"),
+    [
+        (False, {1}, NO_CHOICE),  # what the second layer compiles would serve the first one
+        (False, {1}, SHARED_MEMORY),
+        (False, {1, 2}, SHARED_MEMORY),
+        (True, {1}, NO_CHOICE),
+        (True, {1, 2}, NO_CHOICE),
+        (True, {1, 2}, SHARED_MEMORY),  # the first layer and its attention
+        (True, {1, 2, 3, 4}, SHARED_MEMORY),  # both layers, which compile without their attention
+    ],
+)
+def test_recomputed_layers_repeat_what_their_forward_did(
+    compiler: Compiler, model: Any, are_layers_compiled: bool, refused: set[int], error: str
+) -> None:
+    compiler.refused = lambda _: compiler.num_attempts in refused
+    compiler.error = RuntimeError(error)
+    compiler.backend = aot_eager
+    train_with_recomputation(model, are_layers_compiled)
+
+
+def test_a_layer_is_recomputed_with_the_attention_that_a_later_layer_cannot_compile(
+    compiler: Compiler, model: Any
+) -> None:
+    """The first layer's attention has no gradient, so no backward that needs shared memory."""
+    model.model.embed_tokens.requires_grad_(False)
+    first, second = model.model.layers
+    first.requires_grad_(False).mlp.requires_grad_(True)
+    second.self_attn.sliding_window = None
+    compiler.refused = lambda _: compiler.num_attempts in (2, 3)
+    compiler.error = RuntimeError(SHARED_MEMORY)
+    compiler.backend = aot_eager
+    train_with_recomputation(model, are_layers_compiled=True)
+
+
+def train_with_recomputation(model: Any, are_layers_compiled: bool) -> None:
+    """Computes gradients of rows, which must be those of the model that is not compiled."""
+    plain = copy.deepcopy(model)
+    if are_layers_compiled:
+        compile_layers(model)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    # torch runs the backward of a GPU in a thread of its own
+    with ThreadPoolExecutor(1) as gpu_thread:
+        for prompt in (40, 45, 50):
+            row = pack([([7] * prompt, [[1, 2, 3], [4, 5]])])
+            for each in (model, plain):
+                each.zero_grad()
+                loss = hidden_states(each, row).square().mean()
+                gpu_thread.submit(loss.backward).result()
+            for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-3, atol=1e-6)
