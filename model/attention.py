@@ -47,6 +47,20 @@ class _LayerOptions:
     sinks: Tensor | None  # [num_heads]
 
 
+class _Groups:
+    """The spans of a row's groups, hidden from the compiler.
+
+    It would compile a layer anew for each number of groups.
+    """
+
+    def __init__(self, spans: tuple[Span, ...]):
+        self.spans = spans
+
+
+def _spans_of(groups: _Groups | None) -> tuple[Span, ...]:
+    return groups.spans if groups else ()
+
+
 def register() -> None:
     """Makes `attn_implementation="shared_prompt"` known to transformers. Call it before from_pretrained.
 
@@ -79,7 +93,7 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
             "these layers would mix the sequences of a row"
         )
         return {} if row.vision is None else {"position_ids": row.position_ids}
-    found: dict[str, Any] = {"position_ids": row.position_ids, "spans": row.spans}
+    found: dict[str, Any] = {"position_ids": row.position_ids}
     if row.shard is not None:
         found["sequence_group"] = row.shard.group
     if is_compiled(row.input_ids):
@@ -87,6 +101,9 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
         windows = {None, getattr(base.config.get_text_config(), "sliding_window", None)}
         device, spans = row.input_ids.device, row.spans or (Span(0, row.input_ids.shape[1], ()),)
         found["block_masks"] = {window: _block_mask(spans, window, device) for window in windows}
+        found["groups"] = _Groups(row.spans)
+    else:
+        found["spans"] = row.spans
     return found
 
 
@@ -99,6 +116,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     scaling: float | None = None,
     spans: tuple[Span, ...] | None = None,
     block_masks: dict[int | None, Any] | None = None,  # by the layer's window, on an accelerator
+    groups: _Groups | None = None,  # with block_masks, in place of spans
     sequence_group: SequenceGroup | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -110,7 +128,7 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     sequence_group: the ranks that share the row. T are then this rank's tokens, and spans still those of the whole row.
     Raises NotImplementedError if the model needs an option that is not supported.
     """
-    if block_masks is None and spans is None:  # a compiled layer must not look at spans: each row has others
+    if block_masks is None and spans is None:
         raise ValueError('attn_implementation="shared_prompt" needs spans=…: call the model with a PackedRow')
     _refuse_options(("position_bias", "indices", "block_indices"), extra)
     if sequence_group is not None:
@@ -121,15 +139,16 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
         output = by_group(query, key, value, spans or ())
     else:
         if sliding_window not in block_masks:  # a layer's own, which its configuration does not have
-            whole = spans or (Span(0, query.shape[2], ()),)
+            whole = _spans_of(groups) or (Span(0, query.shape[2], ()),)
             block_masks[sliding_window] = _block_mask(whole, sliding_window, query.device)
         given = query, key, value, block_masks[sliding_window], scaling, softcap, s_aux
         kind = _kind(query, value, sliding_window, softcap, s_aux)
         if not torch.compiler.is_compiling():
-            instead = functools.partial(by_group, query, key, value, spans or ())
+            instead = functools.partial(by_group, query, key, value, _spans_of(groups))
             output = compiled(_flex_attention, *given, instead=instead, kind=kind, module=module)
         elif is_abandoned(kind):  # the layer is compiled around it
-            output = _uncompiled_by_group(query, key, value, spans or (), scaling, sliding_window, softcap, s_aux)
+            layer_options = scaling, sliding_window, softcap, s_aux
+            output = _uncompiled_by_group(query, key, value, groups, *layer_options)
         else:
             output = _flex_attention(*given)
     output = output.transpose(1, 2).contiguous()
@@ -260,13 +279,13 @@ def _uncompiled_by_group(  # noqa: PLR0913 a compiler passes no object that is m
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    spans: tuple[Span, ...],
+    groups: _Groups | None,
     scale: float | None,
     window: int | None,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return _by_group(query, key, value, spans, _LayerOptions(scale, window, cap, sinks))
+    return _by_group(query, key, value, _spans_of(groups), _LayerOptions(scale, window, cap, sinks))
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...], layer: _LayerOptions) -> Tensor:

@@ -410,3 +410,19 @@ def train_with_recomputation(model: Any, are_layers_compiled: bool) -> None:
                 gpu_thread.submit(loss.backward).result()
             for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_more_groups_compile_nothing_anew_without_attention(compiler: Compiler, model: Any) -> None:
+    compile_layers(model)
+    compiled.abandon(
+        {
+            "attention with heads of 16 in torch.float32",
+            "attention with heads of 16 in torch.float32, a window of 24",
+        }
+    )
+    attempts = []
+    with torch.no_grad():
+        for num_groups in (1, 2, 3, 4, 5, 6):
+            hidden_states(model, pack([([7] * 40, [[1, 2, 3], [4, 5]])] * num_groups))
+            attempts.append(compiler.num_attempts)
+    assert attempts[1:] == [attempts[1]] * 5
