@@ -152,6 +152,11 @@ def failed_kinds() -> frozenset[str]:
     return frozenset(_failed_kinds)
 
 
+def has_failed() -> bool:
+    """Returns whether anything was not compiled in this process."""
+    return bool(_uncompiled or _failed_kinds or _abandoned_kinds)
+
+
 def abandoned_kinds() -> frozenset[str]:
     return frozenset(_abandoned_kinds | _abandoned_in_row)
 
