@@ -57,6 +57,7 @@ def step_seconds(
 def test_a_slow_one_costs_at_most_a_quarter_of_a_step(prompts: int, at_once: int, staleness: int, slow: float) -> None:
     alone = step_seconds({"fast": 1.0}, prompts, staleness, at_once)
     both = step_seconds({"fast": 1.0, "slow": slow}, prompts, staleness, at_once)
+    print(f"{prompts} prompts, {at_once} at once, max_staleness {staleness}, a sampler of {slow}: {both / alone:.2f}")
     assert both <= 1.25 * alone, f"{both:.2f} s instead of {alone:.2f} s"
 
 
