@@ -390,6 +390,7 @@ def test_images_and_a_model_that_sees_need_each_other_which_is_told_once_its_con
             (cache / "snapshots" / "1a2b" / "config.json").write_text(json.dumps(TEXT))
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # an earlier test may have found no hub
     monkeypatch.setattr("model.files.folder.model_json", download)
     given = config_of({"path": "me/model"}, data)
     require_models(given)
