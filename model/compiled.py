@@ -77,7 +77,7 @@ _abandoned_kinds: set[str] = set()  # that are not compiled any more
 # kinds that are not tried again in this row, and are abandoned when the next one begins
 _abandoned_in_row: set[str] = set()
 # shapes of layers whose attention was abandoned in this row
-_failed_by_part: list[tuple[_Failures, Hashable]] = []
+_failed_with_attention: list[tuple[_Failures, Hashable]] = []
 # modules that ran uncompiled in their last forward with gradients
 _ran_uncompiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _said_once: set[Hashable] = set()  # what is true of every row
@@ -136,15 +136,15 @@ def abandon(kinds: Iterable[str]) -> None:
 def begin_row() -> None:
     """Abandons the kinds that needed too much shared memory in the row before this one.
 
-    Its layers that had been compiled with such a kind were recomputed so.
+    Until its backward is over, layers that were compiled with such a kind are recomputed with it.
     """
     if _abandoned_in_row:
         _abandoned_kinds.update(_abandoned_in_row)
         _abandoned_in_row.clear()
         # without these kinds the layers around them may compile
-        for failures, shape in _failed_by_part:
+        for failures, shape in _failed_with_attention:
             failures.shapes.discard(shape)
-        _failed_by_part.clear()
+        _failed_with_attention.clear()
 
 
 def failed_kinds() -> frozenset[str]:
@@ -158,6 +158,7 @@ def has_failed() -> bool:
 
 
 def abandoned_kinds() -> frozenset[str]:
+    """Returns the kinds that are not compiled any more, those of the present row among them."""
     return frozenset(_abandoned_kinds | _abandoned_in_row)
 
 
@@ -307,7 +308,7 @@ class _Attempt:
         num_abandoned = len(_abandoned_in_row)
         output = instead()
         if len(_abandoned_in_row) > num_abandoned:  # by a part of this layer, which has said so
-            _failed_by_part.append((failures, shape))
+            _failed_with_attention.append((failures, shape))
         elif is_new:
             self._say_failure(error)
         return output

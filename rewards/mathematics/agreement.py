@@ -152,35 +152,35 @@ def _behind_common_noun(words: _Words, gold: _Words) -> tuple[_Words, _Words] | 
     common = _last_common(words, gold)
     if common is None:
         return None
-    place, gold_place = common
-    rest, gold_rest = words[place + 1 :], gold[gold_place + 1 :]
+    index, gold_index = common
+    rest, gold_rest = words[index + 1 :], gold[gold_index + 1 :]
     if rest and gold_rest:
         return None
-    if _have_own_words(words[:place], gold[:gold_place]):
+    if _have_own_words(words[:index], gold[:gold_index]):
         return None
     return rest, gold_rest
 
 
 def _last_common(words: _Words, gold: _Words) -> tuple[int, int] | None:
-    for gold_place in range(len(gold) - 1, -1, -1):
-        for place in range(len(words)):
-            if _are_same(words, place, gold, gold_place):
-                return place, gold_place
+    for gold_index in range(len(gold) - 1, -1, -1):
+        for index in range(len(words)):
+            if _are_same(words, index, gold, gold_index):
+                return index, gold_index
     return None
 
 
-def _are_same(words: _Words, place: int, gold: _Words, gold_place: int) -> bool:
+def _are_same(words: _Words, index: int, gold: _Words, gold_index: int) -> bool:
     """Returns whether two words are the same; where they can be the noun, in singular or plural.
 
     The apple of apple pies is not apples.
     """
-    word, gold_word = words[place], gold[gold_place]
+    word, gold_word = words[index], gold[gold_index]
     if word == gold_word:
         return True
     if not singulars(word) & singulars(gold_word):
         return False
-    can_be_noun = place == len(words) - 1 or _is_plural(word, gold_word)
-    return can_be_noun and (gold_place == len(gold) - 1 or _is_plural(gold_word, word))
+    can_be_noun = index == len(words) - 1 or _is_plural(word, gold_word)
+    return can_be_noun and (gold_index == len(gold) - 1 or _is_plural(gold_word, word))
 
 
 def _is_plural(word: str, singular: str) -> bool:

@@ -12,17 +12,17 @@ from rewards.mathematics.times import TIME
 from rewards.mathematics.units import MONEY, units_of
 
 _OTHER_UNITS = {  # of the same kind, then of another
-    **{"$": "€", "€": "$", "£": "$", "¥": "$", "₹": "$"},
-    **{"dollars": "euros", "dollar": "euro", "euros": "dollars"},
-    **{"fahrenheit": "Celsius", "celsius": "Fahrenheit", "°f": "°C", "°c": "°F"},
-    **{"miles": "kilometers", "mile": "kilometer", "mph": "km/h", "km": "miles"},
-    **{"kilometers": "miles"},
-    **{"hours": "minutes", "hour": "minute", "minutes": "hours", "minute": "hour", "days": "hours"},
-    **{"day": "hour", "seconds": "minutes", "kg": "g", "g": "kg", "grams": "kilograms"},
-    **{"cm": "m", "m": "cm", "meters": "feet", "feet": "inches", "inches": "feet"},
-    **{"pounds": "kilograms"},
-    **{"degrees": "radians", "liters": "gallons"},
-}
+    "$": "€", "€": "$", "£": "$", "¥": "$", "₹": "$",
+    "dollars": "euros", "dollar": "euro", "euros": "dollars",
+    "fahrenheit": "Celsius", "celsius": "Fahrenheit", "°f": "°C", "°c": "°F",
+    "miles": "kilometers", "mile": "kilometer", "mph": "km/h", "km": "miles",
+    "kilometers": "miles",
+    "hours": "minutes", "hour": "minute", "minutes": "hours", "minute": "hour", "days": "hours",
+    "day": "hour", "seconds": "minutes", "kg": "g", "g": "kg", "grams": "kilograms",
+    "cm": "m", "m": "cm", "meters": "feet", "feet": "inches", "inches": "feet",
+    "pounds": "kilograms",
+    "degrees": "radians", "liters": "gallons",
+}  # fmt: skip
 _NOUNS = ("crates", "lamps")
 _ADJECTIVES = ("blue", "wooden")
 _HOLDERS = ("crate", "lamp")

@@ -24,18 +24,18 @@ from rewards.mathematics.units import (
 )
 
 _ALIASES = {  # of a word, in words or units of the tables
-    **{"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour"},
-    **{"mpg": "mile / gallon", "fps": "foot / second", "kwh": "kilowatt hour"},
-    **{"oz": "ounce", "gal": "gallon", "gals": "gallon", "qt": "quart", "qts": "quart"},
-    **{"pts": "point"},
-    **{"tbsp": "tablespoon", "tsp": "teaspoon", "fl": "fluid", "doz": "dozen", "lbm": "pound"},
-    **{"wk": "week", "wks": "week", "mo": "month", "mos": "month", "hp": "horsepower"},
-    **{"kb": "kilobyte", "mb": "megabyte", "gb": "gigabyte", "tb": "terabyte"},
-    **{"cal": "calorie", "cals": "calorie", "kcal": "kilocalorie", "kcals": "kilocalorie"},
-    **{"usd": "us $", "us$": "us $", "american": "us", "cad": "canadian $", "c$": "canadian $"},
-    **{"aud": "australian $", "a$": "australian $", "gbp": "£", "eur": "€", "jpy": "¥", "inr": "₹"},
-    **{"cny": "yuan", "rmb": "yuan", "grey": "gray", "high": "tall"},
-}
+    "mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour",
+    "mpg": "mile / gallon", "fps": "foot / second", "kwh": "kilowatt hour",
+    "oz": "ounce", "gal": "gallon", "gals": "gallon", "qt": "quart", "qts": "quart",
+    "pts": "point",
+    "tbsp": "tablespoon", "tsp": "teaspoon", "fl": "fluid", "doz": "dozen", "lbm": "pound",
+    "wk": "week", "wks": "week", "mo": "month", "mos": "month", "hp": "horsepower",
+    "kb": "kilobyte", "mb": "megabyte", "gb": "gigabyte", "tb": "terabyte",
+    "cal": "calorie", "cals": "calorie", "kcal": "kilocalorie", "kcals": "kilocalorie",
+    "usd": "us $", "us$": "us $", "american": "us", "cad": "canadian $", "c$": "canadian $",
+    "aud": "australian $", "a$": "australian $", "gbp": "£", "eur": "€", "jpy": "¥", "inr": "₹",
+    "cny": "yuan", "rmb": "yuan", "grey": "gray", "high": "tall",
+}  # fmt: skip
 _MILLI_OR_MEGA = re.compile(r"([mM])(W|V|A|N|J|Hz|Pa|Wh)")  # the case tells them apart
 _REWRITTEN = (
     (re.compile(r"\bper cents?\b", re.IGNORECASE), "percent"),
@@ -64,9 +64,10 @@ _FILLING_WORDS = (
 )
 _FILLERS = _DETERMINERS.union(_FILLING_WORDS.split())
 _CHANGES = {"more": "more", "less": "fewer", "fewer": "fewer"}
-_IRREGULAR = {"people": "person", "men": "man", "women": "woman", "children": "child"} | {
-    **{"teeth": "tooth", "geese": "goose", "mice": "mouse", "feet": "foot", "oxen": "ox"},
-}
+_IRREGULAR = {
+    "people": "person", "men": "man", "women": "woman", "children": "child", "teeth": "tooth",
+    "geese": "goose", "mice": "mouse", "feet": "foot", "oxen": "ox",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -245,25 +246,25 @@ def _take_unit(tokens: deque[str]) -> tuple[list[str], str]:
     if tokens[0].casefold() in _ENDS and (len(tokens) > 1 or tokens[0] != "in"):
         return [], ""  # 5 in is 5 inches, 5 in the box is not
     country = list[str]()
-    place = _place_of_money(tokens)
-    if place is not None:
-        country = [tokens.popleft().casefold() for _ in range(place)]
+    index = _index_of_money(tokens)
+    if index is not None:
+        country = [tokens.popleft().casefold() for _ in range(index)]
     elif not units_of(tokens[0]):
         return [], ""
     unit = tokens.popleft()
-    repeated = _place_of_money(tokens)  # $5 USD
-    if place is not None and repeated is not None and units_of(tokens[repeated]) == units_of(unit):
+    repeated = _index_of_money(tokens)  # $5 USD
+    if index is not None and repeated is not None and units_of(tokens[repeated]) == units_of(unit):
         country += [tokens.popleft().casefold() for _ in range(repeated)]
         tokens.popleft()
     return country, unit
 
 
-def _place_of_money(tokens: deque[str]) -> int | None:
-    """Returns where among the first three tokens a unit of money stands."""
-    for place, token in enumerate(list(tokens)[:3]):
+def _index_of_money(tokens: deque[str]) -> int | None:
+    """Returns the index of a unit of money among the first three tokens, or None."""
+    for index, token in enumerate(list(tokens)[:3]):
         word = token.casefold()
-        if word in MONEY or word in CENTS or (place > 0 and word == "pounds"):
-            return place
+        if word in MONEY or word in CENTS or (index > 0 and word == "pounds"):
+            return index
         if word in _ENDS or word in ("of", "per", "/", "a", "an", "each", "every"):
             return None
         if is_measured(token) and word != "us":  # US dollars, no microseconds

@@ -75,7 +75,7 @@ def _forget() -> None:
         "_failed_kinds",
         "_abandoned_kinds",
         "_abandoned_in_row",
-        "_failed_by_part",
+        "_failed_with_attention",
         "_said_once",
     ):
         getattr(compiled, name, set()).clear()

@@ -13,12 +13,12 @@ _agreed: set[str] = set()
 
 
 def agree_on_kinds(exchange: Exchange, kinds: Iterable[str]) -> None:
-    """Abandons on every rank the kinds that one of them names, or has abandoned. Every rank calls it."""
-    named = {*kinds, *compiled.abandoned_kinds()}
-    if not exchange.any_rank(not named <= _agreed):
+    """Abandons on every rank the kinds that one of them gives, or has abandoned. Every rank calls it."""
+    kinds_here = {*kinds, *compiled.abandoned_kinds()}
+    if not exchange.any_rank(not kinds_here <= _agreed):
         return
-    texts = exchange.gather("\n".join(sorted(named)))
-    everyones = exchange.broadcast_text("\n".join(texts))
-    agreed = set(filter(None, everyones.splitlines()))
+    texts = exchange.gather("\n".join(sorted(kinds_here)))
+    kinds_of_all_ranks = exchange.broadcast_text("\n".join(texts))
+    agreed = set(filter(None, kinds_of_all_ranks.splitlines()))
     _agreed.update(agreed)
     abandon(agreed)
