@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
+FailureKind = Literal["error", "timeout", "crash", "no_reward"]
 Forks: TypeAlias = tuple[tuple[int, int], ...]
 ImageFile: TypeAlias = "bytes | memoryview | Path"  # the contents of a file, or its path
 
@@ -63,6 +64,14 @@ def sequences(prompt: int, length: int, forks: Forks) -> list[NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a rollout failed: its environment, tool or agent raised, was too slow, died or gave no reward."""
+
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion and all that is known about it.
 
@@ -100,6 +109,8 @@ class Rollout:
     """(start, kept), ascending: from completion_ids[start] on, tokens follow the first `kept` tokens of the sequence
     before, prompt included, and not the token at start − 1: `sequences`. So goes on a rollout whose history was
     rewritten. What that repeats was sampled once, and is observed here: an observed span begins at every start."""
+    failure: Failure | None = None
+    """How it ended too early, after its first sampled token. No function has scored it: its reward is set."""
 
     @property
     def num_sampled(self) -> int:
@@ -138,16 +149,16 @@ class Rollout:
 class Group:
     """The `num_generations` rollouts of one prompt, all sampled by one policy version unless they have version_spans.
 
-    Some may be missing because their environment failed: they have no reward, so no baseline includes them.
+    A rollout that failed before its first sampled token is missing: nothing of it could train.
     """
 
     group_id: int  # position in the run's stream of groups: 0, 1, 2, …
     policy_version: int  # optimizer steps completed in the weights that sampled its oldest token
     problem_index: int
     prompt_ids: NDArray[np.int32]  # [P]
-    rollouts: tuple[Rollout, ...]  # at least two; with failures num_generations
+    rollouts: tuple[Rollout, ...]  # at least two; with the missing ones num_generations
     images: tuple[EncodedImage, ...] = ()  # the prompt's, in the order of their positions in prompt_ids
-    failures: tuple[str, ...] = ()  # why each of the missing rollouts is missing
+    failures: tuple[str, ...] = ()  # why each of the missing rollouts failed
     routing: NDArray[np.unsignedinteger] | None = None  # [P, layers, k] the prompt's, as in Rollout
     source: str = ""  # name of the data set that its row is from; "" where it has none
 
@@ -189,6 +200,7 @@ class EvalSample:
     num_tokens: int
     finish_reason: FinishReason
     source: str = ""  # as in Group
+    failure: Failure | None = None  # as in Rollout: it never counts as right
 
 
 @dataclass(frozen=True)

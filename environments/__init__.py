@@ -44,9 +44,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The failure of a rollout. timeout: killed at its deadline. crash: its process died. error: it raised."""
+    """The failure of a rollout. timeout: killed at its deadline. crash: its process died. error: it raised.
 
-    kind: Literal["timeout", "crash", "error"]
+    lost: through no fault of its own, for instance because the machine has no more processes.
+    """
+
+    kind: Literal["timeout", "crash", "error", "lost"]
     reason: str
     seconds: float = 0.0
 

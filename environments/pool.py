@@ -3,7 +3,7 @@
 A rollout has a worker of its own (common/worker), and a thread that sends it requests. Deadlines hold while the
 sampler's own thread is inside the engine. A request that exceeds its deadline, kills its process or raises gives one
 `Failed`, and its process is killed with all that it started, without effect on other rollouts. Left out: whoever
-kills the fork server itself, where the kernel cannot forbid it (Linux 6.12), fails the rollouts of that moment; the
+kills the fork server itself, where the kernel cannot forbid it (Linux 6.12), loses the rollouts of that moment; the
 server is started again.
 """
 
@@ -192,17 +192,17 @@ class EnvironmentPool:
                 raise LostError("broke the protocol (an answer without a reply)")
             return reply
         except StartError as error:
-            return Failed("crash", str(error))
+            return Failed("lost", str(error))
         except LostError as error:
             whose = "the agent" if self._endpoint else "the environment"
             missed = "neither asked the model nor ended" if self._endpoint else f"did not answer {request.kind}"
             late = f"{missed} within {self._timeout_s:g} s, so its process was killed"
             reason = f"{whose} {late if error.timed_out else error}.{about}"
-            return Failed("timeout" if error.timed_out else "crash", reason, time.monotonic() - started_s)
+            return Failed(error.kind, reason, time.monotonic() - started_s)
         except (TypeError, ValueError, OverflowError) as error:
             return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
-            return Failed("crash", f"the environment is lost: {type(error).__name__}: {error}.{about}")
+            return Failed("lost", f"the environment is lost: {type(error).__name__}: {error}.{about}")
 
     def _ask(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
         """Returns the worker's answer; an agent's requests become replies meanwhile. Raises as Worker.ask."""

@@ -10,15 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
+from typing import get_args
 
 import numpy as np
 
 from common.config import Config
+from common.types import FailureKind
 from report.escape import one_line
 from report.full_marks import Record, reward_functions
 
 WARM_UP = 2  # steps whose speed means nothing: caches fill, processes connect
 LEFT_OUT = 0.01  # share of rollouts whose absence may change what is learned
+FAILED = 0.02  # share of rollouts that fail, above which it should be known why
 EARLY = LATE = 10  # steps that a trend compares: the first ones of the run with the newest ones
 
 
@@ -189,42 +192,61 @@ def tools_fail(h: History) -> Iterator[str]:
         )
 
 
-def left_out(h: History) -> Iterator[str]:
-    """Advises if more than 1 % of the rollouts of 10 steps failed: failing is rarely independent of what is written.
+def rollouts_fail(h: History) -> Iterator[str]:
+    """Advises if more than 2 % of the rollouts of 10 steps failed after their first token: they train as failures."""
+    by_kind = {kind: h.mean(f"rollout/failed_ratio/{kind}", LATE) for kind in get_args(FailureKind)}
+    share, worst = sum(by_kind.values()), max(by_kind, key=lambda kind: by_kind[kind])
+    if share <= FAILED:
+        return
+    setting = h.config.rollout.failure_reward
+    reward = "the lowest of its group, at most 0" if setting is None else f"{setting:g}"
+    remedy = "if the program is to blame, and not what the model wrote, mend it"
+    if worst == "timeout":
+        remedy = f"if the time is too short, set rollout.timeout_s={2 * h.config.rollout.timeout_s:g}"
+    yield (
+        f"{share:.1%} of the rollouts of the last {LATE} steps failed, most of them by {worst}, and the policy learns "
+        f"to avoid what led there: each got the reward {reward} (rollout.failure_reward). The log has reasons; {remedy}"
+    )
 
-    A tombstone is a whole group that failed, mostly by its rewards.
+
+def left_out(h: History) -> Iterator[str]:
+    """Advises if more than 1 % of the rollouts of 10 steps did not train.
+
+    Those that failed before their first token are missing; a tombstone is a whole group that failed, mostly by its
+    rewards.
     """
     if len(h.late) <= LATE:
         return
-    size = h.config.sampler.num_generations
-    failed = sum(h.last("rollout/failures", LATE))
-    in_tombstones = h.growth("tombstones", LATE) * size
-    share = (failed + in_tombstones) / (LATE * h.config.trainer.prompts_per_step * size)
+    missing = h.mean("rollout/failed_ratio/missing", LATE)
+    in_tombstones = h.growth("tombstones", LATE) / (LATE * h.config.trainer.prompts_per_step)
+    share = missing + in_tombstones
     if share <= LEFT_OUT:
         return
-    what = "the rewards of their groups"
+    what = "the rewards of their groups failed or took too long"
+    why = "If long answers fail more often, short ones are favoured. "
     setting = f"rewards.timeout_s={2 * h.config.rewards.timeout_s:g}"
-    if failed >= in_tombstones:
-        what = "their environment, tool or agent"
+    if missing >= in_tombstones:
+        what = "their environment, tool or agent failed or took too long before the first token"
+        why = ""
         setting = f"rollout.timeout_s={2 * h.config.rollout.timeout_s:g}"
     yield (
-        f"{share:.1%} of the rollouts of the last {LATE} steps did not train, because {what} failed or took too long. "
-        "If long answers fail more often, short ones are favoured. The log has each reason; if it is the time limit, "
-        f"set {setting}"
+        f"{share:.1%} of the rollouts of the last {LATE} steps did not train, because {what}. {why}"
+        f"The log has reasons; if it is the time limit, set {setting}"
     )
 
 
 def redrawn(h: History) -> Iterator[str]:
-    """Advises if more than 1 % of the groups of 10 steps were drawn again, because their sampler was lost."""
+    """Advises if more than 1 % of the groups of 10 steps were drawn again, because a process or machine was lost."""
     if len(h.late) <= LATE:
         return
-    share = h.growth("link/redrawn", LATE) / (LATE * h.config.trainer.prompts_per_step)
+    lost = h.growth("link/redrawn", LATE) + LATE * h.mean("timing/sampler_redrawn", LATE)
+    share = lost / (LATE * h.config.trainer.prompts_per_step)
     if share > LEFT_OUT:
         logs = one_line(h.config.run.output_dir / "logs")
         yield (
-            f"{share:.1%} of the groups of the last {LATE} steps were drawn again, because their sampler or the "
-            "trainer had ended before they were finished. Groups with long answers are lost more often, so short "
-            f"answers are favoured. Why a process ended is in {logs}"
+            f"{share:.1%} of the groups of the last {LATE} steps were drawn again, because a sampler, the trainer, or "
+            "the process of environments or rewards had ended before they were finished. Groups with long answers are "
+            f"lost more often, so short answers are favoured. Why a process ended is in {logs}"
         )
 
 
@@ -293,7 +315,7 @@ def mismatch_growing(h: History) -> Iterator[str]:
 RULES: dict[str, Callable[[History], Iterator[str]]] = {
     rule.__name__: rule
     for rule in (dead_groups, turns_exhausted, kl_high, constant_reward, unscored, truncated, tools_unused, tools_fail,
-                 left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing)
+                 rollouts_fail, left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing)
 }  # fmt: skip
 RULES |= {f"{who}_waits": partial(waits, who) for who in ("trainer", "sampler")}
 # rules for a policy that learns from rewards: one that learns from a teacher starts far off, and may get as sure as it

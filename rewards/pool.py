@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.outcomes import shorten
 from common.processes.exits import say
 from common.worker import WorkerSetup, encode
-from common.worker.owner import LostError, StartError, Worker, Workers
+from common.worker.owner import LossKind, LostError, StartError, Worker, Workers
 from rewards import Scores
 from rewards.find import Wanted
 from rewards.load import Load
@@ -34,9 +34,12 @@ from rewards.service import Job, JobReply, RewardSetup
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A group without scores, and why. timeout: killed at the deadline. crash: its process died. error: it raised."""
+    """A group without scores, and why. timeout: killed at the deadline. crash: its process died. error: it raised.
 
-    kind: Literal["timeout", "crash", "error"]
+    lost: the process that reward processes are forked from died, for which no function is to blame.
+    """
+
+    kind: LossKind | Literal["error"]
     reason: str
 
 
@@ -223,8 +226,7 @@ class RewardPool:
             self._busy[id(job)] = time.monotonic()
             reply = worker.ask(job, JobReply, self._timeout_s)
         except LostError as error:
-            kind: Literal["timeout", "crash"] = "timeout" if error.timed_out else "crash"
-            return RewardFailure(kind, f"the reward process {error}. {about}"), {}
+            return RewardFailure(error.kind, f"the reward process {error}. {about}"), {}
         except (TypeError, ValueError, OverflowError) as error:
             reason = f"the row cannot be sent to the reward functions: {error}. {about}"
             return RewardFailure("error", reason), {}

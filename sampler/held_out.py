@@ -78,7 +78,7 @@ class HeldOut:
             texts = self._decode([c.token_ids.tolist() for c in sampled.completions])
             source = sampled.prompt.problem.source
             chunk.samples += [
-                EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason, source)
+                EvalSample(key.problem, text, rewards, c.num_sampled, c.finish_reason, source, c.failure)
                 for text, c, (rewards, _) in zip(texts, sampled.completions, scores, strict=True)
             ]
         if not chunk.missing:

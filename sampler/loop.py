@@ -18,10 +18,12 @@ from common.errors import Retryable
 from common.failpoints import failpoint
 from common.files.weights import BadWeights, NotVisible, Published
 from common.processes.certain_errors import permanent_error, would_repeat
+from common.processes.exits import every, say
 from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
 from common.wire import wire
 from model.reference import Reference
+from report.escape import one_line
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import in_flight
@@ -32,9 +34,11 @@ from sampler.held_out import HeldOut
 from sampler.link import Link
 from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few_reason
+from sampler.turns.failures import with_failures
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
+_MAX_REDRAWS = 3  # of one prompt, whose rollouts the machine lost
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 
 
@@ -55,6 +59,8 @@ class Sampler:
         self.phase, self.progress = "ready", 0
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, Sampled | None] = {}  # leased and not sent; completions once generated
+        self._may_say_failures = every(10.0)
+        self._redraws: dict[Key, int] = collections.Counter()  # of prompts in work that were sampled again
         self._held_out = HeldOut(config, engine.on_cpu, task.decode, link)
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
@@ -197,12 +203,34 @@ class Sampler:
             if sampled.unread:
                 self.stats["total/unread"] += sampled.unread
             failpoint("sampler.generated")
-            if (reason := too_few_reason(key, sampled)) is None:
+            self._say_failures(sampled)
+            if sampled.lost:
+                self._draw_again(key, sampled.lost)
+            elif (reason := too_few_reason(key, sampled)) is not None:
+                self._finish(key, reason)
+            elif sampled.to_score:
                 submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
             else:
-                self._finish(key, reason)
+                self._finish(key, [])
         self.progress += self.turns.num_events
         self.stats["total/generate_s"] += time.monotonic() - start
+
+    def _say_failures(self, sampled: Sampled) -> None:
+        """Says why a rollout failed, at most every 10 s."""
+        reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure is not None)]
+        if reasons and self._may_say_failures():
+            row = sampled.prompt.problem.index
+            say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {one_line(reasons[0])}")
+
+    def _draw_again(self, key: Key, reason: str) -> None:
+        """Samples a prompt again of which the machine lost rollouts or rewards, or gives it up after several times."""
+        if self._redraws[key] == _MAX_REDRAWS:
+            self._finish(key, f"it was lost {1 + _MAX_REDRAWS} times; the last time: {reason}"[:MAX_REASON])
+            return
+        self._redraws[key] += 1
+        self.stats["total/redrawn"] += 1
+        say(f"a prompt is sampled again, because its rollouts or rewards were lost: {one_line(reason)}")
+        self._submit_all([key])
 
     def rest_if_done(self) -> None:
         """Frees the engine's cache before the last groups are sent, after which the trainer works alone."""
@@ -219,19 +247,27 @@ class Sampler:
                 continue  # requested by a trainer that is gone
             report_progress("sending groups")
             finished = True
-            if isinstance(scores, RewardFailure):
+            if not isinstance(scores, RewardFailure):
+                self._finish(key, scores)
+            elif scores.kind == "lost":
+                self._draw_again(key, scores.reason)
+            else:
                 self.stats["total/reward_failures"] += 1
-            self._finish(key, scores.reason if isinstance(scores, RewardFailure) else scores)
+                self._finish(key, scores.reason)
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
             self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
 
     def _finish(self, key: Key, outcome: Scores | str) -> None:
-        """Sends a prompt's result. `outcome` is the completions' scores, or why they have none."""
+        """Sends a prompt's result. `outcome`: the scores of completions that did not fail, or why there are none."""
         sampled = self._working.pop(key)
+        self._redraws.pop(key, None)
         assert sampled is not None, "what has an outcome was sampled"
+        problem = sampled.prompt.problem
         if isinstance(outcome, str):
-            outcome = f"row {sampled.prompt.problem.index}: {outcome}"
+            outcome = f"row {problem.index}: {outcome}"
+        else:
+            outcome = with_failures(sampled.completions, outcome, self.config, problem)
         if isinstance(key, EvalKey):
             self._held_out.note(key, sampled, outcome)
         elif isinstance(outcome, str):
@@ -266,5 +302,6 @@ class Sampler:
         self.turns.abort(self._decoding)
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
+        self._redraws.clear()
         self._held_out.forget()
         self.engine.version = None  # the same number may now name other weights

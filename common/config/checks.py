@@ -15,7 +15,7 @@ class Config(Settings):
 
     def _contradictions(self) -> Iterator[str]:
         of_processes = (_devices, _sequence_parallel, _vllm_arguments, _in_flight, _router_replay)
-        of_rollouts = (_sources, _kl, _without_rewards, _evaluation)
+        of_rollouts = (_sources, _kl, _failures, _without_rewards, _evaluation)
         for check in (*of_processes, *of_rollouts, _algorithm):
             yield from check(self)
 
@@ -158,6 +158,15 @@ def _kl(config: Settings) -> Iterator[str]:
         yield "reference.sync_steps copies a whole model: set algorithm.beta=0.04 reference.on=trainer lora.r=0"
     if every % batch:
         yield f"reference.sync_steps {every} is not whole batches of {batch} steps; set {-(-every // batch) * batch}"
+
+
+def _failures(config: Settings) -> Iterator[str]:
+    rollouts = [one.rollout for one in config.of_sources.values()] or [config.rollout]
+    if config.algorithm.sums_last and any(one.failure_reward is not None for one in rollouts):
+        yield (
+            "rollout.failure_reward is a sum, and multi_objective_aggregation normalize_then_sum takes each function's "
+            "score: a failed rollout gets the lowest of each; set rollout.failure_reward=null"
+        )
 
 
 def _without_rewards(config: Settings) -> Iterator[str]:

@@ -93,6 +93,8 @@ class Rollouts(Section):
     """A rollout with more is truncated."""
     timeout_s: float = Field(30.0, gt=0)
     """A longer reset or step fails its rollout."""
+    failure_reward: float | None = Field(None, allow_inf_nan=False)
+    """Of rollouts that fail; null = the lowest of the group, at most 0."""
     import_timeout_s: float = Field(120.0, gt=0)
     """A longer import of your file ends the run."""
 

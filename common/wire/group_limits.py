@@ -55,6 +55,7 @@ def check_group(group: Group, limits: Limits) -> None:
     """Raises WireError if the group cannot be a valid one."""
     check_spans(group)
     _check_size(group, limits)
+    _check_failures(group, limits)
     _check_versions(group, limits)
     require(0 < len(group.prompt_ids) <= limits.max_prompt_length, "prompt_length", f"{len(group.prompt_ids)} tokens")
     _check_ids(group.prompt_ids, limits.vocab_size)
@@ -109,8 +110,12 @@ def _check_size(group: Group, limits: Limits) -> None:
     found, failed = len(group.rollouts), len(group.failures)
     what = f"{found} rollouts and {failed} failures, expected {limits.num_generations}"
     require(found + failed == limits.num_generations and found >= 2, "group_size", what)
-    require(not failed or limits.max_turns, "failure", "there is no environment that could have failed")
-    longest = max(map(len, group.failures), default=0)
+
+
+def _check_failures(group: Group, limits: Limits) -> None:
+    reasons = [*group.failures, *(r.failure.reason for r in group.rollouts if r.failure is not None)]
+    require(not reasons or limits.max_turns, "failure", "there is no environment that could have failed")
+    longest = max(map(len, reasons), default=0)
     require(longest <= MAX_FAILURE, "failure", f"a reason of more than {MAX_FAILURE} characters")
 
 

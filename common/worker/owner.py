@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ _EXIT_PATIENCE_S = 3.0  # for a fork server that has something to kill first
 _RECHECK_S = 1.0  # how late a wait may notice that its deadline was moved to be earlier
 _KEPT_OUTPUT = 1 << 20  # bytes that the processes of one server may print into the run's log
 _KILL_PATIENCE_S = 30.0  # for a fork server that does not report the end of what it should kill
+LossKind = Literal["timeout", "crash", "lost"]
 T = TypeVar("T")
 
 
@@ -36,11 +37,18 @@ class StartError(Exception):
 
 
 class LostError(Exception):
-    """An error for a worker that died, broke the protocol, or did not answer in time. It can only be closed."""
+    """An error for a worker that died, broke the protocol, or did not answer in time. It can only be closed.
 
-    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
+    kind: "lost" if the process that it was forked from died, for which no user's code is to blame.
+    """
+
+    def __init__(self, reason: str, kind: LossKind = "crash") -> None:
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.kind: LossKind = kind
+
+    @property
+    def timed_out(self) -> bool:
+        return self.kind == "timeout"
 
 
 class Workers:
@@ -191,7 +199,7 @@ class Worker:
         """Returns why the worker cannot start; "" when it is there."""
         if not self.has_ended(_FORK_TIMEOUT_S):
             self._server.kill()
-        word = self._last_word()
+        word = self._last_word() or self._end_of_server()
         return "" if word == FORKED.decode() else word
 
     def has_ended(self, patience_s: float = 0.0) -> bool:
@@ -214,13 +222,15 @@ class Worker:
             reply: T = decode(self._receive(size), answer)
             return reply
         except TimeoutError:
-            raise LostError(f"gave no answer within {timeout_s:g} s, killed", timed_out=True) from None
+            raise LostError(f"gave no answer within {timeout_s:g} s, killed", "timeout") from None
         except ValueError as error:
             raise LostError(f"broke the protocol ({error})") from None
         except OSError:
             if self.is_cancelled or not self.has_ended(_CAUSE_PATIENCE_S):
                 raise LostError("closed its connection") from None
-            raise LostError(self._last_word()) from None
+            if word := self._last_word():
+                raise LostError(word) from None
+            raise LostError(self._end_of_server(), "lost") from None
 
     def _send(self, frame: bytes) -> None:
         view = memoryview(frame)
@@ -248,9 +258,12 @@ class Worker:
             raise ConnectionResetError
 
     def _last_word(self) -> str:
+        """Returns what the server says of the worker; "" if the server has died."""
         with contextlib.suppress(OSError):
-            if word := self._lifeline.recv(1 << 16, socket.MSG_DONTWAIT):
-                return word.decode(errors="replace")
+            return self._lifeline.recv(1 << 16, socket.MSG_DONTWAIT).decode(errors="replace")
+        return ""
+
+    def _end_of_server(self) -> str:
         return f"is lost: {self._server.name} {self._server.kill()}"
 
     def cancel(self) -> None:

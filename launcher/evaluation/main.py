@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +34,7 @@ from sampler.prompts.many_prompts import Prompts
 from sampler.prompts.reading import logged_reader
 from sampler.start import prompts_of, rows_with_gold
 from sampler.turns.episodes import Sampled, submit_rewards, too_few_reason
+from sampler.turns.failures import with_failures
 from sampler.turns.mixed_turns import Turns, turns_of
 from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import Decode, held_out_params
@@ -170,7 +172,8 @@ def sample(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns a record for each completion of every scored problem, and the reasons why other problems failed.
 
-    A problem fails if its reward or environment fails. Rewards run while the engine samples. Seeds are those of a run.
+    A problem fails if its reward fails, or an environment before the first token; a rollout that fails later counts as
+    wrong. Rewards run while the engine samples. Seeds are those of a run.
     """
     finished: dict[int, Sampled] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
@@ -181,23 +184,26 @@ def sample(
     while turns.num_running or pool.pending:
         for i, sampled in turns.step() if turns.num_running else []:
             finished[i] = sampled
-            if (reason := too_few_reason(i, sampled)) is None:
+            if (reason := too_few_reason(i, sampled)) is not None:
+                failures.append(reason)
+            elif sampled.to_score:
                 submit_rewards(pool, i, sampled, decode)
             else:
-                failures.append(reason)
+                samples[i] = _completion_records(finished.pop(i), decode, [], config)
         for key, scores in pool.ready(timeout_s=0.0 if turns.num_running else 0.5):
             i = cast(int, key)
             if isinstance(scores, RewardFailure):
                 failures.append(scores.reason)
             else:
-                samples[i] = _completion_records(finished.pop(i), decode, scores)
+                samples[i] = _completion_records(finished.pop(i), decode, scores, config)
         if is_due():
             exits.say(f"{len(samples) + len(failures)} of {len(prompts)} problems are scored")
     return [record for i in sorted(samples) for record in samples[i]], failures
 
 
-def _completion_records(sampled: Sampled, decode: Decode, scores: Any) -> list[dict[str, Any]]:
+def _completion_records(sampled: Sampled, decode: Decode, scores: Any, config: Config) -> list[dict[str, Any]]:
     prompt, texts = sampled.prompt, decode([c.token_ids.tolist() for c in sampled.completions])
+    scores = with_failures(sampled.completions, scores, config, prompt.problem)
     return [
         {
             "problem_index": prompt.problem.index,
@@ -209,6 +215,7 @@ def _completion_records(sampled: Sampled, decode: Decode, scores: Any) -> list[d
             "num_tokens": completion.num_sampled,
             "finish_reason": completion.finish_reason,
         }
+        | ({"failure": asdict(completion.failure)} if completion.failure else {})
         for completion, text, (rewards, reward) in zip(sampled.completions, texts, scores, strict=True)
     ]
 

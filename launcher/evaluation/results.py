@@ -111,9 +111,14 @@ def report(samples: Sequence[Sample], num_failed: int, rewards: Rewards) -> dict
 def _marks_by_problem(
     problems: Sequence[Sequence[Sample]], name: str, full_mark: float
 ) -> list[tuple[Sequence[Sample], list[bool]]]:
-    """Returns (completions, full marks) of every problem to which the function applies."""
-    scores = [(problem, [sample["rewards"][name] for sample in problem]) for problem in problems]
-    return [(p, [score >= full_mark - ROUNDING for score in of_one]) for p, of_one in scores if None not in of_one]
+    """Returns (completions, full marks) of every problem to which the function applies; a failed one has none."""
+    found = []
+    for problem in problems:
+        if any(sample["rewards"][name] is None for sample in problem):
+            continue
+        marks = ["failure" not in s and s["rewards"][name] >= full_mark - ROUNDING for s in problem]
+        found.append((problem, marks))
+    return found
 
 
 def _function_report(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:

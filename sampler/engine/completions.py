@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import FinishReason, Forks
+from common.types import Failure, FinishReason, Forks
 from sampler.engine.in_flight import spans_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Completion:
     environment_s: float = 0.0
     routing: NDArray[Any] | None = None  # [P + C − 1, layers, k] experts of prompt and completion; None: not recorded
     forks: Forks = ()  # as Rollout.forks
+    failure: Failure | None = None  # as Rollout.failure
 
     @property
     def num_sampled(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.types import Failure
 from environments import Done, Failed
 from environments.chat_completions import RequestError
 from environments.endpoint import PendingRequest
@@ -23,7 +24,7 @@ from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 from sampler.turns.chat import AgentTurn, Chat, RenderedRequest
 from sampler.turns.episode import Episode, PlayedCompletion, shared
-from sampler.turns.episodes import MAX_REASON, Episodes, RunningGroup, Sampled
+from sampler.turns.episodes import MAX_REASON, Episodes, RunningGroup, Sampled, failure_of
 
 Ids = NDArray[np.int32]
 
@@ -32,12 +33,19 @@ Ids = NDArray[np.int32]
 class AgentRollout:
     """The state of an agent's rollout that has not ended yet."""
 
-    turns: dict[PendingRequest, AgentTurn] = field(default_factory=dict)  # in the order in which they were answered
+    # in the order of their requests, since which of parallel ones is answered last depends on their lengths
+    turns: dict[PendingRequest, AgentTurn] = field(default_factory=dict)
+    order: list[PendingRequest] = field(default_factory=list)  # of all requests
+    unread: dict[PendingRequest, AgentTurn] = field(default_factory=dict)  # answers that the agent did not read
     running: dict[PendingRequest, RenderedRequest] = field(default_factory=dict)  # requests in the engine
     # requests made before any answer: each may be the group's prompt
     firsts: list[RenderedRequest] = field(default_factory=list)
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
+
+    def add(self, request: PendingRequest, turn: AgentTurn) -> None:
+        self.turns[request] = turn
+        self.turns = {asked: self.turns[asked] for asked in self.order if asked in self.turns}
 
     @property
     def asked(self) -> list[RenderedRequest]:
@@ -49,6 +57,29 @@ class AgentRollout:
         read = [turn.asked for turn in self.turns.values()]
         firsts = [asked.ids for asked in self.firsts if asked in read] or [read[0].ids]
         return max(firsts, key=lambda ids: (len(ids), ids.tolist()))
+
+
+@dataclass(frozen=True)
+class EndedAgent:
+    rollout: AgentRollout
+    done: Done
+    failure: Failure | None = None
+
+    def played(self, prompt_ids: Ids, limit: int) -> PlayedCompletion | None:
+        """Returns the completion, without the last turns that do not fit into `limit` tokens; None if none fits.
+
+        It may be longer than the tokens that the rollout was allowed: those in which its first prompt differs from
+        the others of its group are tokens of the completion, too.
+        """
+        turns = [*self.rollout.turns.items()]
+        for num_turns in range(len(turns), 0, -1):
+            rollout = replace(self.rollout, turns=dict(turns[:num_turns]))
+            completion = played(rollout, self.done, prompt_ids)
+            if len(completion.token_ids) <= limit:
+                if num_turns < len(turns):
+                    completion = replace(completion, finish_reason="length")
+                return completion if self.failure is None else completion.failed(self.failure)
+        return None
 
 
 class Agents(Episodes):
@@ -71,24 +102,33 @@ class Agents(Episodes):
         elif not reply.is_read:
             if was_running := rollout.running.pop(reply, None) is not None:
                 self._engine.abort({(key, (i, reply))})
-            group.unread += was_running or rollout.turns.pop(reply, None) is not None
+            if is_answered := reply in rollout.turns:
+                rollout.unread[reply] = rollout.turns.pop(reply)
+            group.unread += was_running or is_answered
 
     def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
         """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
+        if isinstance(reply, Failed) and reply.kind == "lost":
+            group.lost = reply.reason[:MAX_REASON]
+            return
         del group.running[i]
         wants_reward = "environment" in self._config.rewards.reward_funcs
         if isinstance(reply, Failed) and reply.kind == "error" and rollout.refusal:
             reply = Done(seconds=reply.seconds)  # the agent raised because it was refused: a truncated rollout
         if isinstance(reply, Done) and reply.reward is None and wants_reward and rollout.refusal:
             reply = replace(reply, reward=0.0)  # the reward of an environment without get_reward
-        if isinstance(reply, Failed):
+        failure = failure_of(reply) if isinstance(reply, Failed) else None
+        if failure is not None and not rollout.turns:
+            rollout.turns = rollout.unread  # perhaps it failed on what the model wrote
+        if isinstance(reply, Done) and reply.reward is None and wants_reward:
+            failure = Failure("no_reward", "the agent gave no reward, and rewards.reward_funcs has environment")
+        done = reply if isinstance(reply, Done) else Done(seconds=reply.seconds)
+        if rollout.turns:
+            group.ended[i] = EndedAgent(rollout, done, failure)
+        elif isinstance(reply, Failed):
             group.failures[i] = reply.reason[:MAX_REASON]
-        elif not rollout.turns:
-            group.failures[i] = f"the agent has ended without a completion. {rollout.refusal}".strip()[:MAX_REASON]
-        elif reply.reward is None and wants_reward:
-            group.failures[i] = "the agent gave no reward, and rewards.reward_funcs has environment"
         else:
-            group.ended[i] = rollout, reply
+            group.failures[i] = f"the agent has ended without a completion. {rollout.refusal}".strip()[:MAX_REASON]
 
     def _ask(self, key: Any, i: int, group: RunningGroup, asking: PendingRequest) -> None:
         rollout: AgentRollout = group.running[i]
@@ -97,6 +137,7 @@ class Agents(Episodes):
             params = self._params(group, i, asking, asked)
             self._engine.submit((key, (i, asking)), asked.ids, params, ())
             rollout.running[asking] = asked
+            rollout.order.append(asking)
         except Exception as error:  # the template or the engine may fail on messages that an agent wrote
             if isinstance(error, RequestError):  # refused at a limit
                 rollout.refusal = rollout.refusal or str(error)
@@ -151,25 +192,28 @@ class Agents(Episodes):
         if not len(completion.token_ids):
             asking.tell(RequestError(rollout.refusal))
             return
-        rollout.turns[asking], answer = self._template.said(asked, completion)
+        turn, answer = self._template.said(asked, completion)
+        rollout.add(asking, turn)
         asking.tell(answer)
 
     def _over(self, group: RunningGroup) -> Sampled:
         """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""
         if not group.ended:
             return super()._over(group)
-        ended, limit, longest = group.ended, group.params.max_tokens, self._config.data.max_prompt_length
-        [(begin, _)] = Counter(int(rollout.first[0]) for rollout, _ in ended.values()).most_common(1)
-        firsts = [rollout.first for rollout, _ in ended.values() if rollout.first[0] == begin]
+        ended: dict[int, EndedAgent] = group.ended
+        limit, longest = group.params.max_tokens, self._config.data.max_prompt_length
+        [(begin, _)] = Counter(int(one.rollout.first[0]) for one in ended.values()).most_common(1)
+        firsts = [one.rollout.first for one in ended.values() if one.rollout.first[0] == begin]
         prompt_ids = firsts[0][: min(longest, *(shared(firsts[0], first) for first in firsts))]
-        for i, (rollout, done) in sorted(ended.items()):
-            ended[i] = played(rollout, done, prompt_ids)
-            if rollout.first[0] != begin:
+        group.ended = {}
+        for i, one in sorted(ended.items()):
+            if one.rollout.first[0] != begin:
                 group.failures[i] = "its first prompt has no token in common with those of its group"
-            elif (length := len(ended[i].token_ids)) > limit:
-                what = f"its first prompt differs from those of its group, and with it are {length} tokens"
-                group.failures[i] = f"{what}, more than sampler.max_completion_length {limit}"
-        group.ended = {i: whole for i, whole in ended.items() if i not in group.failures}
+            elif (completion := one.played(prompt_ids, limit)) is not None:
+                group.ended[i] = completion
+            else:
+                what = "its first prompt differs from those of its group, and with it the first answer exceeds"
+                group.failures[i] = f"{what} sampler.max_completion_length {limit}"
         group.prompt = replace(group.prompt, token_ids=prompt_ids)
         return super()._over(group)
 

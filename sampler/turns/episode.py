@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import FinishReason, Forks, Rollout, sequences
+from common.types import Failure, FinishReason, Forks, Rollout, sequences
 from environments import Done, Message, Turn, conversation
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
@@ -34,6 +34,10 @@ class PlayedCompletion(Completion):
     environment_reward: float | None = None  # sum over all turns and the end
     environment_state: Mapping[str, Any] = field(default_factory=dict)  # the environment's public attributes at the end
     turn_rewards: tuple[float, ...] = ()  # sum is environment_reward; () = all of it at the end
+
+    def failed(self, failure: Failure) -> PlayedCompletion:
+        """Returns the completion as one that failed: what the environment gave so far counts no more."""
+        return replace(self, failure=failure, environment_reward=None, turn_rewards=())
 
 
 @dataclass(frozen=True)

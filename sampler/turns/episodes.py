@@ -3,6 +3,10 @@
     start ─► reset ─► turn ─► step ─► turn ─► … ─► Done, failed, or out of budget ─► Sampled
              pool     engine  pool    engine
 
+A rollout that fails after its first turn is a completion like others, with the tokens that it has: failures often
+follow from what the model wrote, and would cost it nothing if they were left out. One that fails before is missing.
+A group of which the machine, and not a rollout, lost something ends as `Sampled.lost`.
+
 Each rollout is a request of its own, so that all of them decode together and a slow tool delays only its own rollout.
 Turn n + 1 follows the tokens of turn n, which vLLM's prefix cache still holds, or those that the template rewrote. A
 group is sampled by one version of the policy: it counts as running, environments included, until its last rollout ends.
@@ -15,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from common.config import Config
-from common.types import Prompt
+from common.types import Failure, Prompt
 from environments import Failed, Message, Reply, Turn, prompt_of
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import whole_row
@@ -36,9 +40,15 @@ class Sampled:
     """The completions of one prompt. `prompt` is the prompt that was sampled, after the environment's reset."""
 
     prompt: Prompt
-    completions: Sequence[Completion]
-    failures: tuple[str, ...] = ()  # why the environments of the other rollouts failed
+    completions: Sequence[Completion]  # those with a `failure` included
+    failures: tuple[str, ...] = ()  # why the other rollouts failed before their first token
     unread: int = 0  # answers that agents did not read
+    lost: str = ""  # why the prompt is to be sampled again: the machine lost a rollout
+
+    @property
+    def to_score(self) -> list[Completion]:
+        """Returns the completions that reward functions score: all that did not fail."""
+        return [completion for completion in self.completions if completion.failure is None]
 
 
 class SingleTurns:
@@ -82,13 +92,14 @@ class RunningGroup:
     params: SamplingParams
     resets: dict[int, Turn | Failed] = field(default_factory=dict)
     running: dict[int, Any] = field(default_factory=dict)  # an Episode, or an agent's AgentRollout
-    ended: dict[int, Any] = field(default_factory=dict)  # a Played, or an agent's AgentRollout and Done
-    failures: dict[int, str] = field(default_factory=dict)
+    ended: dict[int, Any] = field(default_factory=dict)  # a PlayedCompletion, or an agent's EndedAgent
+    failures: dict[int, str] = field(default_factory=dict)  # of rollouts without a token
     unread: int = 0
+    lost: str = ""
 
     @property
     def is_over(self) -> bool:
-        return len(self.ended) + len(self.failures) == self.params.num_completions
+        return bool(self.lost) or len(self.ended) + len(self.failures) == self.params.num_completions
 
 
 class Episodes:
@@ -138,7 +149,14 @@ class Episodes:
             self._answered(key, i, reply)
         self.num_events = len(turns) + len(replies)
         over = [key for key in dict.fromkeys(key for (key, _), _ in [*turns, *replies]) if self._groups[key].is_over]
-        return [(key, self._over(self._groups.pop(key))) for key in over]
+        return [(key, self._finished(key)) for key in over]
+
+    def _finished(self, key: Any) -> Sampled:
+        group = self._groups[key]
+        if group.lost:
+            self.abort([key])
+            return Sampled(group.prompt, (), lost=group.lost)
+        return self._over(self._groups.pop(key))
 
     def _over(self, group: RunningGroup) -> Sampled:
         completions = [group.ended[i] for i in sorted(group.ended)]
@@ -166,11 +184,12 @@ class Episodes:
 
     def _answered(self, key: Any, i: int, reply: Reply) -> None:
         group = self._groups[key]
-        if i not in group.running:
+        if isinstance(reply, Failed) and reply.kind == "lost":
+            group.lost = reply.reason[:MAX_REASON]
+        elif i not in group.running:
             self._reset(key, group, i, reply)
         elif isinstance(reply, Failed):
-            del group.running[i]
-            group.failures[i] = reply.reason[:MAX_REASON]
+            self._fail(group, i, failure_of(reply), reply.seconds)
         elif isinstance(reply, Turn):
             self._go_on(key, group, i, group.running[i].answered(reply), reply)
         else:
@@ -178,6 +197,7 @@ class Episodes:
 
     def _go_on(self, key: Any, group: RunningGroup, i: int, episode: Episode, reply: Turn) -> None:
         """Starts another turn if the limits leave room for the observation and for a token after it."""
+        group.running[i] = episode
         try:
             template = self._template.of_row(group.prompt.problem)
             if template.rewrites:
@@ -185,22 +205,23 @@ class Episodes:
                 episode = episode.asked(group.prompt.token_ids, ids)
             else:
                 episode = episode.observed(template.continuation(int(episode.token_ids[-1]), reply.messages))
-            group.running[i] = episode
             if episode.finish_reason != "length":
-                self._submit(key, group, i)
+                self._submit(key, group, i, episode)
         except Exception as error:  # the template, or the engine, may fail on messages of an environment
-            self._fail(key, group, i, f"the next turn fails on what the environment answered: {error}")
+            self._pool.close((key, i))
+            self._fail(group, i, _error(f"the next turn fails on what the environment answered: {error}"))
             return
+        group.running[i] = episode
         if episode.finish_reason == "length":
             self._pool.finish((key, i))
 
-    def _fail(self, key: Any, group: RunningGroup, i: int, reason: str) -> None:
-        self._pool.close((key, i))
-        group.running.pop(i, None)
-        group.failures[i] = reason[:MAX_REASON]
+    def _fail(self, group: RunningGroup, i: int, failure: Failure, seconds: float = 0.0) -> None:
+        """Ends a rollout that has sampled at least one turn. seconds: what its environment took until it failed."""
+        episode: Episode = group.running.pop(i)
+        group.ended[i] = replace(episode, seconds=episode.seconds + seconds).played().failed(failure)
 
-    def _submit(self, key: Any, group: RunningGroup, i: int) -> None:
-        episode, prompt = group.running[i], group.prompt
+    def _submit(self, key: Any, group: RunningGroup, i: int, episode: Episode) -> None:
+        prompt = group.prompt
         ids = episode.sequence(prompt.token_ids).tolist()
         self._engine.submit((key, i), ids, episode.params(group.params, i), prompt.images)
 
@@ -224,23 +245,35 @@ class Episodes:
                         "reset gave another prompt than it gave the group's first; make it a function of the row"
                     )
                 limits = self._config.rollout.max_turns, group.params.max_tokens
-                group.running[j] = Episode(*limits, seconds=reset.seconds)
-                self._submit(key, group, j)
+                episode = Episode(*limits, seconds=reset.seconds)
+                self._submit(key, group, j, episode)
+                group.running[j] = episode
             except Exception as error:  # the template, or the engine, may fail on messages of an environment
-                self._fail(key, group, j, str(error))
+                self._pool.close((key, j))
+                group.failures[j] = str(error)[:MAX_REASON]
+
+
+def failure_of(reply: Failed) -> Failure:
+    """Returns why a rollout failed by its own doing."""
+    assert reply.kind != "lost", "a lost rollout is sampled again"
+    return Failure(reply.kind, reply.reason[:MAX_REASON])
+
+
+def _error(reason: str) -> Failure:
+    return Failure("error", reason[:MAX_REASON])
 
 
 def too_few_reason(key: Hashable, sampled: Sampled) -> str | None:
-    """Returns why too few rollouts are left to score, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
+    """Returns why too few rollouts have a token, else None. An evaluation needs all, a group MIN_ROLLOUTS."""
     are_enough = isinstance(key, GroupKey) and len(sampled.completions) >= MIN_ROLLOUTS
-    if not sampled.failures or are_enough:
-        return None
+    if sampled.lost or not sampled.failures or are_enough:
+        return sampled.lost or None
     return f"{len(sampled.failures)} environments failed; the first: {sampled.failures[0]}"
 
 
 def submit_rewards(pool: RewardPool, key: Hashable, sampled: Sampled, decode: Decode, policy_version: int = 0) -> None:
-    """Submits completions to the reward pool: the text of single turns, the messages of several."""
-    prompt, completions = sampled.prompt, sampled.completions
+    """Submits the completions that did not fail: the text of single turns, the messages of several."""
+    prompt, completions = sampled.prompt, sampled.to_score
     ids = [c.token_ids.tolist() for c in completions]
     columns = whole_row(prompt.problem, pool.image_key)
     played = [c for c in completions if isinstance(c, PlayedCompletion)]

@@ -180,15 +180,15 @@ def test_a_slow_reset_and_a_row_that_cannot_be_sent_fail_their_rollout(pool):
     assert pool.pending == 0
 
 
-def test_when_the_fork_server_dies_its_rollouts_fail_once_and_the_next_start_has_another(file):
+def test_when_the_fork_server_dies_its_rollouts_are_lost_once_and_the_next_start_has_another(file):
     with EnvironmentPool(settings(file), columns=ROW) as pool:
         started(pool, 1, 2)
         pool.step(1, "time.sleep(600)")
         server = pool._workers._server._process.pid
         os.kill(server, signal.SIGKILL)
-        assert one(pool)[1].kind == "crash"
+        assert one(pool)[1].kind == "lost"
         reply = stepped(pool, 2, "")
-        assert reply.kind == "crash" and "forked from died of signal 9" in reply.reason
+        assert reply.kind == "lost" and "forked from died of signal 9" in reply.reason
         assert isinstance(started(pool, 3)[3], Turn)
         assert pool._workers._server._process.pid != server
 
@@ -201,7 +201,7 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(file, monkeypatch)
         for fails in (lambda: stepped(pool, 1, "time.sleep(600)").kind, lambda: started(pool, 2)[2].kind):
             server = psutil.Process(pool._workers._server._process.pid)
             server.suspend()
-            assert fails() in ("timeout", "crash")
+            assert fails() in ("timeout", "lost")
             until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 5.0)
             assert isinstance(started(pool, 3)[3], Turn)
             pool.close(3)

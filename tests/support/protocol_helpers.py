@@ -137,8 +137,9 @@ def make_inbox(
     incarnation: str = "start-1",
     say: Callable[[str], None] = print,
     transport: Transport | None = None,
+    limits: Limits = LIMITS,
 ) -> Inbox:
-    return Inbox(config, "run", incarnation, LIMITS, Ledger(total, config.window), say, transport)
+    return Inbox(config, "run", incarnation, limits, Ledger(total, config.window), say, transport)
 
 
 class FakeSampler(threading.Thread):

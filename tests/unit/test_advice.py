@@ -57,6 +57,7 @@ FALLS = function("answer", lambda s: -0.011 * s + wiggle(s))
 STOPS = {"rollout/tool_calls": after(15, 0.1, before=1.2)} | function("answer", 0.5, 0.1, 0.89)
 TOOLS = {"rollout": {"tools": ["t.py:f"], "max_turns": 8}}
 EIGHT = {"trainer": {"prompts_per_step": 8}, "sampler": {"num_generations": 8}}
+FAILING = {f"rollout/failed_ratio/{kind}": 0.0 for kind in ("error", "timeout", "crash", "no_reward")}
 CASES = (
     R("dead_groups", 5, {"frac_reward_zero_std": 0.9}, ("90% of the groups", "sampler.num_generations=16"),
       ({"frac_reward_zero_std": 0.89},)),
@@ -78,13 +79,19 @@ CASES = (
       ({"rollout/tool_calls": after(10, 0.01)},), TOOLS),
     R("tools_fail", 5, {"rollout/tool_calls": 2.0, "rollout/tool_errors": 1.8}, ("90% of the calls of tools",),
       ({"rollout/tool_errors": 1.79}, {"rollout/tool_calls": 0.0, "rollout/tool_errors": 0.0}), TOOLS),
-    # 10 steps of 8 prompts with 8 completions: more than 6.4 of 640
-    R("left_out", 11, {"rollout/failures": 0.7}, ("1.1% of the rollouts", "rollout.timeout_s=60"),
-      ({"rollout/failures": 0.64}, {"rollout/failures": after(7, 1.2)}), EIGHT),
+    R("rollouts_fail", 10, FAILING | {"rollout/failed_ratio/timeout": 0.015, "rollout/failed_ratio/error": 0.006},
+      ("2.1% of the rollouts", "by timeout", "rollout.timeout_s=60", "rollout.failure_reward"),
+      ({"rollout/failed_ratio/timeout": 0.0139}, {"rollout/failed_ratio/timeout": after(5, 0.015)}), EIGHT),
+    R("rollouts_fail", 10, FAILING | {"rollout/failed_ratio/error": 0.03}, ("by error", "reward -1 "), (),
+      {"rollout": {"tools": ["t.py:f"], "failure_reward": -1}}),
+    R("left_out", 11, {"rollout/failed_ratio/missing": 0.011}, ("1.1% of the rollouts", "rollout.timeout_s=60"),
+      ({"rollout/failed_ratio/missing": 0.01}, {"rollout/failed_ratio/missing": after(7, 0.018)}), EIGHT),
     R("left_out", 11, {"tombstones": after(5, 3.0, before=2.0)}, ("1.2% of the rollouts", "rewards.timeout_s=20"),
       ({"tombstones": 3.0},), EIGHT),
     R("redrawn", 11, {"link/redrawn": after(5, 1.0)}, ("1.2% of the groups",),  # 1 of 80
       ({"link/redrawn": 7.0}, {"link/redrawn": None}), EIGHT),
+    R("redrawn", 11, {"timing/sampler_redrawn": 0.1}, ("1.2% of the groups",),
+      ({"timing/sampler_redrawn": 0.08},), EIGHT),
     # the trainer was restarted in step 8 and counts anew
     R("redrawn", 11, {"link/redrawn": lambda s: 5.0 if s < 8 else 1.0}, ("1.2% of the groups",), (), EIGHT),
     # ten steps, without the two of the warm-up

@@ -19,17 +19,19 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.paths import ROOT
-from common.types import Group, Problem, sequences
+from common.types import Failure, Group, Problem, sequences
 from common.wire.group_limits import check_spans
 from environments.chat_completions import ChatRequest, ModelAnswer, RequestError, end_of_stream
 from environments.endpoint import Endpoint, PendingRequest
 from environments.pool import EnvironmentPool
 from examples.tokenizer import byte_level
+from rewards import text_of
 from sampler.engine.completions import Completion
 from sampler.engine.engine_arguments import looks_for_texts
 from sampler.prompts.prompts import make_prompt
 from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import Sampled
+from sampler.turns.failures import with_failures
 from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.task import held_out_params
 from tests.support.configs import config_in
@@ -516,17 +518,20 @@ def test_an_accelerator_keeps_the_seeds_that_requests_name_and_no_others(tmp_pat
 
 SILENT = "the agent neither asked the model nor ended within 2 s, so its process was killed"
 ENDS = {
-    "raise KeyError('x')": "agent solve raised KeyError: 'x' (mine.py:",
-    "raise SystemExit(3)": "agent solve raised SystemExit: 3",
-    "return [1]": "the agent gave [1], expected its reward",
-    "return float('nan')": "the agent gave nan",
-    "return None": "the agent gave no reward",
-    "time.sleep(99)": SILENT,
-    "await asyncio.sleep(99)": SILENT,
-    "os.kill(os.getpid(), 9)": "the agent died of signal 9",
-    "os._exit(0)": "the agent ended with exit code 0",
-    "x = bytearray(3 << 30)": "agent solve raised MemoryError",
-    "while True: await asyncio.gather(said('again', n=2), return_exceptions=True)": "neither asked the model nor ended",
+    "raise KeyError('x')": ("agent solve raised KeyError: 'x' (mine.py:", "error"),
+    "raise SystemExit(3)": ("agent solve raised SystemExit: 3", "error"),
+    "return [1]": ("the agent gave [1], expected its reward", "error"),
+    "return float('nan')": ("the agent gave nan", "error"),
+    "return None": ("the agent gave no reward", "no_reward"),
+    "time.sleep(99)": (SILENT, "timeout"),
+    "await asyncio.sleep(99)": (SILENT, "timeout"),
+    "os.kill(os.getpid(), 9)": ("the agent died of signal 9", "crash"),
+    "os._exit(0)": ("the agent ended with exit code 0", "crash"),
+    "x = bytearray(3 << 30)": ("agent solve raised MemoryError", "error"),
+    "while True: await asyncio.gather(said('again', n=2), return_exceptions=True)": (
+        "neither asked the model nor ended",
+        "timeout",
+    ),
 }
 
 
@@ -537,9 +542,11 @@ def test_an_agent_that_fails_is_named_and_costs_its_rollout_alone(tmp_path: Path
     rewards = {"reward_funcs": ["environment"]}
     given = config(tmp_path, code, rollout={"timeout_s": 2}, rewards=rewards, eval={"num_generations": len(ENDS) + 1})
     sampled = played(given, Model(lambda i, prompt: f"{i}"))
-    assert [c.environment_reward for c in sampled.completions] == [len(ENDS)]
-    for reason, named in zip(sampled.failures, ENDS.values(), strict=True):
-        assert named in reason
+    *failed, ended = sampled.completions
+    assert ended.environment_reward == len(ENDS) and sampled.failures == ()
+    for completion, (named, kind) in zip(failed, ENDS.values(), strict=True):
+        assert completion.failure is not None and named in completion.failure.reason
+        assert completion.failure.kind == kind and completion.environment_reward is None
 
 
 def test_an_agent_that_does_not_read_its_stream_has_no_more_time_than_its_own(tmp_path: Path) -> None:
@@ -561,7 +568,62 @@ time.sleep(99)
 
     given = config(tmp_path, code, rollout={"timeout_s": 2})
     sampled = played(given, Long(lambda i, prompt: "fine"), decode=decode)
-    assert set(sampled.failures) == {f"{SILENT}."}
+    assert {c.failure for c in sampled.completions} == {Failure("timeout", f"{SILENT}.")}, "it wrote something"
+
+
+@pytest.mark.parametrize("lengths", [(3, 40), (40, 3)])
+def test_of_side_by_side_requests_rewards_read_the_answer_to_the_last_however_long_it_is(
+    lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    class OneTokenAStep(Model):
+        """A model whose shorter answers are finished first."""
+
+        def step(self) -> list[tuple[Any, list[Completion]]]:
+            waiting = dict(self._running)
+            if len(waiting) < 2:
+                return super().step() if self.turns else []
+            by_length = {key: len(self._completion(self.rollout_of(key), *of).token_ids) for key, of in waiting.items()}
+            self.turns.clear()
+            shortest = min(waiting, key=lambda key: by_length[key])
+            self._running = {shortest: waiting[shortest]}
+            out = super().step()
+            self._running |= {key: of for key, of in waiting.items() if key != shortest}
+            return out
+
+    first, second = lengths
+    code = """
+async def later(text):
+    await asyncio.sleep(0.2)
+    return await said(text)
+await asyncio.gather(said("first"), later("second"))
+return None
+"""
+    given = config(tmp_path, code, eval={"num_generations": 1})
+    sampled = played(given, OneTokenAStep(lambda i, prompt: "F" * first if "first" in prompt else "S" * second))
+    assert [text_of(list(c.messages)) for c in sampled.completions] == ["S" * second]
+
+
+def test_an_agent_that_cannot_parse_what_the_model_wrote_fails_at_the_models_cost(tmp_path: Path) -> None:
+    code = "import json\nreturn float(json.loads(await said(question))['answer'])"
+    rewards = {"reward_funcs": ["environment"]}
+    given = config(tmp_path, code, rewards=rewards, eval={"num_generations": 3})
+    sampled = played(given, Model(lambda i, prompt: '{"answer": 1}' if i == 1 else "The answer is 1"))
+    assert [c.failure and c.failure.kind for c in sampled.completions] == ["error", None, "error"]
+    scores = with_failures(sampled.completions, [({"environment": 1.0}, 1.0)], given, PROBLEM)
+    assert [reward for _, reward in scores] == [0.0, 1.0, 0.0]
+    assert [len(c.token_ids) > 0 for c in sampled.completions] == [True] * 3
+
+
+def test_a_rollout_that_its_own_first_prompt_makes_too_long_keeps_the_turns_that_fit(tmp_path: Path) -> None:
+    code = """
+begin = question + " " + str(random.random()) + " word" * 20
+text = await said(begin)
+await said(begin, text, "And?")
+"""
+    given = config(tmp_path, code, sampler={"max_completion_length": 160})
+    sampled = played(given, Model(lambda i, prompt: "a b c d e f g h i j"))
+    assert sampled.failures == () and all(0 < len(c.token_ids) <= 160 for c in sampled.completions)
+    assert [(c.turns, c.finish_reason) for c in sampled.completions] == [(1, "length")] * 2, "of two turns"
 
 
 def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:

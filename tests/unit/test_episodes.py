@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import Group, Problem, Prompt, Rollout, sequences
+from common.types import Failure, Group, Problem, Prompt, Rollout, sequences
 from common.wire.wire import Envelope, decode, encode
 from environments import Done, Failed, Turn
 from sampler.engine.completions import Completion, SamplingParams
@@ -29,7 +29,7 @@ def turn(*ids: int, mask: Any = None, reason: Any = "stop") -> Completion:
     return Completion(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32), reason, mask)
 
 
-def seen(text: str = "408", **counts: int) -> Turn:
+def seen(text: str = "408", **counts: Any) -> Turn:
     return Turn([{"role": "tool", "content": text}], num_calls=1, seconds=0.5, **counts)
 
 
@@ -194,10 +194,29 @@ def test_a_rollout_that_needs_more_turns_than_allowed_is_truncated(tmp_path: Pat
     assert [(c.finish_reason, c.token_ids.tolist()) for c in play.out[KEY].completions] == [("length", [30, END])] * 2
 
 
-def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2) -> None:
+@pytest.mark.parametrize("kind", ["timeout", "crash", "error"])
+def test_a_rollout_that_fails_after_its_first_token_trains_with_what_it_has(play: Played2, kind: Any) -> None:
     play.begin()
     play.sampled(0, turn(30, END))
+    play.reply(0, seen(reward=5.0))
+    play.sampled(0, turn(40, END))
+    play.reply(0, Failed(kind, "no answer within 30 s, killed", seconds=30.0))
+    play.sampled(1, turn(31, END))
+    play.reply(1, Done(1.0))
+    sampled = play.out[KEY]
+    failed, ended = sampled.completions
+    assert failed.token_ids.tolist() == [30, END, 50, 51, 52, 40, END]
+    assert failed.observed == ((2, 5),)
+    assert failed.failure == Failure(kind, "no answer within 30 s, killed") and failed.environment_s >= 30
+    assert isinstance(failed, PlayedCompletion) and failed.environment_reward is None
+    assert failed.turn_rewards == (), "what its environment gave before does not count"
+    assert ended.failure is None and sampled.to_score == [ended] and sampled.failures == ()
+    assert too_few_reason(KEY, sampled) is None and too_few_reason(EvalKey("v0", 0, 0, 0, 0), sampled) is None
+
+
+def test_a_rollout_that_fails_before_its_first_token_is_missing(play: Played2) -> None:
     play.reply(0, Failed("timeout", "no answer within 30 s, killed"))
+    play.reply(1, Turn())
     play.sampled(1, turn(31, END))
     play.reply(1, Done(1.0))
     sampled = play.out[KEY]
@@ -207,6 +226,17 @@ def test_a_failed_environment_costs_its_rollout_and_not_the_group(play: Played2)
     two = Sampled(sampled.prompt, [*sampled.completions] * 2, sampled.failures)
     assert too_few_reason(KEY, two) is None
     assert too_few_reason(EvalKey("v0", 0, 0, 0, 0), two) is not None, "a mean over all, or none"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_rollout_that_the_machine_lost_ends_its_group_which_is_sampled_again(play: Played2, begun: bool) -> None:
+    if begun:
+        play.begin()
+        play.sampled(0, turn(30, END))
+    play.reply(0, Failed("lost", "the process that environments are forked from was killed"))
+    sampled = play.out[KEY]
+    assert "was killed" in sampled.lost and not sampled.completions and not play.episodes.num_running
+    assert (KEY, 1) in play.pool.closed, "its other rollouts are given up"
 
 
 @pytest.mark.parametrize("later", [True, False])
@@ -225,9 +255,11 @@ def test_a_prompt_that_the_engine_refuses_costs_its_rollout_and_not_the_sampler(
     play.reply(0, seen()) if later else play.begin()
     play.sampled(1, turn(31, END))
     play.reply(1, Done(1.0))
-    [reason] = play.out[KEY].failures
-    assert "(length 99) is longer" in reason and play.pool.closed == [(KEY, 0)]
-    assert [c.token_ids.tolist() for c in play.out[KEY].completions] == [[31, END]]
+    sampled = play.out[KEY]
+    reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure)]
+    assert len(reasons) == 1 and "(length 99) is longer" in reasons[0] and play.pool.closed == [(KEY, 0)]
+    trained = [[30, END], [31, END]] if later else [[31, END]]
+    assert [c.token_ids.tolist() for c in sampled.completions] == trained
 
 
 def test_a_prompt_from_reset_is_asked_and_every_rollout_must_get_the_same(play: Played2) -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,13 @@ import pytest
 
 from common.config import Config
 from common.errors import Interrupted, PeerEnded, Retryable, UserError
-from common.types import EvalFailure, EvalRequest, EvalResult, Group, Tombstone
+from common.types import EvalFailure, EvalRequest, EvalResult, Failure, Group, Tombstone
 from common.wire import channel, wire
 from sampler.link import Link
 from tests.support.memory_transport import TRAINER
 from tests.support.protocol_helpers import (
     HELLO,
+    LIMITS,
     MemoryLink,
     changed,
     hurried_config,
@@ -531,6 +533,24 @@ def test_tombstones_are_taken_like_groups_until_there_are_too_many(
     too_many = rf"{failing} groups could not be .* {fraction} of them.*: killed"
     with link.inbox() as inbox, link.sampler(make=make), pytest.raises(UserError, match=too_many):
         train(inbox, 8)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_whose_rollouts_all_fail_for_long_ends_with_the_reason(link: MemoryLink, ends: bool) -> None:
+    broken = Failure("error", "the server of the environment is down")
+
+    def make(group_id: int, version: int) -> Group:
+        group = make_group(group_id, version)
+        is_broken = group_id < 20 and (ends or group_id != 12)  # one that works begins the count anew
+        failure = broken if is_broken else None
+        return replace(group, rollouts=tuple(replace(r, failure=failure) for r in group.rollouts))
+
+    with link.inbox(limits=replace(LIMITS, max_turns=2)) as inbox, link.sampler(make=make):
+        if not ends:
+            assert train(inbox, 14) == list(range(28))
+            return
+        with pytest.raises(UserError, match=r"last 20 groups failed.*server of the environment is down"):
+            train(inbox, 14)
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------

@@ -136,9 +136,10 @@ def test_an_answer_with_an_unknown_token_costs_its_rollout(tmp_path: Path, monke
     monkeypatch.setattr("sampler.turns.multi_turn.vocabulary", lambda _: 1)
     engine = Scripted([CALL], ["<answer>7</answer>"])
     sampled = played(config(tmp_path), engine)
-    assert len(sampled.completions) == 1
-    [reason] = sampled.failures
-    assert re.search("the model's embedding has no row for '.+'", reason)
+    failed, ended = sampled.completions
+    assert ended.failure is None and failed.turns == 1
+    assert failed.failure.kind == "error"
+    assert re.search("the model's embedding has no row for '.+'", failed.failure.reason)
 
 
 def test_a_row_offers_its_own_tools_and_has_its_own_template_arguments_in_every_turn(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ import pytest
 
 from common.errors import Retryable, UserError
 from common.files.weights import BadWeights
-from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, Group, Problem, Prompt, Tombstone
+from common.types import (
+    EncodedImage,
+    EvalFailure,
+    EvalRequest,
+    EvalResult,
+    Failure,
+    Group,
+    Problem,
+    Prompt,
+    Tombstone,
+)
 from common.wire import wire
 from launcher.evaluation.main import sample
 from rewards.pool import RewardFailure
@@ -21,6 +31,7 @@ from sampler.turns.episodes import Sampled, SingleTurns
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 from tests.support.raising import raising
+from trainer.record.stats import eval_record
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem; a group has two
 PROMPT = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))
@@ -389,3 +400,72 @@ def test_failures_travel_with_the_group_and_too_many_make_it_a_tombstone(tmp_pat
     assert loop.sent == [Tombstone(1, 0, "row 0: 1 environments failed; the first: killed at 30 s")]
     loop.answer_all()
     assert loop.sent[1].failures == ("killed at 30 s",) and len(loop.sent[1].rollouts) == 2
+
+
+LATE = Failure("timeout", "killed at 30 s")
+
+
+def test_a_rollout_that_failed_after_its_first_token_is_sent_with_its_groups_lowest_reward(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    turns.end(PROMPT, [played(3), played(4, 2, failure=LATE), played(5)])
+    loop.turn()
+    [key] = loop.pool.waiting
+    loop.pool.answer(key, [({"answer": 2.0}, 2.0), ({"answer": -1.0}, -1.0)])
+    loop.turn()
+    [group] = loop.sent
+    assert [r.reward for r in group.rollouts] == [2.0, -1.0, -1.0] and group.failures == ()
+    assert [r.failure for r in group.rollouts] == [None, LATE, None]
+    assert group.rollouts[1].completion_ids.tolist() == [4, 2]
+    assert group.rollouts[1].rewards == {"answer": -1.0}
+
+
+def test_a_group_whose_rollouts_all_failed_is_sent_without_asking_for_rewards(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    turns.end(PROMPT, [played(3, failure=LATE)] * 2)
+    loop.turn()
+    assert not loop.pool.waiting and [r.reward for r in loop.sent[0].rollouts] == [0.0, 0.0]
+
+
+def test_a_held_out_rollout_that_failed_counts_as_wrong(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [], EvalRequest("v0", 0, (0,)))
+    turns.end(PROMPT, [played(3, failure=LATE)])
+    loop.turn()
+    [result] = loop.sent
+    assert result.failures == () and [s.failure for s in result.samples] == [LATE]
+    marks = eval_record([result], lambda name: 0.0)["full_marks"]
+    assert marks == {"answer": 0}, "its set reward of 0 is no full mark, even where 0 is one"
+
+
+def lost(turns: Turns) -> None:
+    turns.over.append((turns.running.pop(0), Sampled(PROMPT, (), lost="no more processes")))
+
+
+def test_what_the_machine_lost_is_sampled_again_and_counted(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    lost(turns)
+    loop.turn()
+    assert not loop.sent and turns.num_running == 1 and loop.sampler.stats["total/redrawn"] == 1
+    turns.end(PROMPT, [played(3)] * 2)
+    loop.turn()
+    loop.pool.answer(loop.pool.waiting[0], RewardFailure("lost", "the process that rewards are forked from died"))
+    loop.turn()
+    assert not loop.sent and turns.num_running == 1 and loop.sampler.stats["total/redrawn"] == 2
+    turns.end(PROMPT, [played(3)] * 2)
+    loop.turn()
+    loop.answer_all()
+    assert [len(group.rollouts) for group in loop.sent] == [2]
+
+
+def test_what_the_machine_loses_again_and_again_is_given_up_with_its_reason(tmp_path: Path) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0])
+    for _ in range(4):
+        assert not loop.sent
+        lost(turns)
+        loop.turn()
+    [tombstone] = loop.sent
+    assert isinstance(tombstone, Tombstone) and "no more processes" in tombstone.reason and not turns.num_running

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.config import Algorithm, Config
-from common.types import EvalFailure, EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import EvalFailure, EvalResult, EvalSample, Failure, Group, Rollout, Tombstone
 from report.display import eval_line
 from report.full_marks import share, share_of_full_marks
 from tests.support.configs import config_of
@@ -65,9 +65,15 @@ TURNS = config_of(rollout={"tools": ["t.py:f"], "max_turns": 4})
 def test_turn_metrics_by_hand() -> None:
     looped = in_two_turns(turns=4, tool_calls=3, tool_errors=2, finish_reason="length", environment_s=1.0)
     ended = in_two_turns(turns=4, forks=((3, 2),))
-    turned = group(0, 3, 4, in_two_turns(), looped, ended, rollout(3, 1.0, 1.0))
+    slow = dataclasses.replace(rollout(3, 1.0, 1.0), failure=Failure("timeout", "killed"))
+    turned = group(0, 3, 4, in_two_turns(), looped, ended, slow)
     assert turn_metrics([dataclasses.replace(turned, failures=("timed out",)), TOMBSTONE], TURNS) == {
-        "rollout/failures": 1.0,
+        "rollout/failures": 2.0,
+        "rollout/failed_ratio/timeout": 1 / 5,
+        "rollout/failed_ratio/missing": 1 / 5,
+        "rollout/failed_ratio/error": 0.0,
+        "rollout/failed_ratio/crash": 0.0,
+        "rollout/failed_ratio/no_reward": 0.0,
         "rollout/turns": (2 + 4 + 4 + 1) / 4,
         "rollout/max_turns_ratio": 0.25,
         "rollout/tool_calls": (1 + 3 + 1) / 4,

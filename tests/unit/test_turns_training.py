@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.config import Config
-from common.types import Group, Rollout
+from common.types import Failure, Group, Rollout
 from model import log_softmax
 from model.logprobs import load_causal_lm, score_terms
 from tests.support.configs import config_of
@@ -126,11 +126,22 @@ def test_the_overlong_punishment_is_that_of_the_whole_rollout_because_so_is_the_
     assert shaped_rewards(GROUP, config(soft_punish_cache=4)).tolist() == [1 - 0.5, 0.0]
 
 
-def test_a_failed_rollout_is_in_nobodys_baseline_and_its_place_in_the_mean_stays() -> None:
+def test_a_missing_rollout_is_in_nobodys_baseline_and_its_group_weighs_what_others_do() -> None:
     of = Config.model_validate(config(scale_rewards="none").model_dump() | {"sampler": {"num_generations": 3}})
     batch = micro_batch(dataclasses.replace(GROUP, failures=("timed out",)), of)
     assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
-    assert batch.weights.tolist() == pytest.approx([1 / 12] * 4 + [1 / 6] * 2)  # B = 3
+    # B = 3 for 3 completions, of which 2 are there: each weighs as 1.5 of them
+    assert batch.weights.tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)
+
+
+def test_a_rollout_that_failed_is_in_the_baseline_and_trains() -> None:
+    right, wrong = GROUP.rollouts
+    failed = dataclasses.replace(wrong, failure=Failure("timeout", "too slow"))
+    group = dataclasses.replace(GROUP, rollouts=(right, wrong, failed))
+    of = Config.model_validate(config(scale_rewards="none").model_dump() | {"sampler": {"num_generations": 3}})
+    batch = micro_batch(group, of)
+    assert batch.advantages.tolist() == pytest.approx([2 / 3] * 4 + [-1 / 3] * 4)  # rewards 1, 0, 0
+    assert batch.weights.tolist() == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
 
 
 # ---- against dense float64 ---------------------------------------------------------------------------------

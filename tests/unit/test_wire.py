@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 
 from common.errors import WireError
-from common.types import EncodedImage, EvalFailure, EvalRequest, EvalResult, EvalSample, Group, Rollout, Tombstone
+from common.types import (
+    EncodedImage,
+    EvalFailure,
+    EvalRequest,
+    EvalResult,
+    EvalSample,
+    Failure,
+    Group,
+    Rollout,
+    Tombstone,
+)
 from common.wire import wire
 from common.wire.group_limits import check_group, check_spans
 from common.wire.wire import Envelope, decode, encode
@@ -104,6 +114,8 @@ def random_group(rng: random.Random) -> Group:
         images=tuple(EncodedImage(rng.randbytes(rng.randrange(9)), (1, 2, 2)) for _ in range(rng.randrange(3))),
         failures=("timed out", "ünder\0")[: rng.randrange(3)],
     )
+    failed = [replace(r, failure=Failure("crash", "ünder\0")) if rng.random() < 0.2 else r for r in group.rollouts]
+    group = replace(group, rollouts=tuple(failed))
     group = replace(group, rollouts=tuple(forked(rng, len(group.prompt_ids), r) for r in group.rollouts))
     whole = all(len(r.completion_ids) for r in group.rollouts)
     return routed(group, rng.choice([np.uint8, np.uint16]), rng.randrange(2**32)) if whole else group
@@ -386,6 +398,12 @@ def group_of(**changes: Any) -> Group:
     return replace(make_group(0), **changes)
 
 
+def one_failed(reason: str) -> Group:
+    group = make_group(0)
+    first, *others = group.rollouts
+    return replace(group, rollouts=(replace(first, failure=Failure("timeout", reason)), *others))
+
+
 @pytest.mark.parametrize(
     ("group", "limits", "reason"),
     [
@@ -404,6 +422,9 @@ def group_of(**changes: Any) -> Group:
         (replace(make_group(0, 0, make_rollout()), failures=("timed out",)), {}, "group_size"),
         (group_of(failures=("timed out",)), {}, "group_size"),
         (group_of(failures=("x",)), {"num_generations": 3}, "failure"),
+        (one_failed("x" * 500), IN_TURNS, None),
+        (one_failed("x" * 501), IN_TURNS, "failure"),
+        (one_failed("x"), {}, "failure"),
         (group_of(failures=("x" * 501,)), IN_TURNS | {"num_generations": 3}, "failure"),
         (group_of(prompt_ids=np.array([], np.int32)), {}, "prompt_length"),
         (group_of(prompt_ids=np.zeros(9, np.int32)), {}, "prompt_length"),

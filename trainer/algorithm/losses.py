@@ -34,16 +34,24 @@ class Denominator:
     num_tokens: int  # Σ |o_i|; only the token means need it
     max_completion_length: int  # L_max; only dr_grpo needs it
 
-    def of(self, length: int) -> int:
-        """Returns the denominator of a token in a completion of this length."""
+    def of(self, length: int, share: float = 1.0) -> float:
+        """Returns the denominator of a token in a completion of this length.
+
+        share: of its group's rollouts those that are there. The rest failed before their first token, and the group
+        weighs as much as any other; a token mean weighs groups by their tokens anyway.
+        """
         if self.loss_type in TOKEN_MEAN:
             return self.num_tokens
-        return self.num_completions * (self.max_completion_length if self.loss_type == "dr_grpo" else length)
+        return self.num_completions * share * (self.max_completion_length if self.loss_type == "dr_grpo" else length)
 
 
-def token_weights(lengths: Sequence[int], denominator: Denominator) -> Tensor:
-    """Returns w_it of the tokens of completions of these lengths, [Σ lengths]: grpo, B=2, (2, 1) -> (.25, .25, .5)."""
-    per_completion = [1.0 / denominator.of(length) for length in lengths]
+def token_weights(lengths: Sequence[int], denominator: Denominator, shares: Sequence[float] = ()) -> Tensor:
+    """Returns w_it of the tokens of completions of these lengths, [Σ lengths]: grpo, B=2, (2, 1) -> (.25, .25, .5).
+
+    shares: as in `Denominator.of`, one per completion; () = every group is whole.
+    """
+    of_each = zip(lengths, shares or [1.0] * len(lengths), strict=True)
+    per_completion = [1.0 / denominator.of(length, share) for length, share in of_each]
     return torch.repeat_interleave(torch.tensor(per_completion), torch.tensor(lengths))
 
 

@@ -62,6 +62,12 @@ class _Part:
     indexes: Sequence[int]  # the completions in the row, as indexes in the group
     positions: Sequence[Positions] | None  # the sampled tokens that train, for every completion; None = all
 
+    @property
+    def share(self) -> float:
+        """Returns the share of the group's rollouts that are there: the others failed before their first token."""
+        found = len(self.group.rollouts)
+        return found / (found + len(self.group.failures))
+
     def completions(self) -> list[tuple[Rollout, Any]]:
         """Returns each completion and the index of its tokens that train; only this method excludes observed tokens."""
         return [(self.group.rollouts[i], self._index(i)) for i in self.indexes]
@@ -143,7 +149,7 @@ def micro_batch(
         old_logprobs=_flat([r.old_logprobs[at] for part in parts for r, at in part.completions()]),
         ref_logprobs=_ref_logprobs(parts, by_trainer=awaits_reference) if algorithm.beta > 0 else None,
         advantages=_per_token(parts, [e.advantages for e in known]),
-        weights=token_weights(_lengths(parts), denominator),
+        weights=token_weights(_lengths(parts), denominator, [part.share for part in parts for _ in part.indexes]),
         policy_versions=torch.from_numpy(np.concatenate(versions)),
         proximal_logprobs=_joined([e.proximal_logprobs for e in known]),
         sampled_logprobs=_or_nan([e.sampled_logprobs for e in known], lengths),

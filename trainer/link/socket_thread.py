@@ -22,6 +22,7 @@ from trainer.link.peers import Peer, SharedState, refusal
 
 _READ_AT_ONCE = 256  # messages; credits and deadlines are then handled, however many messages are left
 _IDLE_S = 60.0  # limit for a sampler that is idle despite its leases: it takes its work as done
+_FAILED_BATCHES, _MIN_FAILED_GROUPS = 4, 20  # in a row, of nothing but failed rollouts, that end a run
 _NOT_WANTED = ("duplicate", "trained", "not_admitted", "not_leased")  # refusals of groups that nobody waits for
 # Refusals that copies, losses and restarts cause. The first refusal for any other reason is reported.
 _EXPECTED = (*_NOT_WANTED, "not_credited", "other_incarnation", "unknown_sampler", "eval_unknown", "eval_duplicate")
@@ -45,6 +46,7 @@ class SocketThread(threading.Thread):
         self.max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
+        self._failed_in_a_row = 0  # groups without a rollout that did not fail
         self._first_hello: wire.Hello | None = None  # all others must agree with it, even after that sampler is lost
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # time and progress of the last credit to all
 
@@ -176,6 +178,7 @@ class SocketThread(threading.Thread):
         received = wire.Received(group, frames)
         if isinstance(group, Group):
             state.kept.add(received)
+            self._end_if_all_fail(group)
         state.ledger.accept(received, name)
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
@@ -217,6 +220,17 @@ class SocketThread(threading.Thread):
     def _end_if_too_many(self, failures: int, total: int, what: str, last: Tombstone | EvalFailure) -> None:
         if text := too_many(failures, total, what):
             self.state.failure = UserError(f"{text}; the last one: {last.reason}")
+
+    def _end_if_all_fail(self, group: Group) -> None:
+        """Ends a run whose environment is broken: groups of failures alone teach nothing."""
+        failures = [r.failure for r in group.rollouts if r.failure is not None]
+        if len(failures) < len(group.rollouts):
+            self._failed_in_a_row = 0
+            return
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= max(_MIN_FAILED_GROUPS, _FAILED_BATCHES * self.config.prompts_per_batch):
+            what = f"all rollouts of the last {self._failed_in_a_row} groups failed"
+            self.state.failure = UserError(f"{what}; the last one: {failures[-1].reason}")
 
     def _find_lost(self, now: float) -> None:
         works = self.state.works()

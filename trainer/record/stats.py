@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
-from common.types import EvalResult, Group, Rollout, Tombstone
+from common.types import EvalResult, FailureKind, Group, Rollout, Tombstone
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
@@ -40,14 +41,17 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, co
     }
     for name in rollouts[0].rewards:
         asked = [g for g in alive if name in config.for_source(g.source).rewards.names]
-        scores = np.array([r.rewards[name] for g in asked for r in g.rollouts])
-        none, scores = np.isnan(scores).sum() / max(1, len(scores)), scores[~np.isnan(scores)]
+        scored = [r for g in asked for r in g.rollouts if not math.isnan(r.rewards[name])]
+        none = sum(len(g.rollouts) for g in asked) - len(scored)
         if none:
-            metrics[f"rewards/{name}/none"] = float(none)
-        if len(scores):
+            metrics[f"rewards/{name}/none"] = none / (none + len(scored))
+        if scored:
+            scores = np.array([r.rewards[name] for r in scored])
+            full_mark = config.rewards.full_mark(name) - ROUNDING
+            is_right = [r.failure is None and r.rewards[name] >= full_mark for r in scored]
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
-            metrics[f"rewards/{name}/accuracy"] = float((scores >= config.rewards.full_mark(name) - ROUNDING).mean())
+            metrics[f"rewards/{name}/accuracy"] = float(np.mean(is_right))
     return metrics
 
 
@@ -67,13 +71,22 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
 
 
 def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns metrics of the rollouts' environments: means over rollouts without failures, if not named otherwise.
+    """Returns metrics of the rollouts' environments: means over all that have a token, if not named otherwise.
 
     A rollout that ended because its max_turns was reached counts in max_turns_ratio: it was cut off within its task.
+    failed_ratio/… are shares of all rollouts, by the kind of failure; those without a token are missing.
     """
     alive = [g for g in groups if isinstance(g, Group)]
-    metrics = {"rollout/failures": float(sum(len(g.failures) for g in alive))}
-    if rollouts := [r for g in alive for r in g.rollouts]:
+    rollouts = [r for g in alive for r in g.rollouts]
+    failed = dict.fromkeys([*get_args(FailureKind), "missing"], 0)
+    failed["missing"] = sum(len(g.failures) for g in alive)
+    for rollout in rollouts:
+        if rollout.failure is not None:
+            failed[rollout.failure.kind] += 1
+    metrics = {"rollout/failures": float(sum(failed.values()))}
+    if rollouts:
+        all_rollouts = len(rollouts) + failed["missing"]
+        metrics |= {f"rollout/failed_ratio/{kind}": count / all_rollouts for kind, count in failed.items()}
         limits = [config.for_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
         is_cut = [r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, limits, strict=True)]
         metrics |= {
@@ -164,7 +177,8 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
             if not scored:
                 continue
             name, scores = place + function, [s.rewards[function] for s in scored]
-            record["full_marks"][name] = sum(score >= full_mark(function) - ROUNDING for score in scores)
+            mark = full_mark(function) - ROUNDING
+            record["full_marks"][name] = sum(s.failure is None and s.rewards[function] >= mark for s in scored)
             record["mean"][name] = sum(scores) / len(scores)
             if len(scored) < len(samples):
                 record.setdefault("scored", {})[name] = [len(scored), len({s.problem_index for s in scored})]
@@ -195,6 +209,7 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
                 }
                 | ({"images": [sample_record(image) for image in group.images]} if group.images else {})
                 | ({"turns": turn_texts(rollout, decode)} if rollout.observed else {})
+                | ({"failure": asdict(rollout.failure)} if rollout.failure is not None else {})
             )
     return records
 

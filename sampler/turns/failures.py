@@ -1,0 +1,43 @@
+"""The reward of a rollout that failed after its first sampled token, which no function can score. Pure functions.
+
+    reward = rollout.failure_reward,  or by default  min(0, lowest reward of the group's other rollouts)
+
+Often it failed because of what the model wrote: a call that never ends, an answer that an agent cannot parse. Left out
+of its group it would cost nothing, and a model that failed more and more would look better and better. At most 0, and
+the lowest: where a wrong answer has reward −1, a 0 for failing would teach to fail.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from common.config import Config
+from common.types import Problem
+from rewards import Scores
+from sampler.engine.completions import Completion
+
+
+def with_failures(completions: Sequence[Completion], scores: Scores, config: Config, problem: Problem) -> Scores:
+    """Returns the scores of all completions of a prompt, in their order. scores: of those that did not fail.
+
+    By function, a failed completion has the lowest score that the function gave in the group, and at most 0; with a
+    negative weight the highest, and at least 0. Functions that do not apply to the row have NaN, as ever.
+
+        answer 1, −1 and a failure  →  1, −1, −1        answer 1, 1 and a failure  →  1, 1, 0
+    """
+    if all(completion.failure is None for completion in completions):
+        return scores
+    reward = config.for_source(problem.source).rollout.failure_reward
+    if reward is None:
+        reward = _lowest(total for _, total in scores)
+    by_function = {}
+    for name, weight in zip(config.rewards.names, config.rewards.weights, strict=True):
+        sign = -1.0 if weight < 0 else 1.0
+        applies = not problem.scored_by or name in problem.scored_by
+        lowest = sign * _lowest(sign * rewards[name] for rewards, _ in scores)
+        by_function[name] = lowest if applies else math.nan
+    given = iter(scores)
+    return [next(given) if c.failure is None else (dict(by_function), reward) for c in completions]
+
+
+def _lowest(scores: Iterable[float]) -> float:
+    return min([0.0, *(score for score in scores if not math.isnan(score))])
