@@ -149,6 +149,16 @@ class Algorithm(Section):
         return chosen or self.estimator.whitens_tokens
 
     @property
+    def charges_kl_by_token(self) -> bool:
+        """Returns whether the KL in the reward of a token is that from this token on, not the completion's."""
+        return self.estimator.whitens_tokens and self.kl_in_reward
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """Returns whether the tokens of a completion have advantages of their own."""
+        return self.needs_critic or self.estimator.by_turn or self.charges_kl_by_token
+
+    @property
     def always_has_gradient(self) -> bool:
         """Returns whether tokens have a gradient even if their advantage is zero."""
         return self.loss is not None or self.entropy_coef > 0 or self.beta_of_loss > 0

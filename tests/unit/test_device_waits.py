@@ -25,12 +25,15 @@ from trainer.engine.critic import Critic, ValueModel
 from trainer.engine.policy import Policy, PolicyEngine
 
 VERSION = 3  # the present one
+KL_IN_REWARD = {"kl_in_reward": True, "beta": 0.1}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo with a reference": {"beta": 0.1},
     "entropy": {"entropy_coef": 0.1},
     "sequence ratios, dual clip": {"importance_sampling_level": "sequence", "delta": 2.0},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "GSPO-token": {"importance_sampling_level": "sequence", "adv_estimator": "reinforce_plus_plus"} | KL_IN_REWARD,
+    "sequence correction": {"vllm_importance_sampling_mode": "sequence_truncate"},
     "mismatch correction": {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"},
 }
 

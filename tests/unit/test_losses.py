@@ -131,6 +131,8 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
         (100.0, -2.0, {}, -2 * math.exp(20), 0.0),
         (1e30, 2.0, {"importance_sampling_level": "sequence"}, 2.4, 0.0),
         (100.0, 2.0, CISPO, 4 * -1.0, 4.0),
+        (100.0, -2.0, {"importance_sampling_level": "sequence", "adv_estimator": "gae"}, -2 * math.exp(20), 0.0),
+        (19.5, -2.0, {"importance_sampling_level": "sequence", "adv_estimator": "gae"}, *[-2 * math.exp(19.5)] * 2),
         (100.0, 2.0, {"vllm_importance_sampling_mode": "token_truncate"}, 6.0, 6.0),
         (100.0, 2.0, {"vllm_importance_sampling_mode": "sequence_mask"}, 0.0, 0.0),
         (-600.0, -2.0, {}, -1.6, 0.0),
@@ -188,6 +190,88 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_t
 
 
 @pytest.mark.parametrize(
+# settings under which tokens of a completion have advantages of their own
+BY_TOKEN: dict[str, dict[str, Any]] = {
+    "gae": {"adv_estimator": "gae"},
+    "group_ppo": {"adv_estimator": "group_ppo", "group_params": {"segment_loss": "segment"}},
+    "gigpo": {"adv_estimator": "gigpo"},
+    "reinforce++": {"adv_estimator": "reinforce_plus_plus", "beta": 0.1, "kl_in_reward": True},
+    "its baseline": {"adv_estimator": "reinforce_plus_plus_baseline", "beta": 0.1, "kl_in_reward": True},
+}
+
+
+@pytest.mark.parametrize("choice", BY_TOKEN)
+@pytest.mark.parametrize(
+    ("probs", "old", "advantages", "ratio", "objective", "slopes"),
+    [
+        # token ratios 1.25 and .8: their mean is 1, and each token's slope is its own advantage
+        ([0.5, 0.2], [0.4, 0.25], [3.0, -1.0], 1.0, [3.0, -1.0], [3.0, -1.0]),
+        # sqrt(2 · 1.125) = 1.5: above 1.2, which stops the token of a positive advantage alone
+        ([0.4, 0.45], [0.2, 0.4], [1.0, -2.0], 1.5, [1.2, -3.0], [0.0, -3.0]),
+        # sqrt(.5 · .5) = .5: below .8, which stops the token of a negative advantage alone
+        ([0.2, 0.2], [0.4, 0.4], [1.0, -2.0], 0.5, [0.5, -1.6], [0.5, 0.0]),
+    ],
+)
+def test_under_a_sequence_ratio_each_token_is_credited_with_its_own_advantage(
+    choice: str,
+    probs: list[float],
+    old: list[float],
+    advantages: list[float],
+    ratio: float,
+    objective: list[float],
+    slopes: list[float],
+) -> None:
+    algorithm = Algorithm(importance_sampling_level="sequence", **BY_TOKEN[choice])
+    logprobs = logs(*probs).requires_grad_()
+    found, terms = token_objective(logprobs, logs(*old), None, torch.tensor(advantages).double(), [2], algorithm)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.tolist() == pytest.approx(objective) and gradient.tolist() == pytest.approx(slopes)
+    assert terms.ratio.tolist() == pytest.approx([ratio] * 2)
+    assert terms.clipped.tolist() == [slope == 0 for slope in slopes]
+
+
+def gspo_token(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, lengths: list[int], clip: tuple[float, float]
+) -> torch.Tensor:
+    """GSPO, arXiv 2507.18071, equations 13 and 14, as they stand there: products of probabilities, sg = detach."""
+    total, start = torch.zeros(()), 0
+    for n in lengths:
+        tokens = range(start, start + n)
+        s = math.prod(logprobs[t].exp() / old[t].exp() for t in tokens) ** (1 / n)  # equation 7
+        for t in tokens:
+            s_t = s.detach() * logprobs[t].exp() / logprobs[t].exp().detach()
+            unclipped, clipped = s_t * advantages[t], s_t.clamp(1 - clip[0], 1 + clip[1]) * advantages[t]
+            total = total + torch.min(unclipped, clipped) / n / len(lengths)
+        start += n
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_advantages_of_tokens_the_sequence_level_is_gspo_token_of_the_paper(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, clip = rng.integers(1, 9, 5).tolist(), (0.1, 0.15)
+    old = torch.from_numpy(-rng.exponential(2, sum(lengths)))
+    new = old + torch.from_numpy(rng.normal(0, 0.3, sum(lengths)))
+    advantages = torch.from_numpy(rng.normal(0, 1, sum(lengths)))
+    one_each = torch.repeat_interleave(torch.from_numpy(rng.normal(0, 1, 5)), torch.tensor(lengths))
+    weights = token_weights(lengths, denominator("grpo", lengths))
+
+    def found(estimator: str, advantages: torch.Tensor) -> tuple[float, list[float]]:
+        names = {"adv_estimator": estimator, "epsilon": clip[0], "epsilon_high": clip[1]}
+        logprobs, algorithm = new.clone().requires_grad_(), Algorithm(importance_sampling_level="sequence", **names)
+        total = -loss(token_objective(logprobs, old, None, advantages, lengths, algorithm)[0], weights)
+        return total.item(), torch.autograd.grad(total, logprobs)[0].tolist()
+
+    for of in (advantages, one_each):
+        logprobs = new.clone().requires_grad_()
+        expected = gspo_token(logprobs, old, of, lengths, clip)
+        value, gradient = found("gae", of)
+        assert value == pytest.approx(expected.item(), abs=1e-12)
+        assert gradient == pytest.approx(torch.autograd.grad(expected, logprobs)[0].tolist(), abs=1e-12)
+    value, gradient = found("grpo", one_each)  # GSPO itself: the same where a completion has one advantage
+    assert found("gae", one_each) == (pytest.approx(value, abs=1e-12), pytest.approx(gradient, abs=1e-12))
+
+
     ("mode", "own", "ratios", "weights", "hit"),
     [
         # on policy π_own is π, and the ratio 1

@@ -90,7 +90,7 @@ def token_objective(  # noqa: PLR0913 the equation has as many symbols
         bounds = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
         correction, is_corrected = mismatch_correction(own - old_logprobs, lengths, mode, bounds)
         old_logprobs = own
-    ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm.importance_sampling_level)
+    ratio = importance_ratio(logprobs - old_logprobs, lengths, algorithm)
     beta, epsilon_high = algorithm.beta_of_loss, algorithm.clip_high
     if algorithm.loss is not None:
         ref = logprobs.detach() if ref_logprobs is None else ref_logprobs  # a filler has none, but weight 0
@@ -122,18 +122,23 @@ def try_own_objective(algorithm: Algorithm) -> None:
         token_objective(logprobs, old, None, advantages, [2, 1], algorithm)
 
 
-def importance_ratio(log_ratio: Tensor, lengths: Sequence[int] | Tensor, level: str) -> Tensor:
+def importance_ratio(log_ratio: Tensor, lengths: Sequence[int] | Tensor, algorithm: Algorithm) -> Tensor:
     """Returns the importance ratio of each token, [N], from log_ratio_t = log π_θ(t) − log π_old(t), [N].
 
         token       ratio_t = exp(log_ratio_t)                           PPO, arXiv 1707.06347
-        sequence    ratio_t = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
+        sequence    s_i     = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
+                    ratio_t = sg(s_i) · π_θ(t) / sg(π_θ(t))               GSPO-token, equation 14: has_token_advantages
 
-    The gradient of a sequence's ratio reaches all its tokens. `bounded` caps ratios at e^20.
+    The gradient of s_i reaches all tokens of a completion alike, so it would average their advantages. Where they have
+    one advantage, the two have the same values and gradients. `bounded` caps ratios at e^20.
     """
-    if level == "token":
+    if algorithm.importance_sampling_level == "token":
         return bounded(log_ratio).exp()
     sums, sizes = sums_of_completions(log_ratio, lengths)
-    return bounded(sums / sizes).exp()
+    log_s = sums / sizes
+    if algorithm.has_token_advantages:
+        log_s = log_s.detach() + (log_ratio - log_ratio.detach())
+    return bounded(log_s).exp()
 
 
 def sums_of_completions(x: Tensor, lengths: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
