@@ -111,10 +111,19 @@ class PlainTraining:
 
     def advantages(self, batch: Sequence[Group]) -> dict[int, list[Any]]:
         """By group id, of every completion: one, or one per token."""
+        if self.adv_estimator.startswith("reinforce") and self.objective.kl_in_reward:
+            return whitened({g.group_id: self.rewards_to_go(g) for g in batch})
         rewards = [[self.reward(r) for r in g.rollouts] for g in batch]
         tokens = [[len(own(r)) for r in g.rollouts] for g in batch]
         found = oracle.step_advantages(rewards, tokens, self.adv_estimator, self.scale_rewards, False)
         return {g.group_id: of_group for g, of_group in zip(batch, found, strict=True)}
+
+    def rewards_to_go(self, group: Group) -> list[list[float]]:
+        """Of every token: what it and the tokens after it get, less the mean of the task's rewards with a baseline."""
+        has_baseline = self.adv_estimator.endswith("baseline")
+        mean = has_baseline * math.fsum(r.reward for r in group.rollouts) / len(group.rollouts)
+        of_tokens = [token_rewards(r) for r in group.rollouts]
+        return [[math.fsum(of[t:]) - mean for t in range(len(of))] for of in of_tokens]
 
     def reward(self, rollout: Rollout) -> float:
         return sum(token_rewards(rollout)) if self.objective.kl_in_reward else rollout.reward

@@ -123,6 +123,7 @@ def test_rewards_are_shaped_by_kl_and_length() -> None:
 NOISE = [-1.0, -0.5, -0.25, 0.0, 0.0, 0.25, 0.5, 1.0]  # nats of KL; the mean is 0
 KL = {"beta": 0.04, "kl_in_reward": True}
 PULL = [-0.04 * x for x in NOISE]  # −β · (KL_i − mean)
+SPREAD = np.std([reward + x for reward in (1.0, 0.0) for x in PULL], ddof=1) + EPS
 
 
 def of_kl(reward: float, group_id: int = 0) -> Group:
@@ -139,11 +140,14 @@ def of_kl(reward: float, group_id: int = 0) -> Group:
         ([of_kl(1.0)], {"whiten_advantages": True}, [PULL]),
         ([of_kl(1.0), of_kl(0.0, 1)], {"adv_estimator": "reinforce_plus_plus_baseline"}, [PULL, PULL]),
         ([of_kl(1.0), of_kl(1.0, 1)], {"adv_estimator": "reinforce_plus_plus"}, [PULL, PULL]),
+        # rewards 1 and 0 differ from group to group: the batch has a deviation, and scale_rewards divides by it
+        ([of_kl(1.0), of_kl(0.0, 1)], {"scale_rewards": "batch"}, [[x / SPREAD for x in PULL]] * 2),
     ],
 )
 def test_equal_rewards_leave_kl_alone(groups: list[Group], choice: dict[str, Any], expected: list[list[float]]) -> None:
     found = step_advantages(groups, settings(**KL, **choice))
-    assert [found[i].tolist() for i in range(len(groups))] == [pytest.approx(row, abs=1e-7) for row in expected]
+    flat = [np.hstack(list(found[i])).tolist() for i in range(len(groups))]  # tokens are completions here
+    assert flat == [pytest.approx(row, abs=1e-7) for row in expected]
 
 
 def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add(tmp_path: Path) -> None:
@@ -171,6 +175,46 @@ def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
     assert step_advantages([Tombstone(0, 0, "reward timed out")], settings(whiten_advantages=True)) == {}
     assert has_advantage(np.array([math.nan, 0.0]))
     assert not has_advantage(np.array([1e-9, 0.0]))
+
+
+# two tokens of 1 nat of KL each, and one of 2 nats; β = .5. In the reward-to-go a token is charged for what follows it
+KL_OF_TOKENS = group(rollout([7, 8], 2.0, old=-1.0, ref=-2.0), rollout([9], 0.0, old=-1.0, ref=-3.0))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "before_whitening"),
+    [
+        ("reinforce_plus_plus", [2 - 0.5 * 2, 2 - 0.5 * 1, 0 - 0.5 * 2]),  # whole sums: 1, 1, −1
+        ("reinforce_plus_plus_baseline", [1 - 0.5 * 2, 1 - 0.5 * 1, -1 - 0.5 * 2]),  # the mean is the task's, 1
+    ],
+)
+def test_reinforce_plus_plus_charges_a_token_for_the_kl_from_it_on(
+    estimator: str, before_whitening: list[float]
+) -> None:
+    config = settings(adv_estimator=estimator, beta=0.5, kl_in_reward=True)
+    first, second = step_advantages([KL_OF_TOKENS], config)[0]
+    mean, std = np.mean(before_whitening), np.std(before_whitening, ddof=1) + EPS
+    expected = [(a - mean) / std for a in before_whitening]
+    assert [*first, *second] == pytest.approx(expected, abs=1e-12) and len(second) == 1
+
+
+def test_a_masked_completion_has_a_reward_to_go_and_is_left_out_of_its_whitening() -> None:
+    masked = cut(rollout([1, 2, 3], 9.0, old=-1.0, ref=-4.0))
+    config = settings(adv_estimator="reinforce_plus_plus", mask_truncated_completions=True, **KL)
+    found = step_advantages([group(*KL_OF_TOKENS.rollouts, masked)], config)[0]
+    assert [a.tolist() for a in found[:2]] == [a.tolist() for a in step_advantages([KL_OF_TOKENS], config)[0]]
+
+
+def test_the_kl_of_observed_tokens_is_charged_to_nobody() -> None:
+    """Of five tokens a tool wrote the second and third, whose log-probs are 0."""
+    ref = np.array([-2, 0, 0, -4, -5], np.float32)
+    turns = dataclasses.replace(rollout([1, 2, 3, 4, 5], 1.0), old_logprobs=ref / 2, ref_logprobs=ref, turns=2)
+    turns = dataclasses.replace(turns, observed=((1, 3),))
+    other = rollout([6], 0.0, old=-1.0, ref=-1.0)
+    config = settings(adv_estimator="reinforce_plus_plus", beta=0.1, kl_in_reward=True)
+    before = [1 - 0.55, 1 - 0.45, 1 - 0.25, 0.0]  # 1 + 2 + 2.5 nats, of which the first token is charged for all
+    expected = (np.array(before) - np.mean(before)) / (np.std(before, ddof=1) + EPS)
+    assert np.hstack(step_advantages([group(turns, other)], config)[0]).tolist() == pytest.approx(expected.tolist())
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -157,6 +157,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "rloo": {"adv_estimator": "rloo"},
     "reinforce++": {"adv_estimator": "reinforce_plus_plus", "kl_in_reward": True},
     "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
+    "reinforce++ baseline, KL": {"adv_estimator": "reinforce_plus_plus_baseline", "kl_in_reward": True},
     "batch": {"scale_rewards": "batch"},
     "entropy": {"entropy_coef": 0.5},
     "token correction": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.5},

@@ -4,7 +4,7 @@
     grpo, dr_grpo                     r_i − mean(r)                    arXiv 2402.03300, equation 3; 2503.20783
     rloo                              r_i − mean of the others         arXiv 2402.14740
     gigpo                             of each turn: see `gigpo`        arXiv 2505.10978
-    reinforce_plus_plus               r_i                              arXiv 2501.03262
+    reinforce_plus_plus               r_i                              arXiv 2501.03262; KL: `rewards_to_go`
     reinforce_plus_plus_baseline      r_i − mean(r)                    arXiv 2501.03262
 
 mean(r) is over the group. A_i is then divided by std + eps of the group (which makes it GRPO) or of the batch, or not
@@ -14,7 +14,7 @@ column. If the task's rewards are all equal, nothing is divided. Left out: estim
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +29,7 @@ EPS = 1e-4
 DEAD_TOLERANCE = 1e-9
 
 Floats = NDArray[np.float64]
+ByGroup: TypeAlias = dict[int, list[Floats]]  # group id -> one array per completion
 PerCompletion: TypeAlias = "Floats | Sequence[Floats]"  # a group's [G], or G arrays with one value per trained token
 
 
@@ -185,24 +186,42 @@ def soft_overlong_punishment(lengths: NDArray[np.int64], max_completion_length: 
     return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
-def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> dict[int, PerCompletion]:
-    """Returns by group id one advantage for each completion, or with gigpo for each of its sampled tokens.
+def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> Mapping[int, PerCompletion]:
+    """Returns by group id one advantage for each completion, or for each sampled token if `has_token_advantages`.
 
     groups: the whole batch of rollouts if `needs_batch_statistics`, else any groups.
     """
     alive = [g for g in groups if isinstance(g, Group)]
     if not alive:
         return {}
+    algorithm = config.algorithm
     shaped = [shaped_rewards(g, config) for g in alive]
     values: list[Any] = [_advantages(g, rewards, config) for g, rewards in zip(alive, shaped, strict=True)]
     are_equal = is_dead(np.concatenate([rewards_of(g) for g in alive]))
-    if config.algorithm.reward_scale == "batch" and not are_equal:
+    if algorithm.reward_scale == "batch" and not are_equal:
         scale = np.concatenate(shaped).std(ddof=1) + EPS
         values = [v / scale for v in values]
-    if config.algorithm.whitens:
+    if algorithm.whitens:
         divides = not (are_equal or all(is_dead_group(g, config) for g in alive))
-        values = whiten(values, [_counts(g, config.algorithm) for g in alive], divides)
+        if algorithm.charges_kl_by_token:
+            return whiten_tokens(alive, {g.group_id: rewards_to_go(g, config) for g in alive}, algorithm, divides)
+        values = whiten(values, [_counts(g, algorithm) for g in alive], divides)
     return {g.group_id: v for g, v in zip(alive, values, strict=True)}
+
+
+def rewards_to_go(group: Group, config: Config) -> list[Floats]:
+    """Returns G arrays with one advantage per sampled token, before whitening.  REINFORCE++, arXiv 2501.03262:
+
+        A_it = A_i − β · Σ_{s ≥ t} (log π_old(s) − log π_ref(s))      A_i: of the rewards without any KL
+
+    A token cannot change the KL of those before it: the sum over the whole completion has the same expected gradient,
+    with more variance. The baseline of reinforce_plus_plus_baseline is the mean of A_i's rewards alone, as in OpenRLHF.
+    """
+    advantages = _advantages(group, punished_rewards(group, config), config)
+    return [
+        a - config.algorithm.beta * discounted(r.ref_log_ratios(), 1.0)
+        for a, r in zip(advantages, group.rollouts, strict=True)
+    ]
 
 
 def _advantages(group: Group, rewards: Floats, config: Config) -> PerCompletion:
@@ -224,6 +243,16 @@ def whiten(advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool
     mean = (times * flat).sum() / max(n, 1.0)
     std = np.sqrt((times * (flat - mean) ** 2).sum() / max(n - 1, 1.0))
     return [(a - mean) / (std + EPS if divides else 1.0) for a in advantages]
+
+
+def whiten_tokens(groups: Sequence[Group], advantages: ByGroup, algorithm: Algorithm, divides: bool = True) -> ByGroup:
+    """Returns the advantages of tokens, whitened over those of all unmasked completions if `algorithm.whitens`."""
+    if not (algorithm.whitens and groups):
+        return advantages
+    flat = [a for g in groups for a in advantages[g.group_id]]
+    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for g in groups for r in g.rollouts]
+    parts = iter(whiten(flat, [*map(np.full_like, flat, kept)], divides))
+    return {g.group_id: [next(parts) for _ in g.rollouts] for g in groups}
 
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.config import Algorithm, Config
+from common.config import Config
 from common.types import Group, Tombstone
-from trainer.algorithm.advantages import Floats, is_unmasked, whiten
+from trainer.algorithm.advantages import ByGroup, is_unmasked, whiten_tokens
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
 
-ByGroup = dict[int, list[Floats]]  # group id -> one array per completion
 PositionsByGroup = dict[int, list[Positions]]
 
 
@@ -50,7 +49,7 @@ def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Confi
         pairs = zip(group_token_rewards(group, config), values[group.group_id], strict=True)
         found = [gae(r, v, algorithm.gamma, algorithm.lam) for r, v in pairs]
         advantages[group.group_id], returns[group.group_id] = [a for a, _ in found], [r for _, r in found]
-    return Estimates(values, _whitened(alive, advantages, algorithm), returns)
+    return Estimates(values, whiten_tokens(alive, advantages, algorithm), returns)
 
 
 def estimate_segments(
@@ -76,23 +75,12 @@ def estimate_segments(
     carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
     return Estimates(
         values={g: [v[at] for v, at in zip(values[g], of, strict=True)] for g, of in starts.items()},
-        advantages=_whitened(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, algorithm),
+        advantages=whiten_tokens(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, algorithm),
         returns={g: [s.returns for s in of] for g, of in found.items()},
         positions=ends if algorithm.trains_endpoints else {},
         value_positions=starts,
         segments=sums_of(unmasked),
     )
-
-
-def _whitened(alive: Sequence[Group], advantages: ByGroup, algorithm: Algorithm) -> ByGroup:
-    if not (algorithm.whitens and alive):
-        return advantages
-    rollouts = [r for g in alive for r in g.rollouts]
-    flat = [a for g in alive for a in advantages[g.group_id]]
-    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for r in rollouts]
-    counts = [np.full(len(a), is_kept, np.float64) for is_kept, a in zip(kept, flat, strict=True)]
-    parts = iter(whiten(flat, counts))
-    return {g.group_id: [next(parts) for _ in g.rollouts] for g in alive}
 
 
 def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group
 from model.packing import PackedRow, common_packing
-from trainer.algorithm.critic_advantages import ByGroup, estimate, estimate_segments, value_metrics
+from trainer.algorithm.advantages import ByGroup
+from trainer.algorithm.critic_advantages import estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
 from trainer.data.experience import Experience, with_estimates
 from trainer.data.tensors import unmasked_completions, value_batch, value_row
