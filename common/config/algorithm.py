@@ -222,6 +222,8 @@ class Algorithm(Section):
         for name in ("kl_estimator", "use_bias_correction_kl"):
             if self.beta_of_loss == 0 and self.changes(name):
                 yield f"{name} without a KL term in the loss does nothing; remove it, or set algorithm.beta"
+        if self.use_bias_correction_kl and self.kl_estimator == "k2":
+            yield "use_bias_correction_kl makes k1 and k3 exact, and k2 wrong; set algorithm.kl_estimator=k3"
         if self.use_bias_correction_kl and self.importance_sampling_level == "sequence":
             yield "use_bias_correction_kl weighs a token's KL; set algorithm.importance_sampling_level=token"
         if self.kl_in_reward and self.beta == 0:

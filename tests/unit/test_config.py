@@ -199,6 +199,7 @@ REFUSED = {
         "use_bias_correction_kl=true": "set algorithm.beta",
         "use_bias_correction_kl=true beta=0.1 kl_in_reward=true": "set algorithm.beta",
         "use_bias_correction_kl=true beta=0.1 importance_sampling_level=sequence": "importance_sampling_level=token",
+        "use_bias_correction_kl=true beta=0.1 kl_estimator=k2": "set algorithm.kl_estimator=k3",
         "vllm_importance_sampling_clip_max=2": "without algorithm.vllm_importance_sampling_mode",
         "vllm_importance_sampling_clip_min=0.5": "without algorithm.vllm_importance_sampling_mode",
         "soft_punish_cache=257": "at most sampler.max_completion_length 256",
