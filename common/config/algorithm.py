@@ -57,7 +57,7 @@ class Algorithm(Section):
     """Also dr_grpo, rloo, gigpo (turns), reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO), group_ppo,
     `file.py:function`."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Deviation to divide by; null = group for grpo, else none."""
+    """Deviation to divide by; null = group for grpo and gigpo, else none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """For several reward functions."""
     whiten_advantages: bool | None = None
