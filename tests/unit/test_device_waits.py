@@ -132,6 +132,19 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
         assert not name.startswith(("numerics", "staleness")) or sums[name] == found[name]
 
 
+def test_the_kl_of_a_step_keeps_its_digits_where_the_policy_has_hardly_moved() -> None:
+    """Float32 has no more than noise of exp(x) − x − 1 at 1e-5."""
+    config = settings(beta=0.1)
+    engine, batch = engine_of(config), batch_of(config, [VERSION, VERSION])
+    logprobs = engine.backward(batch, VERSION)
+    ref = logprobs + 1e-5 * torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
+    engine.sums.drain()
+    engine.backward(replace(batch, ref_logprobs=ref), VERSION)
+    x = ref.double() - logprobs.double()
+    expected = (x**2 / 2 + x**3 / 6 + x**4 / 24).sum().item()
+    assert engine.sums.drain()["kl"] == pytest.approx(expected, rel=1e-6, abs=0)
+
+
 def test_a_filler_adds_its_loss_of_zero_and_no_token_and_no_objective_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own may be NaN over one token, as (a − mean) / std is; 0 · NaN would end the step on all ranks."""
     engine, config = engine_of(settings()), settings()

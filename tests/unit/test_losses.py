@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,9 @@ def test_the_kl_of_a_token(estimator: str, prob: float, ref: float, kl: float, s
         (100.0, -2.0, {"delta": 3.0}, -6.0, 0.0),
         (100.0, -2.0, {}, -2 * math.exp(20), 0.0),
         (1e30, 2.0, {"importance_sampling_level": "sequence"}, 2.4, 0.0),
-        (100.0, 2.0, CISPO, 4 * -1.0, 4.0),
         (100.0, -2.0, {"importance_sampling_level": "sequence", "adv_estimator": "gae"}, -2 * math.exp(20), 0.0),
         (19.5, -2.0, {"importance_sampling_level": "sequence", "adv_estimator": "gae"}, *[-2 * math.exp(19.5)] * 2),
+        (100.0, 2.0, CISPO, 4 * -1.0, 4.0),
         (100.0, 2.0, {"vllm_importance_sampling_mode": "token_truncate"}, 6.0, 6.0),
         (100.0, 2.0, {"vllm_importance_sampling_mode": "sequence_mask"}, 0.0, 0.0),
         (-600.0, -2.0, {}, -1.6, 0.0),
@@ -189,7 +190,6 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_t
     assert terms.ratio.tolist() == pytest.approx([ratio] * 2) and terms.clipped.tolist() == [slope == 0] * 2
 
 
-@pytest.mark.parametrize(
 # settings under which tokens of a completion have advantages of their own
 BY_TOKEN: dict[str, dict[str, Any]] = {
     "gae": {"adv_estimator": "gae"},
@@ -272,6 +272,7 @@ def test_with_advantages_of_tokens_the_sequence_level_is_gspo_token_of_the_paper
     assert found("gae", one_each) == (pytest.approx(value, abs=1e-12), pytest.approx(gradient, abs=1e-12))
 
 
+@pytest.mark.parametrize(
     ("mode", "own", "ratios", "weights", "hit"),
     [
         # on policy π_own is π, and the ratio 1
@@ -433,6 +434,18 @@ def test_each_side_of_the_value_clip_by_hand(
     assert value_error(value, old, target, 0.2) == (pytest.approx(error), pytest.approx(slope), clipped)
     free = pytest.approx((value - target) ** 2 / 2), pytest.approx(value - target)
     assert value_error(value, old, target, None) == (*free, False)
+
+
+def exact_k3(x: float) -> Fraction:
+    """exp(x) − x − 1 = x²/2 + x³/6 + x⁴/24 + … without rounding, to far below the last bit of a float for |x| < 2."""
+    return sum((Fraction(x) ** n / math.factorial(n) for n in range(2, 40)), Fraction())
+
+
+@pytest.mark.parametrize("x", [10.0**-n * sign for n in range(9) for sign in (1, -1)])
+def test_the_metric_k3_has_its_digits_however_small_the_log_ratio(x: float) -> None:
+    """In float32, exp(x) − x − 1 is noise below 1e-3; at 1e-6 float64 would leave it four digits."""
+    before = torch.zeros(1, dtype=torch.float64)
+    assert gaps(before + x, before)["k3"].item() == pytest.approx(float(exact_k3(x)), rel=1e-7, abs=0)
 
 
 numbers = st.floats(-3, 3).map(lambda x: round(x, 3))

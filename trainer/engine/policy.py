@@ -115,7 +115,7 @@ class PolicyEngine(DeepSpeedModel):
         self.accumulate(loss_sum)
         mass = {} if row.sampling_mask is None else {"log_mass": log_mass}
         of_tokens = vars(TokenTerms(*terms)) | {"entropy": entropy, "logprobs": logprobs, "loss": loss_sum} | mass
-        self.sums.add(of_tokens, functools.partial(_sums_of, batch, policy_version))
+        self.sums.add(of_tokens, functools.partial(_sums_of, batch, policy_version, algorithm.kl_estimator))
         if algorithm.router_replay:
             self.sums.add(self.model.router_replay.sums())
         return logprobs.detach()
@@ -129,12 +129,16 @@ class PolicyEngine(DeepSpeedModel):
         return self.evaluate(row, self.config.sampler.temperature, score_norms_of_row)
 
 
-def _sums_of(batch: MicroBatch, policy_version: int | None, of_tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+def _sums_of(
+    batch: MicroBatch, policy_version: int | None, kl_estimator: str, of_tokens: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Returns TOKEN_SUMS of a micro-batch from its tokens' values [N] on the CPU."""
     logprobs, log_mass, old_logprobs = of_tokens.pop("logprobs"), of_tokens.pop("log_mass", None), batch.old_logprobs
     sampled, known = _sampled_logprobs(batch, logprobs, policy_version)
     of_tokens["abs_log_ratio"] = (logprobs - old_logprobs).abs()
     summed = {name: values.double().sum() for name, values in of_tokens.items()}
+    if batch.ref_logprobs is not None and kl_estimator == "k3":  # the loss's, in float32, is noise below x = 1e-3
+        summed["kl"] = gaps(batch.ref_logprobs.cpu(), logprobs)["k3"]
     return summed | gaps(logprobs, old_logprobs) | by_cause(logprobs, old_logprobs, sampled, known, log_mass)
 
 
