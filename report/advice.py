@@ -312,10 +312,23 @@ def mismatch_growing(h: History) -> Iterator[str]:
         )
 
 
+def bounded_weights(h: History) -> Iterator[str]:
+    """Advises if sequence weights of some length are below 0.8 on average of 5 steps: without bounds they average 1."""
+    for key in h.late[-1] if h.late else ():
+        if key.startswith("mismatch/correction_mean/") and (means := h.last(key, 5)) and fmean(means) < 0.8:
+            yield (
+                f"{key} was {fmean(means):.2f} over 5 steps, where weights without a bound average 1: completions of "
+                "these lengths train less than shorter ones. Set "
+                "algorithm.vllm_importance_sampling_mode=token_truncate or token_mask, or raise "
+                "algorithm.vllm_importance_sampling_clip_max"
+            )
+
+
 RULES: dict[str, Callable[[History], Iterator[str]]] = {
     rule.__name__: rule
     for rule in (dead_groups, turns_exhausted, kl_high, constant_reward, unscored, truncated, tools_unused, tools_fail,
-                 rollouts_fail, left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing)
+                 rollouts_fail, left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing,
+                 bounded_weights)
 }  # fmt: skip
 RULES |= {f"{who}_waits": partial(waits, who) for who in ("trainer", "sampler")}
 # rules for a policy that learns from rewards: one that learns from a teacher starts far off, and may get as sure as it

@@ -114,6 +114,10 @@ CASES = (
       ("disagree by 0.022", "algorithm.vllm_importance_sampling_mode=token_truncate"),
       ({"mismatch/mean_abs_prob_diff": after(11, 0.022, before=0.0074)},
        {"mismatch/mean_abs_prob_diff": after(11, 0.019, before=0.001)})),
+    R("bounded_weights", 5, {"mismatch/correction_mean/to_1024": 0.98, "mismatch/correction_mean/to_4096": 0.78},
+      ("to_4096 was 0.78", "algorithm.vllm_importance_sampling_mode=token_truncate"),
+      ({"mismatch/correction_mean/to_4096": 0.81}, {"mismatch/correction_mean/to_4096": after(3, 0.98, before=0.78)},
+       {"mismatch/correction_mean/to_4096": None})),
 )  # fmt: skip
 
 

@@ -145,6 +145,15 @@ def test_the_kl_of_a_step_keeps_its_digits_where_the_policy_has_hardly_moved() -
     assert engine.sums.drain()["kl"] == pytest.approx(expected, rel=1e-6, abs=0)
 
 
+def test_the_weights_of_sequences_are_summed_by_length() -> None:
+    config = settings(**OBJECTIVES["sequence correction"])
+    engine, batch = engine_of(config), batch_of(config, [VERSION, VERSION - 1])
+    engine.backward(batch, VERSION)
+    sums = engine.sums.drain()
+    assert sums["tokens_to_1024"] == sums["tokens"] and sums["tokens_to_4096"] == 0
+    assert sums["to_1024"] == pytest.approx(sums["correction"], rel=1e-12)
+
+
 def test_a_filler_adds_its_loss_of_zero_and_no_token_and_no_objective_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own may be NaN over one token, as (a − mean) / std is; 0 · NaN would end the step on all ranks."""
     engine, config = engine_of(settings()), settings()

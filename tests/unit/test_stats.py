@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Failure, Group, Rollout, Tombstone
@@ -13,7 +14,8 @@ from report.display import eval_line
 from report.full_marks import share, share_of_full_marks
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
-from trainer.algorithm.sums import TOKEN_SUMS
+from trainer.algorithm.mismatch import by_length
+from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.record.stats import (
     correction_metrics,
     eval_record,
@@ -153,6 +155,25 @@ def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> N
     assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
     assert correction_metrics(sums_of(), corrected)["mismatch/correction_mean"] == 1.0
     assert correction_metrics(sums, Algorithm()) == {}
+
+
+def test_the_weights_of_sequences_have_a_mean_for_each_range_of_lengths() -> None:
+    """Completions of 2, 1024 and 1025 tokens in one micro-batch, of 4096 and 16385 in another one."""
+    sums = Sums(TOKEN_SUMS)
+    for lengths, weights in (([2, 1024, 1025], [0.5, 1.5, 2.0]), ([4096, 16385], [0.25, 3.0])):
+        tokens = torch.repeat_interleave(torch.tensor(weights), torch.tensor(lengths))
+        sums.add(by_length(tokens, lengths))
+    truncates = Algorithm(vllm_importance_sampling_mode="sequence_truncate")
+    expected = {
+        "to_1024": (2 * 0.5 + 1024 * 1.5) / 1026,
+        "to_4096": (1025 * 2.0 + 4096 * 0.25) / 5121,
+        "longer": 3.0,
+    }
+    found = correction_metrics(drained := sums.drain(), truncates)
+    of_lengths = {name.split("/")[-1]: value for name, value in found.items() if name.count("/") == 2}
+    assert of_lengths == {name: pytest.approx(mean, rel=1e-12) for name, mean in expected.items()}
+    of_tokens = Algorithm(vllm_importance_sampling_mode="token_truncate")
+    assert len(correction_metrics(drained, of_tokens)) == 2, "weights of tokens do not depend on the length"
 
 
 def test_a_step_without_tokens_has_neutral_metrics() -> None:

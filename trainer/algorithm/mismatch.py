@@ -8,7 +8,7 @@ the cause `support`. π_own is the trainer's policy at the version that sampled,
 of the current version; for an older group all counts as staleness. Temperature is no cause: all three have the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 CAUSES = ("numerics", "staleness", "support")
 MEASURES = ("tokens", "log_ratio", "abs_prob_diff", "exp_abs_log_ratio", "k3")
+RANGES = ("to_1024", "to_4096", "to_16384", "longer")  # of completions by their tokens that train
+BY_LENGTH = (*RANGES, "tokens_to_1024", "tokens_to_4096", "tokens_to_16384", "tokens_longer")
 _LARGEST = 20.0  # the largest log-ratio that is exponentiated: verl's bound
 
 
@@ -66,6 +68,14 @@ def by_cause(
     if log_mass is not None:
         parts["support"] = gaps(logprobs + log_mass, logprobs)
     return {f"{cause}_{measure}": value for cause, part in parts.items() for measure, value in part.items()}
+
+
+def by_length(correction: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Returns BY_LENGTH: sums of the weights [N] of the tokens of completions of each range, and their numbers."""
+    sizes = torch.tensor(lengths)
+    places = torch.bucketize(sizes, torch.tensor((1024, 4096, 16384))).repeat_interleave(sizes)
+    weights = places.bincount(correction.double(), minlength=4)
+    return dict(zip(BY_LENGTH, [*weights, *places.bincount(minlength=4)], strict=True))
 
 
 def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:

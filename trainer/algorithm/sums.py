@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.algorithm.mismatch import CAUSES, MEASURES
+from trainer.algorithm.mismatch import BY_LENGTH, CAUSES, MEASURES
 
 SumsOf = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
@@ -13,6 +13,7 @@ SumsOf = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 TOKEN_SUMS = (
     *("loss", "entropy", "kl", "ratio", "clipped", "correction", "corrected", "abs_log_ratio", *MEASURES),
     *(f"{cause}_{measure}" for cause in CAUSES for measure in MEASURES),
+    *BY_LENGTH,
     *("routed", "rerouted"),  # counts of (token, layer) pairs: router_replay.py
 )
 VALUE_SUMS = ("tokens", "loss", "clipped")  # the critic's sums

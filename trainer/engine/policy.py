@@ -21,7 +21,7 @@ from model.packing import PackedRow, SequenceGroup
 from model.router_replay import RouterReplay
 from model.vision import layout_of
 from trainer.algorithm.losses import TokenTerms, loss_and_terms
-from trainer.algorithm.mismatch import by_cause, gaps
+from trainer.algorithm.mismatch import by_cause, by_length, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
 from trainer.engine.deepspeed_config import policy_of
@@ -139,7 +139,8 @@ def _sums_of(
     summed = {name: values.double().sum() for name, values in of_tokens.items()}
     if batch.ref_logprobs is not None and kl_estimator == "k3":  # the loss's, in float32, is noise below x = 1e-3
         summed["kl"] = gaps(batch.ref_logprobs.cpu(), logprobs)["k3"]
-    return summed | gaps(logprobs, old_logprobs) | by_cause(logprobs, old_logprobs, sampled, known, log_mass)
+    summed |= by_length(of_tokens["correction"], batch.row.lengths) | gaps(logprobs, old_logprobs)
+    return summed | by_cause(logprobs, old_logprobs, sampled, known, log_mass)
 
 
 def _sampled_logprobs(

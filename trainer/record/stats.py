@@ -14,6 +14,7 @@ from common.types import EvalResult, FailureKind, Group, Rollout, Tombstone
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
+from trainer.algorithm.mismatch import RANGES
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
 
@@ -145,14 +146,21 @@ def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
 
 
 def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[str, float]:
-    """Returns the mean weight of the mismatch correction over tokens, and the share of tokens truncated or masked."""
+    """Returns the mean weight of the mismatch correction over tokens, and the share of tokens truncated or masked.
+
+    Bounded weights of whole completions shrink with their length: they have a mean for each range.
+    """
     if algorithm.vllm_importance_sampling_mode is None:
         return {}
     n = max(sums["tokens"], 1.0)
-    return {
+    metrics = {
         "mismatch/correction_mean": sums["correction"] / n if sums["tokens"] else 1.0,
         "mismatch/corrected_ratio": sums["corrected"] / n,
     }
+    for name in RANGES if algorithm.vllm_importance_sampling_mode.startswith("sequence") else ():
+        if tokens := sums[f"tokens_{name}"]:
+            metrics[f"mismatch/correction_mean/{name}"] = sums[name] / tokens
+    return metrics
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
