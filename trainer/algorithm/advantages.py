@@ -214,8 +214,8 @@ def rewards_to_go(group: Group, config: Config) -> list[Floats]:
 
         A_it = A_i − β · Σ_{s ≥ t} (log π_old(s) − log π_ref(s))      A_i: of the rewards without any KL
 
-    A token cannot change the KL of those before it: the sum over the whole completion has the same expected gradient,
-    with more variance. The baseline of reinforce_plus_plus_baseline is the mean of A_i's rewards alone, as in OpenRLHF.
+    A token cannot change the KL of the tokens before it: the sum over the whole completion has the
+    same expected gradient, with more variance. A baseline is the mean of rewards without KL.
     """
     advantages = _advantages(group, punished_rewards(group, config), config)
     return [

@@ -129,8 +129,8 @@ def importance_ratio(log_ratio: Tensor, lengths: Sequence[int] | Tensor, algorit
         sequence    s_i     = exp(1/|o_i| Σ_s log_ratio_s), all t of i    GSPO, arXiv 2507.18071, equation 7
                     ratio_t = sg(s_i) · π_θ(t) / sg(π_θ(t))               GSPO-token, equation 14: has_token_advantages
 
-    The gradient of s_i reaches all tokens of a completion alike, so it would average their advantages. Where they have
-    one advantage, the two have the same values and gradients. `bounded` caps ratios at e^20.
+    The gradient of s_i reaches all tokens of a completion alike, and so averages their advantages.
+    Where they have one advantage, both have the same gradient. `bounded` caps ratios at e^20.
     """
     if algorithm.importance_sampling_level == "token":
         return bounded(log_ratio).exp()
