@@ -1,5 +1,7 @@
 """The ledger against its docstring's examples, leases worked out by hand, and its promises on any walk."""
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,35 +27,39 @@ def granted(ledger: Ledger, *samplers: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("total", "window", "samplers", "leases"),
+    ("total", "window", "samplers", "sizes"),
     [
-        (100, 4, "a", [[0, 1, 2, 3]]),
-        (100, 5, "ab", [[0, 2, 4], [1, 3]]),
-        (3, 8, "a", [[0, 1, 2]]),  # not beyond the end
-        (100, 1, "ab", [[0], []]),  # a group is drawn once, though another sampler has nothing to do
-        (100, 3, "abcd", [[0], [1], [2], []]),
+        (100, 4, "a", [4]),
+        (100, 5, "ab", [2, 3]),
+        (3, 8, "a", [3]),  # not beyond the end
+        (100, 1, "ab", [0, 1]),  # a group is drawn once, though another sampler has nothing to do
+        (100, 3, "abcd", [0, 1, 1, 1]),
         (100, 4, "", []),
     ],
 )
-def test_the_window_is_shared(total: int, window: int, samplers: str, leases: list[list[int]]) -> None:
+def test_the_window_is_shared(total: int, window: int, samplers: str, sizes: list[int]) -> None:
     ledger = Ledger(total, window)
-    for _ in range(2):  # asking again changes nothing
-        assert granted(ledger, *samplers) == leases
+    leases = granted(ledger, *samplers)
+    assert sorted(map(len, leases)) == sizes
+    assert sorted(itertools.chain(*leases)) == list(range(sum(sizes)))
+    assert leases == list(map(sorted, leases))
+    assert granted(ledger, *samplers) == leases, "asking again changes nothing"
 
 
 def test_a_sampler_that_is_done_gets_nothing_that_another_one_produces() -> None:
     ledger = Ledger(100, 8)
-    assert granted(ledger, "a", "b") == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    for group_id in (0, 2, 4):
+    [*of_a, last], [first, *rest] = granted(ledger, "a", "b")
+    assert len(of_a) == len(rest) == 3
+    for group_id in of_a:
         accept(ledger, group_id, "a")
-    accept(ledger, 1, "b")
+    accept(ledger, first, "b")
     assert not ledger.is_due, "both have work left"
-    accept(ledger, 6, "a")
+    accept(ledger, last, "a")
     assert ledger.is_due
-    assert granted(ledger, "a", "b") == [[], [3, 5, 7]]
-    assert ledger.refusal(arrived(3), range(1), "a") == "not_leased"
-    accept(ledger, 3, "b")
-    assert ledger.refusal(arrived(3), range(1), "b") == "duplicate"
+    assert granted(ledger, "a", "b") == [[], rest]
+    assert ledger.refusal(arrived(rest[0]), range(1), "a") == "not_leased"
+    accept(ledger, rest[0], "b")
+    assert ledger.refusal(arrived(rest[0]), range(1), "b") == "duplicate"
 
 
 def test_the_result_of_a_sampler_that_was_thought_lost_counts_only_while_it_has_the_lease() -> None:
@@ -103,12 +109,13 @@ def test_a_sampler_that_comes_back_begins_with_the_share_of_a_new_one() -> None:
 
 def test_the_shortest_lease_grows_first_and_what_was_trained_is_forgotten() -> None:
     ledger = Ledger(100, 4)
-    assert granted(ledger, "fast", "slow") == [[0, 2], [1, 3]]
+    [_, finished], slow = granted(ledger, "fast", "slow")
     accept(ledger, 0, "fast")
-    accept(ledger, 2, "fast")
+    accept(ledger, finished, "fast")
     ledger.advance(1)
-    assert (ledger.leases, list(ledger.held)) == ({1: "slow", 3: "slow"}, [2])
-    assert granted(ledger, "slow", "fast") == [[1, 3], [4]]
+    assert (ledger.leases, list(ledger.held)) == (dict.fromkeys(slow, "slow"), [finished])
+    ledger.refill(1)
+    assert granted(ledger, "slow", "fast") == [slow, [4, 5]]
 
 
 def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -> None:

@@ -13,10 +13,15 @@ first to arrive would more often be the shorter one, and training would favour s
 So a result of a sampler that no longer has the lease is refused. A sampler that has nothing left
 waits for the next groups, which `trainer.max_staleness` admits before the batch is complete.
 
-    a twice as fast as b, window 6:     a 0 1 3 4, b 2 5
+    a twice as fast as b, window 6:     a 2 3 4 5, b 0 1
+
+Which groups a sampler gets follows an order that is hashed from their ids. In the order of the ids,
+two samplers would take turns like two sources of data do (sampler/prompts/dataset.py), and each would
+draw one source alone.
 """
 
 import collections
+import hashlib
 import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +31,12 @@ from common.wire.wire import Received
 from trainer.link.sampler_speeds import SamplerSpeeds
 
 _NOBODY = ""  # no sampler: whoever gets the group draws it again
+
+
+def _hashed(*of: object) -> float:
+    """Returns a number in [0, 1] that looks random and is the same in every process (BLAKE2b)."""
+    digest = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 @dataclass
@@ -59,25 +70,33 @@ class Ledger:
         return [group_id for group_id in self.admitted if group_id not in taken]
 
     def lease_out(self, samplers: Collection[str]) -> None:
-        """Leases all free groups to these live samplers."""
+        """Leases all free groups to these live samplers.
+
+        Each group goes to the one that would finish it first. If fewer groups than samplers become
+        free, only their speeds and the hash decide, not the groups that they have in work.
+        """
         self.is_due = False
         if not samplers:
             return
-        free = self.free
+        free = sorted(self.free, key=_hashed)
         num_leased = collections.Counter(self.leases.values())
         if not free:
             self.speeds.measure(samplers, num_leased)
             return
-        finish_times = []  # a heap of (when a sampler would finish one more group, its number, name)
-        for number, sampler in enumerate(samplers):
-            finish_time = (num_leased[sampler] + 1) / self.speeds.of(sampler)
-            finish_times.append((finish_time, number, sampler))
+        # Who is idle depends on the sources of the groups in work. In a mix with a period these tell
+        # the source of the free group; but dead groups, and so their replacements, have no period.
+        counts_work = len(free) >= min(len(samplers), len(self.admitted)) or self.refilled > 0
+        finish_times = []  # a heap of (when a sampler would finish one more group, order of equals, name)
+        for sampler in samplers:
+            order = _hashed(free[0], sampler)
+            num_groups = num_leased[sampler] + 1 if counts_work else order
+            finish_times.append((num_groups / self.speeds.of(sampler), order, sampler))
         heapq.heapify(finish_times)
         for group_id in free:
-            finish_time, number, sampler = finish_times[0]
+            finish_time, order, sampler = finish_times[0]
             self._lease(group_id, sampler)
             next_time = finish_time + 1 / self.speeds.of(sampler)
-            heapq.heapreplace(finish_times, (next_time, number, sampler))
+            heapq.heapreplace(finish_times, (next_time, order, sampler))
 
     def _lease(self, group_id: int, sampler: str) -> None:
         self.leases[group_id] = sampler
