@@ -194,31 +194,35 @@ def _check_column(option: str, key: str, rows: Sequence[Row], spec: str) -> None
 
 
 @functools.lru_cache(maxsize=32)
-def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """Returns the order of n problems in one epoch, [n], read-only; it is a function of arguments and numpy version."""
-    order = np.random.Generator(np.random.PCG64([seed % 2**64, epoch])).permutation(n)
+def permutation(seed: int, epoch: int, n: int, source: int = 0) -> NDArray[np.int64]:
+    """Returns the order of n problems in one epoch, [n], read-only; it is a function of arguments and numpy version.
+
+    source: position among several sources. A seed that ends with 0 is the seed without it (SeedSequence).
+    """
+    order = np.random.Generator(np.random.PCG64([seed % 2**64, epoch, source])).permutation(n)
     order.setflags(write=False)  # the array is cached
     return order
 
 
-def problem_index(group_id: int, seed: int, num_problems: int, shuffle: bool = True) -> int:
+def problem_index(group_id: int, seed: int, num_problems: int, shuffle: bool = True, source: int = 0) -> int:
     """Returns group g's problem, permutation(seed, g // n)[g % n] or unshuffled g % n; n consecutive groups ask all."""
     epoch, place = divmod(group_id, num_problems)
-    return int(permutation(seed, epoch, num_problems)[place]) if shuffle else place
+    return int(permutation(seed, epoch, num_problems, source)[place]) if shuffle else place
 
 
 def mixed_index(group_id: int, seed: int, parts: Sequence[tuple[Fraction | int, int]], shuffle: bool = True) -> int:
     """Returns the problem of group g in a mix of sources; `parts` has (weight, number of problems) of each, in order.
 
     Source 1, whose share is p, has the groups at which ⌊(g + 1) p⌋ > ⌊g p⌋, and had ⌊g p⌋ of those before; the
-    remaining groups are distributed to the other sources in the same way. So each source is within one group of its
-    share at any time, and goes through its own problems in its own order. A single source has all groups.
+    remaining groups are distributed to the other sources in the same way. At any time a source has less than one
+    group too few, and less than one too many for each source before it: a last one gets what all of these round off.
+    Each source goes through its own problems in its own order. A single source has all groups.
     """
     first, left = 0, sum(weight for weight, _ in parts)
-    for weight, size in parts:
+    for source, (weight, size) in enumerate(parts):
         before = group_id * weight // left
         if (group_id + 1) * weight // left > before:
-            return first + problem_index(int(before), seed, size, shuffle)
+            return first + problem_index(int(before), seed, size, shuffle, source)
         group_id, left, first = int(group_id - before), left - weight, first + size
     raise AssertionError("the last source has all that is left")
 

@@ -55,10 +55,28 @@ def test_each_source_is_near_its_share_at_any_time_and_asks_its_problems_in_orde
         place = mixed_index(g, seed, parts)
         source = int(np.searchsorted(ends, place, side="right"))
         asked[source].append(place - int(ends[source] - parts[source][1]))
-        for own, (weight, _) in zip(asked, parts, strict=True):
-            assert abs(len(own) - (g + 1) * weight / total) < len(parts)
-    for own, (_, size) in zip(asked, parts, strict=True):
-        assert own == [int(permutation(seed, *divmod(n, size)[:1], size)[n % size]) for n in range(len(own))]
+        for before, (own, (weight, _)) in enumerate(zip(asked, parts, strict=True)):
+            too_many = len(own) - (g + 1) * weight / total
+            assert -1 < too_many < before or -1 < too_many <= before == 0
+    for source, (own, (_, size)) in enumerate(zip(asked, parts, strict=True)):
+        assert own == [int(permutation(seed, n // size, size, source)[n % size]) for n in range(len(own))]
+
+
+def test_sources_of_equal_size_have_orders_of_their_own() -> None:
+    """Rows that belong together, such as translations, have the same place in both sources."""
+    size = 1000
+    pairs = [[mixed_index(2 * k + i, 3, [(1, size)] * 2) % size for i in range(2)] for k in range(size)]
+    assert sum(first == second for first, second in pairs) < 6, "about 1 by chance"
+
+
+@given(st.integers(), st.integers(0, 99), st.integers(1, 50), st.integers(1, 50))
+def test_the_first_source_keeps_the_order_that_it_had_before_others_had_their_own(
+    seed: int, epoch: int, size: int, other: int
+) -> None:
+    without_source = np.random.Generator(np.random.PCG64([seed % 2**64, epoch])).permutation(size)
+    parts = [(size, size), (other, other)]
+    found = [mixed_index(g, seed, parts) for g in range(epoch * (size + other), (epoch + 1) * (size + other))]
+    assert [row for row in found if row < size] == without_source.tolist()
 
 
 @given(st.integers(0, 10**9), st.integers(), st.integers(1, 99), st.booleans())
