@@ -52,6 +52,8 @@ def _sequence_parallel(config: Settings) -> Iterator[str]:
 def _vllm_arguments(config: Settings) -> Iterator[str]:
     if (mode := config.vllm.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
         yield f"vllm.logprobs_mode {mode!r} are not the log-probs of the sampled distribution; remove it"
+    if "seed" in config.vllm:  # the noise of sequences without seeds of their own, on accelerators
+        yield "vllm.seed would give all samplers, also restarted ones, the same noise; remove it, and set run.seed"
     if config.vllm.get("enable_sleep_mode") and (ahead := config.trainer.max_staleness):
         yield (
             f"vllm.enable_sleep_mode lets the sampler sleep while the trainer works, and trainer.max_staleness {ahead} "

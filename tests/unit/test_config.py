@@ -253,6 +253,8 @@ REFUSED = {
         "rewards.reward_funcs=[answer,mine.py:answer]": "two functions named 'answer'",
         "vllm.enable_sleep_mode=true trainer.max_staleness=1": "set trainer.max_staleness=0",
         "vllm.logprobs_mode=raw_logprobs": "vllm.logprobs_mode 'raw_logprobs'",
+        "vllm.seed=0": "remove it, and set run.seed",
+        "vllm.seed=null": "the same noise",
         "reference.on=trainer algorithm.beta=0.1 algorithm.kl_in_reward=true": "set reference.on=sampler",
         'sampler.generation_kwargs={"min_tokens":9}': "set sampler.top_k=1024",
         'sampler.generation_kwargs={"repetition_penalty":1.2}': "unknown to the trainer; remove it",
