@@ -38,7 +38,7 @@ class TrainerSettings(Section):
     max_steps: int = Field(200, gt=0)
     """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)
-    """Instead: passes over the rows, those included that are left out later."""
+    """Instead: passes over the rows, those included that are left out later; resampling takes more."""
     prompts_per_step: int = Field(8, gt=0)
     """Groups per step over all ranks."""
     groups_per_micro_batch: int = Field(1, gt=0)

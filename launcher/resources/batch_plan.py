@@ -28,9 +28,14 @@ def batch_line(config: Config, num_ranks: int) -> str:
 
 
 def run_line(config: Config, num_rows: int) -> str:
-    """Returns "800 rows = 50 batches; the run is 100 batches, 100 optimizer steps, 2 epochs" for num_rows=800."""
+    """Returns "800 rows = 50 batches; the run is 100 batches, 100 optimizer steps, 2 epochs" for num_rows=800.
+
+    With `dead_groups: resample` "2 to 4 epochs", as many groups are replaced.
+    """
     prompts, batches, steps = config.prompts_per_batch, config.num_batches, config.trainer.max_steps
-    run = f"{batches:,} batches, {steps:,} optimizer steps, {batches * prompts / num_rows:.3g} epochs"
+    epochs = batches * prompts / num_rows
+    more = f" to {epochs * (1 + resamples):.3g}" if (resamples := config.algorithm.resamples) else ""
+    run = f"{batches:,} batches, {steps:,} optimizer steps, {epochs:.3g}{more} epochs"
     return f"{num_rows:,} rows = {num_rows / prompts:.4g} batches; the run is {run}"
 
 

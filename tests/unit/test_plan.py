@@ -49,6 +49,8 @@ def test_the_config_for_geometry3k_prints_its_sources_arithmetic() -> None:
 def test_epochs_count_batches_and_not_optimizer_steps() -> None:
     found = run_line(config_of(**IN_PASSES), 800)
     assert found == "800 rows = 100 batches; the run is 2 batches, 12 optimizer steps, 0.02 epochs"
+    resampling = {"algorithm": PASSES | {"dead_groups": "resample", "max_resamples": 3}}
+    assert run_line(config_of(**IN_PASSES | resampling), 800).endswith(" 0.02 to 0.08 epochs")
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 12), (2, 18), (0.5, 6), (0.01, 6)])
