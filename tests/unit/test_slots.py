@@ -1,6 +1,7 @@
 """How the slots of a batch fill from the stream, and what each handling of dead groups leaves to train."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,38 @@ def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_di
     assert slots.dead_group_metrics(last) == {"dead_groups": 5.0, "resampled_groups": 4.0, "empty_slots": 2.0}
     assert "2 of 4 slots of the batch stay empty: of 8 groups 6 were dead" in slots.warning()
     assert filled(settings, "").warning() == ""
+
+
+CUT = {  # which completions have which reward, and which end at the limit
+    "all are cut": [(1.0, "length"), (0.0, "length"), (0.0, "length"), (1.0, "length")],
+    "the others have the mean": [(1.0, "length"), (0.0, "length"), (0.5, "stop"), (0.5, "stop")],
+}
+
+
+@pytest.mark.parametrize("completions", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gigpo"])
+def test_a_group_whose_advantages_are_all_masked_leaves_its_slot(
+    completions: list[tuple[float, str]], estimator: str
+) -> None:
+    def settings(handling: str, masks: bool = True) -> Config:
+        algorithm = {"adv_estimator": estimator, "mask_truncated_completions": masks, "dead_groups": handling}
+        rollout = {"environment": "a.py:Game"} if estimator == "gigpo" else {}
+        return config_of(rollout=rollout, trainer={"prompts_per_step": 1}, algorithm=algorithm)
+
+    def group(group_id: int, *given: tuple[float, str]) -> Group:
+        return make_group(group_id, 0, *(replace(make_rollout(reward=r), finish_reason=why) for r, why in given))
+
+    cut, trains = group(FIRST, *completions), group(FIRST + 1, (1.0, "stop"), (1.0, "stop"), (0.0, "length"))
+    slots = Slots(settings("resample"), FIRST)
+    assert slots.add([cut]) == 1 and slots.num_filled == 0
+    slots.add([trains])
+    assert ids(slots) == [[FIRST, FIRST + 1]] and trained(slots) == [trains]
+    [step] = steps(settings("resample"), batch=0)
+    assert slots.dead_group_metrics(step) == {"dead_groups": 1.0, "resampled_groups": 1.0, "empty_slots": 0.0}
+    for others in (settings("keep"), settings("skip"), settings("resample", masks=False)):
+        slots = Slots(others, FIRST)  # a group is dead by its rewards alone
+        slots.add([cut])
+        assert slots.num_filled == 1 and trained(slots) == [cut] and not dead_ids(slots)
 
 
 @pytest.mark.parametrize(("how", "expected"), [("sum_then_normalize", {FIRST}), ("normalize_then_sum", set())])

@@ -54,10 +54,16 @@ def is_unmasked(rollout: Rollout, mask_truncated_completions: bool) -> bool:
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
-    """Returns whether the task's rewards give no advantage over their baseline: only KL, length or entropy train."""
-    if isinstance(group, Tombstone) or not config.algorithm.estimator.has_group_baseline:
+    """Returns whether the task's rewards give no advantage over their baseline: only KL, length or entropy train.
+
+    With `resample`, the advantages of masked completions do not count, so that a slot gets what trains.
+    """
+    algorithm = config.algorithm
+    if isinstance(group, Tombstone) or not algorithm.estimator.has_group_baseline:
         return False
-    return not has_advantage(np.hstack(list(_advantages(group, rewards_of(group), config))))
+    masks = algorithm.mask_truncated_completions and algorithm.dead_groups == "resample"
+    advantages = zip(group.rollouts, _advantages(group, rewards_of(group), config), strict=True)
+    return not any(has_advantage(advantage) for rollout, advantage in advantages if is_unmasked(rollout, masks))
 
 
 def centred(rewards: Floats) -> Floats:
