@@ -6,9 +6,9 @@
 
     prompts_per_batch 3, groups 0, 2, 4 alive, 1, 3 dead:    keep (0) (1) (2)    resample (0) (1 2) (3 4)
 
-With mask_truncated_completions, `resample` takes for dead also a group without an unmasked completion, or whose unmasked
-ones have no advantage. The assignment of groups to slots follows from ids, rewards and truncation alone, not from ranks,
-micro-batches or arrival order.
+With mask_truncated_completions, `resample` also takes for dead a group without an unmasked completion, or whose
+unmasked ones have no advantage. The assignment of groups to slots follows from ids, rewards and truncation alone, not
+from ranks, micro-batches or arrival order.
 Resampling is the dynamic sampling of DAPO, arXiv 2503.14476, equation 11, one group at a time instead of a batch.
 """
 
