@@ -130,3 +130,18 @@ def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_p
     assert ledger.redrawn == 1, "its batch had been begun"
     inbox.commit(26, published("13d"))
     assert sorted(ledger.held) == [26, 27, 28]
+
+
+@pytest.mark.parametrize(("was_published", "redrawn"), [(False, 1), (True, 3)])
+def test_after_a_restart_only_groups_that_had_been_begun_count_as_drawn_again(
+    tmp_path: Path, was_published: bool, redrawn: int
+) -> None:
+    """The trainer dies at cursor 26: of groups 24 to 27 all but 27 had arrived; 28 and 29 came with version 13."""
+    config = make_config(tmp_path)
+    assert (config.prompts_per_batch, config.window) == (2, 4)
+    live(config, ("11b", 24, 25), ("12c", 26), *[("13d",)] * was_published)
+    inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))
+    inbox.commit(26, published("13d"))
+    ledger = inbox.state.ledger
+    ledger.lease_out(["s0"])
+    assert (list(ledger.held), ledger.by_sampler(), ledger.redrawn) == ([26], {"s0": [27, 28, 29]}, redrawn)

@@ -112,7 +112,10 @@ class Inbox(GroupSource):
         batch_end = ledger.cursor + self.config.prompts_per_batch + ledger.refilled
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
         if num_accepted:
-            ledger.note_interrupted(ledger.free)
+            begun = ledger.admitted
+            if not self.state.kept.is_known:  # no earlier start admitted the window's last batch
+                begun = range(ledger.cursor, ledger.cursor + ledger.window - self.config.prompts_per_batch)
+            ledger.note_interrupted(group_id for group_id in ledger.free if group_id in begun)
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """Returns the groups, in this order, once all have arrived. They stay held until `commit` passes them."""
