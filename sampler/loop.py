@@ -192,7 +192,7 @@ class Sampler:
             return
         self.phase = self.turns.phase
         start = time.monotonic()
-        # one step may hold thousands of prompt tokens
+        # a step reports its tokens, on a CPU also its layers: it may hold thousands of prompt tokens
         with progress_heard_by(lambda _: self._beat_at_work(self.phase)):
             finished = self.turns.step()
         for key, sampled in finished:

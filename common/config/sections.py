@@ -185,7 +185,7 @@ class Channel(Section):
     connect_timeout_s: float = Field(600.0, gt=0)
     """For the first message."""
     stall_timeout_s: float = Field(1800.0, gt=0)
-    """Without progress, exit with code 75."""
+    """Without progress, such as a token, exit with code 75. Above every `timeout_s`."""
 
     @field_validator("endpoint")
     @classmethod

@@ -83,6 +83,7 @@ class Engine:
             except ValidationError as error:
                 raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
         self._engine = self._llm.llm_engine
+        vllm_insides.report_tokens(self._engine.engine_core)
         self._llm.collective_rpc("prepare", args=(self.on_cpu, config.algorithm.router_replay))
         if config.algorithm.router_replay:
             ask = self._llm.collective_rpc

@@ -86,6 +86,22 @@ def forget_packed_experts(model: Any) -> None:
             method.moe_kernel = None  # type: ignore[union-attr]
 
 
+def report_tokens(core: Any) -> None:
+    """Makes vLLM's engine core report progress after each step that sampled a token: a completion may take hours.
+
+    core: as the engine holds it. A step that never returns, or that samples nothing, reports nothing.
+    """
+    get_output = core.get_output
+
+    def reporting() -> Any:
+        outputs = get_output()
+        if any(output.new_token_ids for output in outputs.outputs):
+            report_progress("generating")
+        return outputs
+
+    core.get_output = reporting
+
+
 def by_expert(model: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields weights for a reload, one expert at a time if the model takes its experts so (gpt-oss).
 

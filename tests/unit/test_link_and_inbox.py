@@ -39,6 +39,7 @@ from tests.support.protocol_helpers import (
 from tests.support.speed import limit, until
 from trainer.link.evaluation import problems_per_chunk
 from trainer.link.inbox import Inbox
+from trainer.link.peers import Peer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -380,6 +381,25 @@ def test_a_wait_ends_only_when_nothing_came_for_all_of_it(link: MemoryLink, monk
         assert next(looks) == 5
         with pytest.raises(Retryable, match=r"for 3 of 4"):
             inbox._wait(lambda: missing(3))
+
+
+def test_a_wait_lasts_as_long_as_the_samplers_get_further(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look comes 1,000 s after the one before it; the limit is 1,800 s. Nothing arrives in 12,000 s."""
+    with link.inbox(say=lambda _: None) as inbox:
+        inbox.config = changed(link.config, channel={"stall_timeout_s": 1800.0})  # of the wait alone
+        clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+        monkeypatch.setattr("trainer.link.inbox.time", clock)
+        peer = Peer(HELLO, time.monotonic(), time.monotonic())
+        inbox.state.peers = {"s0": peer}
+        progress = itertools.chain(range(1, 11), itertools.cycle([4, 5, 6]))  # then it restarts and gets no further
+
+        def missing() -> str:
+            clock.now += 1000
+            peer.progress = next(progress)
+            return "4 of 4"
+
+        with pytest.raises(Retryable, match="waited 12000 s for 4 of 4"):
+            inbox._wait(missing)
 
 
 def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:

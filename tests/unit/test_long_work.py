@@ -20,16 +20,17 @@ from common.wire import channel
 from sampler import link as link_module
 from sampler import loop
 from sampler.engine.engine_tensors import Proof
+from sampler.engine.vllm_insides import report_tokens
 from sampler.link import Link
 from sampler.loop import Sampler
 from tests.support.memory_transport import TRAINER, MemoryNetwork
-from tests.support.protocol_helpers import HELLO, make_config, make_inbox, short_folder
+from tests.support.protocol_helpers import HELLO, make_config, make_group, make_inbox, received, short_folder
 from tests.support.speed import until
 from tests.support.versions import publish
 from tests.unit.test_late_visibility import IdleEngine
 from trainer.link import socket_thread
 
-LOST_AFTER_S, WORK_S, PIECE_S = 10.0, 30.0, 0.5
+LOST_AFTER_S, STALLED_AFTER_S, WORK_S, PIECE_S = 10.0, 20.0, 30.0, 0.5
 
 
 class World:
@@ -84,7 +85,9 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with short_folder() as folder:
         monkeypatch.setattr(channel, "LOST_AFTER_S", LOST_AFTER_S)
-        config = make_config(folder, model={"path": "m", "dtype": "float32"}, channel={"stall_timeout_s": 20.0})
+        config = make_config(
+            folder, model={"path": "m", "dtype": "float32"}, channel={"stall_timeout_s": STALLED_AFTER_S}
+        )
         world = World(config, folder, monkeypatch)
         with world.inbox:
             world.begin()
@@ -166,6 +169,49 @@ def test_a_sampler_that_is_stuck_in_a_reload_is_lost_and_its_leases_are_free(wor
     world.engine.load = load
     world.sampler.reload_if_credited()
     assert world.peer.lost or not world.leases()
+
+
+def decode(world: World, seconds: float, tokens_of_step: list[int]) -> None:
+    """An accelerator's engine runs steps, none of which finishes a completion or reports by itself."""
+
+    def get_output() -> Any:
+        world.work(PIECE_S, reports=False)
+        return SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=tokens_of_step)])
+
+    core = SimpleNamespace(get_output=get_output)
+    report_tokens(core)
+    step: Any = SimpleNamespace(num_running=1, num_events=0, phase=PROMPTS, step=lambda: core.get_output().outputs[1:])
+    world.sampler.turns = step
+    until_s = world.now_s + seconds
+    while world.now_s < until_s and "s0" in world.inbox.state.peers:
+        world.sampler.generate()
+        world.sampler.link.beat(PROMPTS, world.sampler.progress, 8, {}, now=True)
+        until(lambda: not world.network.queues[TRAINER])
+        until(lambda: "s0" not in world.inbox.state.peers or world.peer.heard_at >= world.now_s - 2)
+
+
+def test_a_completion_may_take_longer_than_the_deadline_while_tokens_come(world: World) -> None:
+    before = world.leases()
+    decode(world, 3 * STALLED_AFTER_S, tokens_of_step=[7])
+    assert world.leases() == before and not world.said
+
+
+def test_an_engine_whose_steps_sample_nothing_is_sent_away(world: World) -> None:
+    decode(world, 3 * STALLED_AFTER_S, tokens_of_step=[])
+    until(lambda: any("sampler s0 is sent away: its work has not moved for" in text for text in world.said))
+    assert not world.leases()
+
+
+def test_a_sampler_is_not_sent_away_while_the_trainer_works_for_long_and_it_has_nothing_to_do(world: World) -> None:
+    with world.inbox.state.changed:
+        for group_id in world.leases():
+            world.inbox.state.ledger.accept(received(make_group(group_id, 8)), "s0")
+    until_s = world.now_s + 3 * STALLED_AFTER_S
+    while world.now_s < until_s:
+        world.now_s += PIECE_S
+        world.sampler.link.beat("idle, no work assigned", 0, 8, {}, now=True)
+        world.await_trainer()
+    assert not world.peer.lost and not world.said
 
 
 def test_a_reference_reports_progress_in_every_layer(tmp_path: Path) -> None:

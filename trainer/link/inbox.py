@@ -173,12 +173,13 @@ class Inbox(GroupSource):
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
         """Waits until missing() is empty, and reports what is missing. Raises the error that the thread raised.
 
-        Raises Retryable if missing() has not changed for timeout_s, by default channel.stall_timeout_s.
+        Raises Retryable if for timeout_s, by default channel.stall_timeout_s, missing() has not changed and
+        the samplers together have not got further than before: one completion may take longer than that.
         Raises Interrupted if the process shall end meanwhile, because a sampler may take minutes to deliver.
         """
         start = moved = time.monotonic()
         is_due = every(_SAY_EVERY_S)
-        last_missing = ""
+        last_missing, furthest = "", 0
         deadline = timeout_s or self.config.channel.stall_timeout_s
         while True:
             with self.state.changed:
@@ -193,8 +194,9 @@ class Inbox(GroupSource):
             peers = known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
             report_progress(f"waiting for {what}")  # this wait has a deadline of its own; other ranks may hear of it
             now = time.monotonic()
-            if what != last_missing:
-                last_missing, moved = what, now
+            progress = sum(peer.progress for peer in self.state.peers.values())
+            if what != last_missing or progress > furthest:
+                last_missing, furthest, moved = what, progress, now
             if now - moved > deadline:
                 log = last_lines(sampler_log(self.config.run.output_dir, "sampler.0"))
                 log = log or " Is `python sampling.py` running with the same --config?"
