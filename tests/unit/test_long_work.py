@@ -202,6 +202,20 @@ def test_an_engine_whose_steps_sample_nothing_is_sent_away(world: World) -> None
     assert not world.leases()
 
 
+def test_while_a_step_does_not_return_its_leases_become_free(world: World) -> None:
+    def get_output() -> Any:
+        world.work(WORK_S, reports=False)
+        until(lambda: not world.leases())
+        return SimpleNamespace(outputs=[])
+
+    core = SimpleNamespace(get_output=get_output)
+    report_tokens(core)
+    step: Any = SimpleNamespace(num_running=1, num_events=0, phase=PROMPTS, step=lambda: core.get_output().outputs)
+    world.sampler.turns = step
+    world.sampler.generate()
+    assert any("sampler s0 lost" in text or "sampler s0 is sent away" in text for text in world.said)
+
+
 def test_a_sampler_is_not_sent_away_while_the_trainer_works_for_long_and_it_has_nothing_to_do(world: World) -> None:
     with world.inbox.state.changed:
         for group_id in world.leases():
