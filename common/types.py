@@ -205,7 +205,10 @@ class EvalSample:
 
 @dataclass(frozen=True)
 class EvalFailure:
-    """A held-out problem that could not be scored. It is counted and named, and left out of every mean."""
+    """A held-out problem that could not be scored. It is counted and named, and left out of the evaluation's means.
+
+    Where versions are compared it counts as failed.
+    """
 
     problem_index: int
     reason: str

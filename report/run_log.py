@@ -68,9 +68,11 @@ class MetricsLog:
         """Writes one finished held-out evaluation. `step` is the policy version, `n` counts completions:
 
         {"step": 40, "eval_id": "v40", "n": 512, "problems": 512, "full_marks": {"answer": 300, "format": 500},
-         "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0}
+         "mean": {"answer": 0.2, "format": 1.1}, "mean_length": 23.1, "clipped_ratio": 0.0,
+         "by_problem": {"answer/accuracy": [1.0, 0.0, …], "answer/mean": [1.0, -1.0, …], …}}
 
-        A function that returned None for some also has "scored": {"answer": [448, 448]}, its completions and problems.
+        by_problem has results in the order of the problems; null: not scored. A function that returned None for some
+        also has "scored": {"answer": [448, 448]}, its completions and problems.
         """
         self._append(self._eval, record)
         shares = {f"eval/{name}/accuracy": share(record, name) for name in record["full_marks"]}

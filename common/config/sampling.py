@@ -136,7 +136,7 @@ class Eval(Section):
     greater_is_better: bool = True
     """Of that metric."""
     early_stopping_patience: int | None = Field(None, gt=0)
-    """Stop after n without a better one."""
+    """Stop after n in a row that neither are the best nor above what it is worth (evaluation.md)."""
     load_best_model_at_end: bool = False
     """final/ is the best policy."""
 

@@ -13,6 +13,7 @@ from common.config import Config
 from common.files.weights import Published
 from common.types import EvalResult, EvalSample
 from report.run_log import MetricsLog, read_jsonl
+from report.versions import BestSoFar, best_so_far
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.tiny import dense_logprobs, tiny_model
@@ -21,7 +22,7 @@ from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
 from trainer.save import publisher
-from trainer.save.best import Best, BestSoFar, best_so_far
+from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.write_version import Changes
 
@@ -193,8 +194,8 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
 @pytest.mark.parametrize(
     ("right", "patience", "published"),
     [
-        # version 2 is the best; 3, 4 and 5 are not better: version 6, trained meanwhile, is not published any more
-        ([1, 2, 6, 5, 6, 4, 9, 9, 9, 9], 3, [0, 1, 2, 3, 4, 5]),
+        # version 2 is the best; 3, 4 and 5 are below it: version 6, trained meanwhile, is not published any more
+        ([1, 2, 8, 3, 2, 1, 9, 9, 9, 9], 3, [0, 1, 2, 3, 4, 5]),
         (list(range(10)), 1, list(range(10))),
     ],
 )

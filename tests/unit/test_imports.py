@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "trainer.algorithm": {"common"},
     "trainer.data": {"common", "model", "trainer.algorithm"},
     "trainer.engine": {"common", "model", "trainer.algorithm", "trainer.data"},
-    "trainer.save": {"common", "model", "trainer.engine", "trainer.link"},
+    "trainer.save": {"common", "model", "report", "trainer.engine", "trainer.link"},
     "trainer.record": {
         "common",
         "model",

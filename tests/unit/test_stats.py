@@ -12,6 +12,7 @@ from common.config import Algorithm, Config
 from common.types import EvalFailure, EvalResult, EvalSample, Failure, Group, Rollout, Tombstone
 from report.display import eval_line
 from report.full_marks import share, share_of_full_marks
+from report.versions import metric_of
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
 from trainer.algorithm.mismatch import by_length
@@ -25,7 +26,6 @@ from trainer.record.stats import (
     token_metrics,
     turn_metrics,
 )
-from trainer.save.best import metric_of
 
 
 def sums_of(**given: float) -> dict[str, float]:
@@ -200,6 +200,12 @@ def test_an_evaluation_record_by_hand() -> None:
         "failed_problems": {},
         "full_marks": {"answer": 2, "format": 2},
         "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
+        "by_problem": {
+            "answer/accuracy": [0.5, 1.0],
+            "answer/mean": [0.0, 1.0],
+            "format/accuracy": [1.0, None],
+            "format/mean": [1.25, None],
+        },
         "scored": {"format": [2, 1]},  # both of one problem; the third completion has None
         "mean_length": 20.0,
         "clipped_ratio": pytest.approx(1 / 3),
@@ -242,8 +248,10 @@ FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))
 
 def test_a_problem_that_could_not_be_scored_is_named_and_left_out_of_n() -> None:
     failed = {"failed_problems": {7: "reward timed out"}}
-    assert eval_record([FAILED, *CHUNKS], full_mark) == eval_record(CHUNKS, full_mark) | failed
-    nothing = {"step": 40, "eval_id": "v40", "n": 0, "problems": 0, "full_marks": {}, "mean": {}}
+    whole, found = eval_record(CHUNKS, full_mark), eval_record([FAILED, *CHUNKS], full_mark)
+    padded = {metric: [*values, *[None] * 6] for metric, values in whole["by_problem"].items()}
+    assert found == whole | failed | {"by_problem": padded}
+    nothing = {"step": 40, "eval_id": "v40", "n": 0, "problems": 0, "full_marks": {}, "mean": {}, "by_problem": {}}
     assert eval_record([FAILED], full_mark) == nothing | failed
 
 

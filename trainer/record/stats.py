@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
-from common.types import EvalResult, FailureKind, Group, Rollout, Tombstone
+from common.types import EvalResult, EvalSample, FailureKind, Group, Rollout, Tombstone
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
@@ -167,7 +167,8 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
     """Returns one line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
 
     A function's shares and means cover the completions that it scored: those for which it did not return None. Each of
-    several sources also has shares and means of its own, such as "math/answer".
+    several sources also has shares and means of its own, such as "math/answer". by_problem has the mean of each
+    problem's completions; null where there is none.
     """
     samples = [s for result in results for s in result.samples]
     record: dict[str, Any] = {
@@ -178,7 +179,9 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
         "failed_problems": {f.problem_index: f.reason for result in results for f in result.failures},
         "full_marks": {},
         "mean": {},
+        "by_problem": {},
     }
+    num_problems = 1 + max([*(s.problem_index for s in samples), *record["failed_problems"]])
     for place, part in by_source(samples, lambda s: s.source).items():
         for function in part[0].rewards if part else ():
             scored = [s for s in part if not math.isnan(s.rewards[function])]
@@ -186,7 +189,10 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
                 continue
             name, scores = place + function, [s.rewards[function] for s in scored]
             mark = full_mark(function) - ROUNDING
-            record["full_marks"][name] = sum(s.failure is None and s.rewards[function] >= mark for s in scored)
+            marks = [s.failure is None and s.rewards[function] >= mark for s in scored]
+            for metric, values in ((f"{name}/accuracy", marks), (f"{name}/mean", scores)):
+                record["by_problem"][metric] = _by_problem(scored, values, num_problems)
+            record["full_marks"][name] = sum(marks)
             record["mean"][name] = sum(scores) / len(scores)
             if len(scored) < len(samples):
                 record.setdefault("scored", {})[name] = [len(scored), len({s.problem_index for s in scored})]
@@ -194,6 +200,14 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
         record["mean_length"] = fmean([s.num_tokens for s in samples])
         record["clipped_ratio"] = fmean([s.finish_reason == "length" for s in samples])
     return record
+
+
+def _by_problem(samples: Sequence[EvalSample], values: Sequence[float], num_problems: int) -> list[float | None]:
+    """Returns the mean value of each problem's samples, by problem index; None without any."""
+    found: dict[int, list[float]] = {}
+    for sample, value in zip(samples, values, strict=True):
+        found.setdefault(sample.problem_index, []).append(value)
+    return [fmean(found[problem]) if problem in found else None for problem in range(num_problems)]
 
 
 def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:

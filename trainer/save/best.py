@@ -13,57 +13,20 @@ resumed run evaluates, and keeps, the version once more. Left out: several metri
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import durable
-from common.config import Config, Eval
+from common.config import Config
 from common.files import delta, pieces, weights
 from common.files.run_folder import BEST, COMMIT, FINAL
 from common.files.weights import Published
 from model.files import lora
+from report.versions import BestSoFar, best_so_far
 from trainer.save.disk import write_folder
 from trainer.save.model_files import write_index, write_side_files
 
 Record = dict[str, Any]  # a line of eval.jsonl
-
-
-@dataclass(frozen=True)
-class BestSoFar:
-    """The best evaluation: BestSoFar(version=40, value=0.62, without_improvement=2); two later ones were not better."""
-
-    version: int | None
-    value: float | None
-    without_improvement: int
-
-
-def metric_of(record: Record, metric: str) -> float | None:
-    """Returns `answer/accuracy` or `answer/mean` of one evaluation; None if it has no sample for it."""
-    name, _, kind = metric.rpartition("/")
-    if kind == "mean":
-        return record["mean"].get(name)
-    num_scored, *_ = record.get("scored", {}).get(name, [record["n"]])
-    return record["full_marks"][name] / num_scored if num_scored and name in record["full_marks"] else None
-
-
-def best_so_far(records: Sequence[Record], settings: Eval) -> BestSoFar:
-    """Returns the best evaluation so far. One without any sample counts neither as better nor as worse.
-
-    accuracies 0.2, 0.5, 0.5, 0.4 of versions 0, 20, 40, 60  →  BestSoFar(20, 0.5, 2)
-    """
-    assert settings.metric_for_best_model is not None
-    sign = 1 if settings.greater_is_better else -1
-    now = BestSoFar(None, None, 0)
-    for record in {record["step"]: record for record in records}.values():
-        value = metric_of(record, settings.metric_for_best_model)
-        if value is None:
-            continue
-        if now.value is None or sign * (value - now.value) > 0:
-            now = BestSoFar(record["step"], value, 0)
-        else:
-            now = BestSoFar(now.version, now.value, now.without_improvement + 1)
-    return now
 
 
 class Best:
@@ -127,8 +90,9 @@ class Best:
         self.stops_early = self.exchange.agree(now.without_improvement >= patience)
         if self.stops_early and self.exchange.rank == 0:
             self._say(
-                f"stopping early: {self._metric} has not been better than {now.value:.4g} of "
-                f"version {now.version} in {now.without_improvement} evaluations (eval.early_stopping_patience)"
+                f"stopping early: {self._metric} was not above what version {now.version}, the best with a measured "
+                f"{now.value:.4g}, is worth in {now.without_improvement} evaluations in a row "
+                "(eval.early_stopping_patience)"
             )
 
 
