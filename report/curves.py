@@ -21,6 +21,7 @@ from report.escape import one_line
 from report.full_marks import Records, reward_functions, share_of_full_marks, without_accuracies
 from report.run_log import read_jsonl
 from report.sinks import saved_settings
+from report.versions import with_failures
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito: safe for the colour-blind
 INK = "#333333"
@@ -55,10 +56,11 @@ def history_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     """Returns (steps, evaluations) to show to people: without accuracies of functions whose full marks are unknown.
 
     Evaluations have at least one completion and are ordered by policy version; the last record of a version counts.
+    Problems that failed count as failed in their shares and means.
     """
     rows = read_jsonl(folder / "metrics.jsonl")
     latest = {record["step"]: record for record in read_jsonl(folder / "eval.jsonl") if record["n"]}
-    evaluations = [latest[step] for step in sorted(latest)]
+    evaluations = with_failures([latest[step] for step in sorted(latest)])
     names = full_marks.functions_without_full_marks(saved_settings(folder).get("rewards", {}))
     names -= full_marks.functions_with_full_marks([*rows, *evaluations])
     return [without_accuracies(row, names) for row in rows], [without_accuracies(one, names) for one in evaluations]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from common.config import Eval
 from common.processes import exits
 from common.user_code.paid_calls import PaidCalls
 from report.curves import history_of, write_curves
@@ -18,12 +19,16 @@ from report.display import clock, comparison, wall_s
 from report.escape import one_line
 from report.full_marks import Records
 from report.sinks import saved_settings
+from report.versions import choice
 
 
 def final_summary(folder: Path) -> str:
-    """Returns every reward function's first and last held-out evaluation, sources, costs and pace, for the terminal."""
+    """Returns every reward function's first and last held-out evaluation, the best version, sources, costs and pace."""
     rows, evaluations = history_of(folder)
     lines = comparison(evaluations) or ["no held-out evaluation was made; set data.eval to measure one"]
+    chosen = choice(evaluations, Eval.model_construct(**saved_settings(folder).get("eval", {})))
+    if chosen:
+        lines.append(one_line(chosen[1]))
     return "\n".join([*lines, *source_lines(rows), *cost_lines(folder), *_pace(rows)])
 
 

@@ -22,6 +22,7 @@ from common.redact import redacted
 from report.curves import history_of
 from report.display import clock, comparison, wall_s
 from report.full_marks import Records
+from report.versions import choice
 
 FILE = "README.md"
 ADAPTERS = "adapter_config.json"  # peft's
@@ -55,6 +56,12 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
     config = Config.model_validate(json.loads((run_folder / "config.json").read_text()))
     rows, evaluations = history_of(run_folder)
     measured = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
+    luck = ""
+    if config.eval.load_best_model_at_end and (chosen := choice(evaluations, config.eval)):
+        best, sentence = chosen
+        if best["step"] == version:
+            measured = [*measured[:-1], best]
+            luck = sentence
     is_adapter = (folder / ADAPTERS).is_file()
     settings, estimator = public_settings(config), config.algorithm.adv_estimator
     base, train = hub_id(config.model.path), [entry.path for entry in entries(config.data.train)]
@@ -77,6 +84,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
             config=config,
             results=comparison(measured),
             measured=" and ".join(str(record["step"]) for record in measured),
+            luck=luck,
             held_out=", ".join(map(shown_path, (entry.path for entry in entries(config.data.eval)))),
             train=", ".join(map(shown_path, train)),
             trained=_trained([row for row in rows if row.get("policy_version", version) <= version]),
