@@ -18,6 +18,7 @@ from common.config import Config
 from common.types import FailureKind
 from report.escape import one_line
 from report.full_marks import Record, reward_functions
+from report.versions import compared
 
 WARM_UP = 2  # steps whose speed means nothing: caches fill, processes connect
 LEFT_OUT = 0.01  # share of rollouts whose absence may change what is learned
@@ -32,6 +33,7 @@ class History:
         self.config = config
         self.early: list[Record] = []
         self.late: deque[Record] = deque(maxlen=2 * LATE)
+        self.evaluations = list[Record]()  # all lines of eval.jsonl
 
     def add_step(self, row: Record) -> None:
         """Adds a line of metrics.jsonl."""
@@ -324,11 +326,34 @@ def bounded_weights(h: History) -> Iterator[str]:
             )
 
 
+def patience_in_noise(h: History) -> Iterator[str]:
+    """Advises if eval.early_stopping_patience evaluations change the metric by less than the noise of one of them.
+
+    That noise is the standard error, over problems, of the difference between an evaluation and the next.
+    """
+    settings = h.config.eval
+    patience = settings.early_stopping_patience
+    if patience is None or len(h.evaluations) <= patience:
+        return
+    _, table = compared(h.evaluations, settings)
+    if table.size <= 2 * len(h.evaluations):  # without results by problem
+        return
+    changes = np.diff(table, axis=0)
+    noise = float(np.sqrt(np.nanmean(changes**2) / np.isfinite(table[-1]).sum()))
+    gain = patience * float(np.nanmean(changes))
+    if abs(gain) < noise:
+        yield (
+            f"{settings.metric_for_best_model} changes by {abs(gain):.3f} in {patience} evaluations, while one differs "
+            f"from the next by {noise:.3f} by chance: an early stop is chance, too. Evaluate more problems, or more "
+            f"completions of each; or set eval.early_stopping_patience={2 * patience}"
+        )
+
+
 RULES: dict[str, Callable[[History], Iterator[str]]] = {
     rule.__name__: rule
     for rule in (dead_groups, turns_exhausted, kl_high, constant_reward, unscored, truncated, tools_unused, tools_fail,
                  rollouts_fail, left_out, redrawn, entropy_collapse, reward_hacking, mismatch_growing,
-                 bounded_weights)
+                 bounded_weights, patience_in_noise)
 }  # fmt: skip
 RULES |= {f"{who}_waits": partial(waits, who) for who in ("trainer", "sampler")}
 # rules for a policy that learns from rewards: one that learns from a teacher starts far off, and may get as sure as it

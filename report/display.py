@@ -53,14 +53,16 @@ class StepDisplay:
         """Restores the history of a resumed run, so that advice continues from it."""
         for row in rows:
             self._history.add_step(row)
+        self._history.evaluations += evaluations
         self._uncounted -= full_marks.functions_with_full_marks([*rows, *evaluations])
 
     def evaluation(self, record: Record) -> None:
         """Shows a finished held-out evaluation, as MetricsLog.log_eval takes it."""
+        self._history.evaluations.append(record)
         self._uncounted -= full_marks.functions_with_full_marks([record])
         self.note(f"held-out  {eval_line(full_marks.without_accuracies(record, self._uncounted))}")
         for problem, reason in record.get("failed_problems", {}).items():
-            self.note(f"held-out problem {problem} could not be scored and is left out: {reason}")
+            self.note(f"held-out problem {problem} could not be scored, so it counts as failed: {reason}")
 
     def note(self, text: str) -> None:
         """Shows one line of text."""

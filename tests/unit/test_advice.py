@@ -15,12 +15,30 @@ Series = dict[str, Callable[[int], float] | float | None]
 
 
 def said(steps: int, series: Series, **sections: Any) -> dict[str, str]:
-    """What holds after so many steps."""
+    """What holds after so many steps, of which each that has a share of right answers ends with an evaluation."""
+    series = dict(series)
+    evaluated = series.pop(EVALUATED, None)
     history = History(config_of(**sections))
+    if callable(evaluated):
+        history.evaluations += [evaluation(step, evaluated(step)) for step in range(1, steps + 1)]
     for step in range(1, steps + 1):
         row = {name: value(step) if callable(value) else value for name, value in series.items()}
         history.add_step({"step": step, **row})
     return advise(history)
+
+
+EVALUATED = "share of right answers"
+PATIENCE = {
+    "data": {"eval": "e.jsonl"},
+    "eval": {"steps": 1, "metric_for_best_model": "answer/accuracy", "early_stopping_patience": 3},
+}
+
+
+def evaluation(step: int, share: float) -> dict[str, Any]:
+    """Of 60 problems with this share of right answers in 100, and 40 that are right in every other evaluation."""
+    right = [float(problem < 100 * share) for problem in range(60)] + [float((i + step) % 2) for i in range(40)]
+    sizes = {"step": step, "n": 100, "problems": 100, "failed_problems": {}}
+    return sizes | {"full_marks": {"answer": sum(right)}, "by_problem": {"answer/accuracy": right}}
 
 
 def after(first: int, then: float, before: float = 0.0) -> Callable[[int], float]:
@@ -118,6 +136,9 @@ CASES = (
       ("to_4096 was 0.78", "algorithm.vllm_importance_sampling_mode=token_truncate"),
       ({"mismatch/correction_mean/to_4096": 0.81}, {"mismatch/correction_mean/to_4096": after(3, 0.98, before=0.78)},
        {"mismatch/correction_mean/to_4096": None})),
+    # 40 of 100 problems turn: √0.4 / 10 = 0.063; 0.02 an evaluation is 0.06 in three, 0.03 is 0.09
+    R("patience_in_noise", 4, {EVALUATED: lambda s: 0.02 * s}, ("changes by 0.060 in 3 evaluations", "by 0.06",
+      "eval.early_stopping_patience=6"), ({EVALUATED: lambda s: 0.03 * s}, {EVALUATED: None}), PATIENCE),
 )  # fmt: skip
 
 
@@ -148,7 +169,8 @@ def test_what_is_not_known_or_does_not_apply_is_not_wrong(steps: int, series: Se
 
 
 def test_every_setting_that_a_sentence_proposes_can_be_pasted(tmp_path: Path) -> None:
-    given = "{model: {path: m}, data: {train: t.jsonl}, algorithm: {beta: 0.01}, rollout: {tools: [t.py:f]}}"
+    given = "{model: {path: m}, data: {train: t.jsonl, eval: e.jsonl}, algorithm: {beta: 0.01}, "
+    given += "rollout: {tools: [t.py:f]}, eval: {steps: 1, metric_for_best_model: answer/accuracy}}"
     (tmp_path / "c.yaml").write_text(given)
     texts = [text for case in CASES for text in said(case.steps, case.series, **case.sections).values()]
     pasted = [word for text in texts for word in re.findall(r"\b[a-z]+\.[a-z_]+=[\w.+-]*\w", text)]
