@@ -335,8 +335,9 @@ def patience_in_noise(h: History) -> Iterator[str]:
     patience = settings.early_stopping_patience
     if patience is None or len(h.evaluations) <= patience:
         return
-    _, table = compared(h.evaluations, settings)
-    if table.size <= 2 * len(h.evaluations):  # without results by problem
+    recent = h.evaluations[-4 * patience :]
+    _, table = compared(recent, settings)
+    if table.size <= 2 * len(recent):  # without results by problem
         return
     changes = np.diff(table, axis=0)
     noise = float(np.sqrt(np.nanmean(changes**2) / np.isfinite(table[-1]).sum()))
