@@ -333,11 +333,10 @@ def patience_in_noise(h: History) -> Iterator[str]:
     """
     settings = h.config.eval
     patience = settings.early_stopping_patience
-    if patience is None or len(h.evaluations) <= patience:
+    if patience is None:
         return
-    recent = h.evaluations[-4 * patience :]
-    _, table = compared(recent, settings)
-    if table.size <= 2 * len(recent):  # without results by problem
+    _, table = compared(h.evaluations[-4 * patience :], settings)
+    if len(table) <= patience or table.shape[1] <= 2:  # too few, or without results by problem
         return
     changes = np.diff(table, axis=0)
     noise = float(np.sqrt(np.nanmean(changes**2) / np.isfinite(table[-1]).sum()))
