@@ -45,11 +45,9 @@ class BestSoFar:
 def metric_of(record: Record, metric: str) -> float | None:
     """Returns `answer/accuracy` or `answer/mean` of one evaluation; None without a sample for it.
 
-    Problems that failed count, if the evaluation has results by problem.
+    Problems that failed do not count.
     """
     name, _, kind = metric.rpartition("/")
-    if record.get("failed_problems") and _are_paired([record], metric):
-        return float(np.nanmean(results(with_failures([record]), metric)))
     if kind == "mean":
         mean: float | None = record["mean"].get(name)
         return mean
@@ -65,58 +63,48 @@ def _are_paired(records: Records, metric: str) -> bool:
     return len(sizes) == 1 and 0 not in sizes
 
 
-def _paired(records: Records) -> list[str]:
-    return [m for m in records[0].get("by_problem", ()) if _are_paired(records, m)]
+def results(records: Records, metric: str, sign: int = 1) -> Table:
+    """Returns sign · the metric of each problem in each evaluation; nan where it was not scored.
 
-
-def results(records: Records, metric: str) -> Table:
-    """Returns the metric of each problem in each evaluation; nan where it was not scored.
-
+    sign: −1 for a metric of which less is better, so that more is better in the table. A problem
+    that failed has the lowest result of any problem so far, and at most 0. If it was scored in none
+    of these evaluations, it has no result, unless all that did not fail were scored.
     Evaluations that are not of the same problems have two equal columns instead: the metric itself.
     """
-    if _are_paired(records, metric):
-        rows = [record["by_problem"][metric] for record in records]
-    else:
-        rows = [2 * [metric_of(record, metric)] for record in records]
-    return np.array(rows, dtype=np.float64)
+    if not _are_paired(records, metric):
+        return sign * np.array([2 * [metric_of(record, metric)] for record in records], np.float64)
+    table = sign * np.array([record["by_problem"][metric] for record in records], np.float64)
+    failed = np.zeros(table.shape, bool)
+    for is_failed, record in zip(failed, records, strict=True):
+        is_failed[[int(problem) for problem in record["failed_problems"]]] = True
+    is_scored = ~np.isnan(table).all(axis=0) | (np.isnan(table) == failed).all()
+    lowest = np.minimum.accumulate(np.nanmin(table, axis=1, initial=0.0))
+    return np.where(failed & is_scored, lowest[:, None], table)
 
 
-def with_failures(records: Records, less_is_better: str | None = None) -> list[dict[str, Any]]:
-    """Returns copies of evaluations, in which a problem that failed has a result.
-
-    It is the worst of any problem so far, and at most 0; of the metric less_is_better, the highest,
-    and at least 0. A function has no result of a problem that it scored in none of these
-    evaluations, unless it scored all that did not fail.
-    """
-    filled = [{**record} for record in records]
-    if not any(record.get("failed_problems") for record in records):
-        return filled
-    filled = copy.deepcopy(filled)
-    for metric in _paired(records):
-        table = results(records, metric)
-        sign = -1 if metric == less_is_better else 1
-        failed = np.zeros(table.shape, bool)
-        for is_failed, record in zip(failed, records, strict=True):
-            is_failed[[int(problem) for problem in record["failed_problems"]]] = True
-        is_scored = ~np.isnan(table).all(axis=0) | (np.isnan(table) == failed).all()
-        worst = sign * np.minimum.accumulate(np.nanmin(sign * table, axis=1, initial=0.0))
-        table = np.where(failed & is_scored, worst[:, None], table)
-        for record, values in zip(filled, table, strict=True):
-            _replace(record, metric, values)
+def with_failures(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns copies of evaluations, in whose shares and means the problems that failed count."""
+    filled = copy.deepcopy(records)
+    metrics = records[0].get("by_problem", ()) if records else ()
+    for metric in metrics:
+        if not _are_paired(records, metric):
+            continue
+        for record, values in zip(filled, results(records, metric), strict=True):
+            if record["failed_problems"]:
+                _replace(record, metric, values)
     return filled
 
 
 def _replace(record: dict[str, Any], metric: str, values: NDArray[np.float64]) -> None:
-    """Gives an evaluation these values by problem, and the share or mean that follows."""
+    """Gives an evaluation the share or the mean that follows from these values by problem."""
     name, _, kind = metric.rpartition("/")
-    problems = int(np.isfinite(values).sum())
+    mean, problems = float(np.nanmean(values)), int(np.isfinite(values).sum())
     completions = record["n"] // record["problems"] * problems
-    record["by_problem"][metric] = values
     record.setdefault("scored", {})[name] = [completions, problems]
     if kind == "mean":
-        record["mean"][name] = float(np.nanmean(values))
-    elif name in record["full_marks"]:
-        record["full_marks"][name] = completions * float(np.nanmean(values))
+        record["mean"][name] = mean
+    else:
+        record["full_marks"][name] = completions * mean
 
 
 def leaders(table: Table) -> NDArray[np.int64]:
@@ -131,39 +119,36 @@ def leaders(table: Table) -> NDArray[np.int64]:
     return np.array(best)
 
 
-def estimated(table: Table, values: Table) -> Table:
+def estimated(table: Table) -> Table:
     """Returns what the best version so far is worth, by problem, after each evaluation.
 
-    table: the results that choose the best; values: those to estimate, of the same shape.
-    A problem's estimate is the mean over the splits of its values of the version that the other
+    A problem's estimate is the mean over the splits of its results of the version that the other
     half chose. Its side is the parity of the bits that its position and the split's number share.
     """
-    position = np.cumsum(~np.isnan(table).all(axis=0))  # among the problems that choose
+    position = np.cumsum(~np.isnan(table).all(axis=0))  # among the problems that have results
     splits = range(1, min(SPLITS, position[-1]) + 1)
-    total = np.zeros_like(values)
+    total = np.zeros_like(table)
     for split in splits:
         side = np.bitwise_count(position & split) % 2
         for half in (0, 1):
             chosen = leaders(table[:, side != half])
-            total[:, side == half] += values[chosen][:, side == half]
+            total[:, side == half] += table[chosen][:, side == half]
     return total / len(splits)
 
 
-def compared(records: Records, settings: Eval) -> tuple[list[dict[str, Any]], Table]:
+def _sign(settings: Eval) -> int:
+    return 1 if settings.greater_is_better else -1
+
+
+def compared(records: Records, settings: Eval) -> tuple[list[Record], Table]:
     """Returns the evaluations that have the metric, and their results, in which more is better.
 
-    They are the last ones of each version, with_failures.
+    They are the last ones of each version.
     """
-    metric = settings.metric_for_best_model
-    if metric is None:
-        return [], np.empty(0)
+    metric = settings.metric_for_best_model or ""
     latest = {record["step"]: record for record in records}
     having = [record for record in latest.values() if metric_of(record, metric) is not None]
-    if settings.greater_is_better:
-        filled = with_failures(having)
-        return filled, results(filled, metric)
-    filled = with_failures(having, less_is_better=metric)
-    return filled, -results(filled, metric)
+    return having, results(having, metric, _sign(settings))
 
 
 def best_so_far(records: Records, settings: Eval) -> BestSoFar:
@@ -176,34 +161,34 @@ def best_so_far(records: Records, settings: Eval) -> BestSoFar:
     evaluations, table = compared(records, settings)
     if not evaluations:
         return BestSoFar(None, None, 0)
-    best, worth = leaders(table), estimated(table, table)
-    gains = np.nansum(table[1:] - worth[:-1], axis=1)
+    best = leaders(table)
+    gains = np.nansum(table[1:] - estimated(table)[:-1], axis=1)
     improves = [True, *((gains > TIE) | (np.diff(best) > 0))]
-    version = evaluations[best[-1]]["step"]
+    chosen = evaluations[best[-1]]
     # of its record alone: later evaluations must not change what best/ has in its commit
-    [*_, measured] = [record for record in records if record["step"] == version]
-    value = metric_of(measured, str(settings.metric_for_best_model))
-    return BestSoFar(version, value, improves[::-1].index(True))
+    _, measured = compared([chosen], settings)
+    value = _sign(settings) * float(np.nanmean(measured))
+    return BestSoFar(chosen["step"], value, improves[::-1].index(True))
 
 
-def choice(records: Records, settings: Eval) -> tuple[dict[str, Any], str] | None:
+def choice(records: Records, settings: Eval) -> tuple[Record, str] | None:
     """Returns the best evaluation with what its version is worth instead of what it measured.
 
-    A sentence tells of the choice. The interval is 1.96 standard errors over problems. None if
-    nothing was chosen, or if the evaluations are not of the same problems.
+    Other metrics keep what they measured. A sentence tells of the choice; its interval is 1.96
+    standard errors over problems. None if nothing was chosen, or if the evaluations are not of the
+    same problems.
     """
     evaluations, table = compared(records, settings)
     metric = str(settings.metric_for_best_model)
     if len(evaluations) < 2 or not _are_paired(evaluations, metric):
         return None
     best = leaders(table)[-1]
-    chosen = copy.deepcopy(evaluations[best])
-    for each in _paired(evaluations):
-        _replace(chosen, each, estimated(table, results(evaluations, each))[-1])
-    worth = chosen["by_problem"][metric]
+    measured, worth = (_sign(settings) * values for values in (table[best], estimated(table)[-1]))
     error = 1.96 * np.nanstd(table) / math.sqrt(np.isfinite(worth).sum())
+    chosen = copy.deepcopy({**evaluations[best]})
+    _replace(chosen, metric, worth)
     return chosen, (
         f"version {chosen['step']} was chosen as the best of {len(evaluations)} evaluations by "
-        f"{metric}: it measured {np.nanmean(results(evaluations, metric)[best]):.3f}, and is worth "
-        f"{np.nanmean(worth):.3f} ± {error:.3f} (95 %) without the luck of the choice"
+        f"{metric}: it measured {np.nanmean(measured):.3f}, and is worth {np.nanmean(worth):.3f} "
+        f"± {error:.3f} (95 %) without the luck of the choice"
     )

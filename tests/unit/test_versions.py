@@ -86,14 +86,15 @@ def test_a_failed_problem_costs_what_a_wrong_answer_costs() -> None:
     for metric in ("answer/accuracy", "answer/mean"):
         assert best_so_far([fails, one_more], settings(metric)).version == 1
         assert best_so_far([one_more, fails], settings(metric)).version == 1
-    assert metric_of(fails, "answer/accuracy") == 0.5
-    assert metric_of(fails, "answer/mean") == 0, "the failed one as the worst of the others: −1"
+    assert best_so_far([fails], settings("answer/accuracy")).value == 0.5
+    assert best_so_far([fails], settings("answer/mean")).value == 0, "the failed one as the worst of the others: −1"
 
 
 def test_where_less_is_better_a_failed_problem_has_the_most() -> None:
     shorter = settings("answer/mean", greater_is_better=False)
     assert best_so_far([evaluation(0, [20, 30, 90]), evaluation(1, [20, 30, None])], shorter).version == 0
     assert best_so_far([evaluation(0, [20, 30, 90]), evaluation(1, [19, 30, None])], shorter).version == 1
+    assert best_so_far([evaluation(0, [20, 30, None])], shorter).value == pytest.approx(80 / 3)
 
 
 def test_failures_of_problems_that_a_function_does_not_score_are_not_its_own() -> None:
