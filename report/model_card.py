@@ -55,13 +55,12 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
 
     config = Config.model_validate(json.loads((run_folder / "config.json").read_text()))
     rows, evaluations = history_of(run_folder)
-    measured = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
+    measured: Records = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
     luck = ""
-    if config.eval.load_best_model_at_end and (chosen := choice(evaluations, config.eval)):
-        best, sentence = chosen
-        if best["step"] == version:
-            measured = [*measured[:-1], best]
-            luck = sentence
+    best = choice(evaluations, config.eval) if config.eval.load_best_model_at_end else None
+    if best is not None and best[0]["step"] == version:
+        luck = best[1]
+        measured = [*measured[:-1], best[0]]
     is_adapter = (folder / ADAPTERS).is_file()
     settings, estimator = public_settings(config), config.algorithm.adv_estimator
     base, train = hub_id(config.model.path), [entry.path for entry in entries(config.data.train)]
