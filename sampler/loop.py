@@ -217,7 +217,7 @@ class Sampler:
 
     def _say_failures(self, sampled: Sampled) -> None:
         """Says why a rollout failed, at most every 10 s."""
-        reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure is not None)]
+        reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure)]
         if reasons and self._may_say_failures():
             row = sampled.prompt.problem.index
             say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {one_line(reasons[0])}")

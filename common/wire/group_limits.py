@@ -113,7 +113,7 @@ def _check_size(group: Group, limits: Limits) -> None:
 
 
 def _check_failures(group: Group, limits: Limits) -> None:
-    reasons = [*group.failures, *(r.failure.reason for r in group.rollouts if r.failure is not None)]
+    reasons = [*group.failures, *(r.failure.reason for r in group.rollouts if r.failure)]
     require(not reasons or limits.max_turns, "failure", "there is no environment that could have failed")
     longest = max(map(len, reasons), default=0)
     require(longest <= MAX_FAILURE, "failure", f"a reason of more than {MAX_FAILURE} characters")

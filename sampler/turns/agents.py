@@ -71,14 +71,13 @@ class EndedAgent:
         It may be longer than the tokens that the rollout was allowed: those in which its first prompt differs from
         the others of its group are tokens of the completion, too.
         """
-        turns = [*self.rollout.turns.items()]
-        for num_turns in range(len(turns), 0, -1):
-            rollout = replace(self.rollout, turns=dict(turns[:num_turns]))
+        rollout = self.rollout
+        while rollout.turns:
             completion = played(rollout, self.done, prompt_ids)
             if len(completion.token_ids) <= limit:
-                if num_turns < len(turns):
-                    completion = replace(completion, finish_reason="length")
-                return completion if self.failure is None else completion.failed(self.failure)
+                return completion.failed(self.failure) if self.failure else completion
+            rollout.turns.popitem()
+            rollout.refusal = "its last turns do not fit"
         return None
 
 
@@ -108,25 +107,22 @@ class Agents(Episodes):
 
     def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
         """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
-        if isinstance(reply, Failed) and reply.kind == "lost":
-            group.lost = reply.reason[:MAX_REASON]
-            return
         del group.running[i]
-        wants_reward = "environment" in self._config.rewards.reward_funcs
-        if isinstance(reply, Failed) and reply.kind == "error" and rollout.refusal:
-            reply = Done(seconds=reply.seconds)  # the agent raised because it was refused: a truncated rollout
-        if isinstance(reply, Done) and reply.reward is None and wants_reward and rollout.refusal:
-            reply = replace(reply, reward=0.0)  # the reward of an environment without get_reward
-        failure = failure_of(reply) if isinstance(reply, Failed) else None
-        if failure is not None and not rollout.turns:
-            rollout.turns = rollout.unread  # perhaps it failed on what the model wrote
-        if isinstance(reply, Done) and reply.reward is None and wants_reward:
-            failure = Failure("no_reward", "the agent gave no reward, and rewards.reward_funcs has environment")
         done = reply if isinstance(reply, Done) else Done(seconds=reply.seconds)
+        failure = failure_of(reply) if isinstance(reply, Failed) else None
+        if failure and failure.kind == "error" and rollout.refusal:
+            failure = None  # the agent raised because it was refused: a truncated rollout
+        if failure:
+            rollout.turns = rollout.turns or rollout.unread  # perhaps it failed on what the model wrote
+        elif done.reward is None and "environment" in self._config.rewards.reward_funcs:
+            if rollout.refusal:
+                done = replace(done, reward=0.0)  # the reward of an environment without get_reward
+            else:
+                failure = Failure("no_reward", "the agent gave no reward, and rewards.reward_funcs has environment")
         if rollout.turns:
             group.ended[i] = EndedAgent(rollout, done, failure)
-        elif isinstance(reply, Failed):
-            group.failures[i] = reply.reason[:MAX_REASON]
+        elif failure and isinstance(reply, Failed):
+            group.failures[i] = failure.reason
         else:
             group.failures[i] = f"the agent has ended without a completion. {rollout.refusal}".strip()[:MAX_REASON]
 

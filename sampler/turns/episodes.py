@@ -48,7 +48,7 @@ class Sampled:
     @property
     def to_score(self) -> list[Completion]:
         """Returns the completions that reward functions score: all that did not fail."""
-        return [completion for completion in self.completions if completion.failure is None]
+        return [completion for completion in self.completions if not completion.failure]
 
 
 class SingleTurns:
@@ -146,7 +146,10 @@ class Episodes:
             self._sampled(key, i, completion)
         replies: Any = self._pool.ready(timeout_s=0.0 if self._engine.num_running else 0.05)
         for (key, i), reply in replies:
-            self._answered(key, i, reply)
+            if isinstance(reply, Failed) and reply.kind == "lost":
+                self._groups[key].lost = reply.reason[:MAX_REASON]
+            else:
+                self._answered(key, i, reply)
         self.num_events = len(turns) + len(replies)
         over = [key for key in dict.fromkeys(key for (key, _), _ in [*turns, *replies]) if self._groups[key].is_over]
         return [(key, self._finished(key)) for key in over]
@@ -184,12 +187,10 @@ class Episodes:
 
     def _answered(self, key: Any, i: int, reply: Reply) -> None:
         group = self._groups[key]
-        if isinstance(reply, Failed) and reply.kind == "lost":
-            group.lost = reply.reason[:MAX_REASON]
-        elif i not in group.running:
+        if i not in group.running:
             self._reset(key, group, i, reply)
         elif isinstance(reply, Failed):
-            self._fail(group, i, failure_of(reply), reply.seconds)
+            self._fail(group, i, reply)
         elif isinstance(reply, Turn):
             self._go_on(key, group, i, group.running[i].answered(reply), reply)
         else:
@@ -205,20 +206,21 @@ class Episodes:
                 episode = episode.asked(group.prompt.token_ids, ids)
             else:
                 episode = episode.observed(template.continuation(int(episode.token_ids[-1]), reply.messages))
-            if episode.finish_reason != "length":
+            if episode.finish_reason == "length":
+                self._pool.finish((key, i))
+            else:
                 self._submit(key, group, i, episode)
+            group.running[i] = episode
         except Exception as error:  # the template, or the engine, may fail on messages of an environment
             self._pool.close((key, i))
-            self._fail(group, i, _error(f"the next turn fails on what the environment answered: {error}"))
-            return
-        group.running[i] = episode
-        if episode.finish_reason == "length":
-            self._pool.finish((key, i))
+            reason = f"the next turn fails on what the environment answered: {error}"
+            self._fail(group, i, Failed("error", reason))
 
-    def _fail(self, group: RunningGroup, i: int, failure: Failure, seconds: float = 0.0) -> None:
-        """Ends a rollout that has sampled at least one turn. seconds: what its environment took until it failed."""
+    def _fail(self, group: RunningGroup, i: int, failed: Failed) -> None:
+        """Ends a rollout that has sampled at least one turn."""
         episode: Episode = group.running.pop(i)
-        group.ended[i] = replace(episode, seconds=episode.seconds + seconds).played().failed(failure)
+        episode = replace(episode, seconds=episode.seconds + failed.seconds)
+        group.ended[i] = episode.played().failed(failure_of(failed))
 
     def _submit(self, key: Any, group: RunningGroup, i: int, episode: Episode) -> None:
         prompt = group.prompt
@@ -257,10 +259,6 @@ def failure_of(reply: Failed) -> Failure:
     """Returns why a rollout failed by its own doing."""
     assert reply.kind != "lost", "a lost rollout is sampled again"
     return Failure(reply.kind, reply.reason[:MAX_REASON])
-
-
-def _error(reason: str) -> Failure:
-    return Failure("error", reason[:MAX_REASON])
 
 
 def too_few_reason(key: Hashable, sampled: Sampled) -> str | None:

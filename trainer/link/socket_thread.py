@@ -223,7 +223,7 @@ class SocketThread(threading.Thread):
 
     def _end_if_all_fail(self, group: Group) -> None:
         """Ends a run whose environment is broken: groups of failures alone teach nothing."""
-        failures = [r.failure for r in group.rollouts if r.failure is not None]
+        failures = [r.failure for r in group.rollouts if r.failure]
         if len(failures) < len(group.rollouts):
             self._failed_in_a_row = 0
             return
