@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -42,17 +43,17 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, co
     }
     for name in rollouts[0].rewards:
         asked = [g for g in alive if name in config.for_source(g.source).rewards.names]
-        scored = [r for g in asked for r in g.rollouts if not math.isnan(r.rewards[name])]
-        none = sum(len(g.rollouts) for g in asked) - len(scored)
-        if none:
-            metrics[f"rewards/{name}/none"] = none / (none + len(scored))
+        of_all = [r for g in asked for r in g.rollouts]
+        scored = [r for r in of_all if not math.isnan(r.rewards[name])]
+        if none := len(of_all) - len(scored):
+            metrics[f"rewards/{name}/none"] = none / len(of_all)
         if scored:
             scores = np.array([r.rewards[name] for r in scored])
             full_mark = config.rewards.full_mark(name) - ROUNDING
-            is_right = [r.failure is None and r.rewards[name] >= full_mark for r in scored]
+            is_right = [not r.failure and r.rewards[name] >= full_mark for r in scored]
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = float(scores.std())
-            metrics[f"rewards/{name}/accuracy"] = float(np.mean(is_right))
+            metrics[f"rewards/{name}/accuracy"] = fmean(is_right)
     return metrics
 
 
@@ -79,15 +80,13 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
     """
     alive = [g for g in groups if isinstance(g, Group)]
     rollouts = [r for g in alive for r in g.rollouts]
-    failed = dict.fromkeys([*get_args(FailureKind), "missing"], 0)
+    failed = Counter[str](r.failure.kind for r in rollouts if r.failure)
     failed["missing"] = sum(len(g.failures) for g in alive)
-    for rollout in rollouts:
-        if rollout.failure is not None:
-            failed[rollout.failure.kind] += 1
-    metrics = {"rollout/failures": float(sum(failed.values()))}
+    metrics = {"rollout/failures": float(failed.total())}
     if rollouts:
-        all_rollouts = len(rollouts) + failed["missing"]
-        metrics |= {f"rollout/failed_ratio/{kind}": count / all_rollouts for kind, count in failed.items()}
+        num_rollouts = len(rollouts) + failed["missing"]
+        kinds = (*get_args(FailureKind), "missing")
+        metrics |= {f"rollout/failed_ratio/{kind}": failed[kind] / num_rollouts for kind in kinds}
         limits = [config.for_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
         is_cut = [r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, limits, strict=True)]
         metrics |= {
@@ -189,9 +188,9 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
                 continue
             name, scores = place + function, [s.rewards[function] for s in scored]
             mark = full_mark(function) - ROUNDING
-            marks = [s.failure is None and s.rewards[function] >= mark for s in scored]
-            for metric, values in ((f"{name}/accuracy", marks), (f"{name}/mean", scores)):
-                record["by_problem"][metric] = _by_problem(scored, values, num_problems)
+            marks = [not s.failure and s.rewards[function] >= mark for s in scored]
+            record["by_problem"][f"{name}/accuracy"] = _by_problem(scored, marks, num_problems)
+            record["by_problem"][f"{name}/mean"] = _by_problem(scored, scores, num_problems)
             record["full_marks"][name] = sum(marks)
             record["mean"][name] = sum(scores) / len(scores)
             if len(scored) < len(samples):
@@ -204,10 +203,10 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
 
 def _by_problem(samples: Sequence[EvalSample], values: Sequence[float], num_problems: int) -> list[float | None]:
     """Returns the mean value of each problem's samples, by problem index; None without any."""
-    found: dict[int, list[float]] = {}
+    found: list[list[float]] = [[] for _ in range(num_problems)]
     for sample, value in zip(samples, values, strict=True):
-        found.setdefault(sample.problem_index, []).append(value)
-    return [fmean(found[problem]) if problem in found else None for problem in range(num_problems)]
+        found[sample.problem_index].append(value)
+    return [fmean(of_one) if of_one else None for of_one in found]
 
 
 def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
@@ -231,7 +230,7 @@ def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, 
                 }
                 | ({"images": [sample_record(image) for image in group.images]} if group.images else {})
                 | ({"turns": turn_texts(rollout, decode)} if rollout.observed else {})
-                | ({"failure": asdict(rollout.failure)} if rollout.failure is not None else {})
+                | ({"failure": asdict(rollout.failure)} if rollout.failure else {})
             )
     return records
 
