@@ -81,7 +81,7 @@ class Sampler:
             self.rest_if_done()
             with progress_heard_by(self._beat_at_work):
                 self.send_scored()
-            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=False)
+            self._beat()
 
     def wait_for_credit_or_work(self) -> None:
         start = time.monotonic()
@@ -127,14 +127,14 @@ class Sampler:
             self.progress += 1
             if self.turns.num_running:
                 self.stats["total/in_flight_updates"] += 1
-            self.link.beat("reloaded", self.progress, self.engine.version, dict(self.stats), now=True)
+            self.link.beat("reloaded", self.progress, self.engine.version, self.stats, now=True)
         except NotVisible as error:
             self._wait_for_the_file_system(credit.version, str(error))
         except BadWeights as error:
             self._bad_weights += 1
             self.stats["total/refused_weights"] += 1
             self.phase = f"refused version {credit.version}: {error}"
-            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
+            self._beat(now=True)
             if self._bad_weights >= 3:
                 raise permanent_error(self.phase) if credit.version == 0 else Retryable(self.phase) from None
             time.sleep(1.0)
@@ -143,7 +143,10 @@ class Sampler:
         """Counts one piece of work as progress and sends a beat if due, so that beats alone prove nothing."""
         self.progress += 1
         self.phase = doing
-        self.link.beat(self.phase, self.progress, self.engine.version, self.stats)
+        self._beat()
+
+    def _beat(self, now: bool = False) -> None:
+        self.link.beat(self.phase, self.progress, self.engine.version, self.stats, now)
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
         """Waits for files that a shared folder shows late. The loop goes on, so the link stays alive and says why."""
@@ -256,7 +259,7 @@ class Sampler:
                 self._finish(key, scores.reason)
         self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
         if finished and not self._working:  # the trainer's step metrics read these
-            self.link.beat(self.phase, self.progress, self.engine.version, dict(self.stats), now=True)
+            self._beat(now=True)
 
     def _finish(self, key: Key, outcome: Scores | str) -> None:
         """Sends a prompt's result. `outcome`: the scores of completions that did not fail, or why there are none."""
