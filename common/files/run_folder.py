@@ -35,7 +35,7 @@ def earlier_run(folder: Path, what: str) -> UserError:
     return UserError(f"{folder} already holds {what}. Continue it with run.resume=true, or {other}")
 
 
-def no_checkpoint(folder: Path, kind: str = "", is_empty: bool = True) -> UserError:
+def no_checkpoint(folder: Path, kind: str = "", *, is_empty: bool) -> UserError:
     """Returns the error for a resume without a checkpoint. is_empty: no run has left its steps in the folder."""
     anew = "leave run.resume out" if is_empty else f"set run.output_dir={folder}-2 and leave run.resume out"
     return UserError(f"run.resume is true but {folder / CHECKPOINTS} holds no {kind}checkpoint; {anew} to start anew")

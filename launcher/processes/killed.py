@@ -45,7 +45,7 @@ class OomKills:
         return False, f"{who} was killed by SIGKILL from outside, not by the kernel"
 
 
-def oom_kills(root: Path = Path("/")) -> int | None:
+def oom_kills(root: Path) -> int | None:
     """Returns how many processes the kernel has killed for want of memory, in our cgroup or else on this machine."""
     ours = [folder / name for folder in control_groups("memory", root) for name in _COUNTERS]
     for file in (*ours, root / "proc/vmstat"):

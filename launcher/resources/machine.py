@@ -115,7 +115,7 @@ def usable_cores(root: Path = Path("/")) -> list[int]:
     return sorted((cores[first:] + cores[:first])[: max(1, math.ceil(min(shares)))])
 
 
-def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+def control_groups(controller: str, root: Path) -> list[Path]:
     """Returns the folders of our control group and of those above it, of cgroup v2 and of a v1 controller.
 
     In a container the path in /proc may be the host's, which does not exist here: existing folders above it are ours.

@@ -233,7 +233,7 @@ def image_format(path: str, revision: str | None = None) -> ImageFormat:
     )
 
 
-def sees_images(path: str, revision: str | None = None) -> bool:
+def sees_images(path: str, revision: str | None) -> bool:
     """Returns whether the model has a vision tower; False if its config.json cannot be read."""
     return "vision_config" in (model_json(path, "config.json", revision) or {})
 

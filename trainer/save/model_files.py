@@ -77,7 +77,7 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
     durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
 
 
-def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool = True) -> list[str]:
+def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool) -> list[str]:
     """Writes all files beside the weights. Returns what the folder lacks, each with its reason.
 
     is_whole: False for adapters, whose base model is elsewhere.
