@@ -181,6 +181,10 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="to
     reason: str
 
 
+def without_tombstones(groups: Iterable[Group | Tombstone]) -> list[Group]:
+    return [group for group in groups if isinstance(group, Group)]
+
+
 @dataclass(frozen=True)
 class EvalRequest:
     """A chunk of a held-out evaluation, leased like a group. eval_id names the evaluation: "v40"."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from common.config import Algorithm, Config
 from common.config.estimators import ESTIMATORS as BUILT_IN
-from common.types import Group, Rollout, Tombstone
+from common.types import Group, Rollout, Tombstone, without_tombstones
 from trainer.algorithm.user_functions import own_advantages
 
 EPS = 1e-4
@@ -197,7 +197,7 @@ def step_advantages(groups: Sequence[Group | Tombstone], config: Config) -> Mapp
 
     groups: the whole batch of rollouts if `needs_batch_statistics`, else any groups.
     """
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
     if not alive:
         return {}
     algorithm = config.algorithm

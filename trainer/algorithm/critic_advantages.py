@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import Config
-from common.types import Group, Tombstone
+from common.types import Group, Tombstone, without_tombstones
 from trainer.algorithm.advantages import ByGroup, is_unmasked, whiten_tokens
 from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
@@ -42,7 +42,7 @@ class Estimates:
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
     """Returns the estimates by GAE. values: the critic's value of every sampled token of every completion."""
     algorithm = config.algorithm
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
     advantages: ByGroup = {}
     returns: ByGroup = {}
     for group in alive:
@@ -61,7 +61,7 @@ def estimate_segments(
 ) -> Estimates:
     """Returns the estimates by GROUP PPO. scores: q of each sampled token; None = (1 − p)² from old_logprobs."""
     algorithm = config.algorithm
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
 
     def cut(group: Group) -> list[Segments]:
         q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
@@ -85,7 +85,7 @@ def estimate_segments(
 
 def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
     """Returns metrics of a batch before its first update: explained_variance = 1 − var(return − V) / var(return)."""
-    alive, masks = [g for g in groups if isinstance(g, Group)], config.algorithm.mask_truncated_completions
+    alive, masks = without_tombstones(groups), config.algorithm.mask_truncated_completions
     kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if is_unmasked(rollout, masks)]
     values, returns = (
         np.concatenate([*(of[g][i] for g, i in kept), np.empty(0)]) for of in (estimates.values, estimates.returns)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
-from common.types import EvalResult, EvalSample, FailureKind, Group, Rollout, Tombstone
+from common.types import EvalResult, EvalSample, FailureKind, Group, Rollout, Tombstone, without_tombstones
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
 from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
@@ -22,7 +22,7 @@ FullMark = Callable[[str], float]  # reward function's name -> the score from wh
 
 def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, config: Config) -> dict[str, float]:
     """Returns metrics of rewards, lengths, dead groups and staleness, means over completions unless named otherwise."""
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
     if not alive:
         return metrics
@@ -59,9 +59,9 @@ def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, co
 
 def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
     """Returns groups, reward and length of each named data set, and how many of its groups have an advantage."""
-    metrics = dict[str, float]()
-    for source in sorted({g.source for g in groups if isinstance(g, Group) and g.source}):
-        own = [g for g in groups if isinstance(g, Group) and g.source == source]
+    metrics, alive = dict[str, float](), without_tombstones(groups)
+    for source in sorted({g.source for g in alive if g.source}):
+        own = [g for g in alive if g.source == source]
         rollouts = [r for g in own for r in g.rollouts]
         metrics |= {
             f"sources/{source}/groups": float(len(own)),
@@ -78,7 +78,7 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
     A rollout that ended because its max_turns was reached counts in max_turns_ratio: it was cut off within its task.
     failed_ratio/… are shares of all rollouts, by the kind of failure; those without a token are missing.
     """
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
     rollouts = [r for g in alive for r in g.rollouts]
     failed = Counter[str](r.failure.kind for r in rollouts if r.failure)
     failed["missing"] = sum(len(g.failures) for g in alive)
@@ -103,7 +103,7 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
 
 def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
     """Returns metrics of weight updates during sampling. policy_version: the policy's version before the step."""
-    rollouts = [(r, r.token_versions(g.policy_version)) for g in groups if isinstance(g, Group) for r in g.rollouts]
+    rollouts = [(r, r.token_versions(g.policy_version)) for g in without_tombstones(groups) for r in g.rollouts]
     if not rollouts:
         return {}
     staleness = np.concatenate([(policy_version - versions)[r.sampled()] for r, versions in rollouts])
@@ -117,7 +117,7 @@ def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) 
 
 def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
     """Returns metrics of the trainer's reward shaping, if switched on. `reward` stays that of the reward functions."""
-    alive = [g for g in groups if isinstance(g, Group)]
+    alive = without_tombstones(groups)
     algorithm, metrics = config.algorithm, {}
     if alive and algorithm.kl_in_reward:
         metrics["kl_per_completion"] = fmean([r.ref_log_ratios().sum() for g in alive for r in g.rollouts])
@@ -212,7 +212,7 @@ def _by_problem(samples: Sequence[EvalSample], values: Sequence[float], num_prob
 def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
     """Returns the worst and the best completion of each of the first `count` groups, for samples.jsonl."""
     records = []
-    for group in [g for g in groups if isinstance(g, Group)][:count]:
+    for group in without_tombstones(groups)[:count]:
         ranked = sorted(group.rollouts, key=lambda r: r.reward)
         for which, rollout in (("worst", ranked[0]), ("best", ranked[-1])):
             records.append(
