@@ -24,7 +24,7 @@ from launcher.run import outside_memory, parse, require_built
 from model.files.counted_dims import read_dims
 from model.files.folder import expert_warnings, require_models, require_settings
 from model.files.images import digest, vision_of
-from model.tokenizer import load_tokenizer
+from model.tokenizer import tokenizer_of
 from report.escape import one_line
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.reading import logged_reader, stop_conditions
@@ -91,7 +91,7 @@ def _plan(config: Config, place: Placement, machine: Machine) -> int:
 
 def _prompt_lines(config: Config, problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
     """Yields lines on a prompt as the model sees it and on a completion's ends. Raises UserError as the run would."""
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config.model)
     vision = vision_of(config)
     tried = problems[:1] if vision else problems[:: -(-len(problems) // _ROWS)]  # images take long
     limit = config.data.max_prompt_length

@@ -13,6 +13,8 @@ from model.files.hub import not_available_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from common.config import Model
+
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a hub id or folder. Raises UserError if it cannot be found or loaded."""
@@ -28,6 +30,11 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
             first_line = next(iter(str(error).splitlines()), "")
             raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
         raise not_available_error(path, error) from error
+
+
+def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that the section `model` of the settings names, as `load_tokenizer`."""
+    return load_tokenizer(model.path, model.revision, model.trust_remote_code)
 
 
 def check_vocabulary(model: Any, tokenizer_size: int, section: str) -> None:

@@ -25,7 +25,7 @@ from common.wire import wire
 from common.wire.group_limits import too_many
 from model.files.folder import require_downloaded, require_models, vocabulary
 from model.files.images import vision_of
-from model.tokenizer import check_vocabulary, load_tokenizer
+from model.tokenizer import check_vocabulary, tokenizer_of
 from rewards.find import FORMS, JUDGES
 from rewards.mathematics.gold import unreadable
 from rewards.pool import RewardFailure, RewardPool
@@ -89,7 +89,7 @@ def _run(config: Config, sampler_id: str) -> None:
             for some in filter(None, rows[label]):
                 try_rewards(pool, some, sources[label])
         with raising_permanent_errors(f"the tokenizer of {config.model.path} does not load"):
-            tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+            tokenizer = tokenizer_of(config.model)
         require_downloaded(config)
         multi_turns, train, evaluation = dict[str, MultiTurn | None](), dict[str, Prompts](), dict[str, Prompts]()
         for label, (own, others) in rows.items():

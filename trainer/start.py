@@ -17,7 +17,7 @@ from common.processes.certain_errors import raising_permanent_errors
 from common.processes.watchdog import Watchdog
 from common.wire import address
 from model.files.folder import require_models, vocabulary
-from model.tokenizer import check_vocabulary, load_tokenizer
+from model.tokenizer import check_vocabulary, tokenizer_of
 
 if TYPE_CHECKING:
     from model.reference import Reference
@@ -131,7 +131,7 @@ def _reference(
 
 def _tokenizer_to_save(config: Config) -> Any:
     """Loads the tokenizer with the chat template of training, without which a base model's final/ could not chat."""
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config.model)
     if config.prompt.chat_template is not None:
         tokenizer.chat_template = config.prompt.chat_template.read_text(encoding="utf-8")
     return tokenizer

@@ -26,7 +26,7 @@ from launcher.evaluation.results import report, table
 from model.files import lora
 from model.files.folder import looks_local, require_model
 from model.files.hub import read_json
-from model.tokenizer import load_tokenizer
+from model.tokenizer import tokenizer_of
 from report.escape import one_line
 from rewards.pool import RewardFailure, RewardPool
 from sampler.prompts.dataset import by_source, load_data
@@ -122,7 +122,7 @@ def run(config: Config, target: Target) -> None:
         steps, image_key = config.trainer.max_steps, config.data.image_key
         fits_rows = any(one.rewards.names == config.rewards.names for one, _ in each)  # else perhaps no row has all
         pool = stack.enter_context(RewardPool(config.rewards, columns if fits_rows else None, steps, image_key))
-        tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+        tokenizer = tokenizer_of(config.model)
         for settings, own in each:
             multi_turn = stack.enter_context(open_multi_turn(settings, tokenizer, own[0], columns))
             multi_turns[own[0].source] = multi_turn

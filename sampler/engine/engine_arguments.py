@@ -8,7 +8,7 @@ from common import bfloat16
 from common.config import Config
 from model.files import lora
 from model.files.images import sees_images, vision_of
-from model.tokenizer import load_tokenizer
+from model.tokenizer import tokenizer_of
 from sampler.prompts.reading import Ends, stop_conditions
 
 _CANARY_IMAGE_TOKENS = 4  # tokens of the canary's image
@@ -19,7 +19,7 @@ def ends(config: Config) -> Ends:
     """Returns the ends of a completion; none with sampler.ignore_eos."""
     if config.sampler.ignore_eos:
         return Ends((), ())
-    tokenizer = load_tokenizer(config.model.path, config.model.revision, config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config.model)
     return stop_conditions(config, tokenizer)
 
 

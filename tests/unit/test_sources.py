@@ -199,12 +199,12 @@ def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, mo
         return contextlib.nullcontext()
 
     monkeypatch.setattr(start, "open_multi_turn", opened)
-    for name in ("load_tokenizer", "require_downloaded", "prompts_of"):
+    for name in ("tokenizer_of", "require_downloaded", "prompts_of"):
         monkeypatch.setattr(start, name, lambda *_: None)
     with pytest.raises(LookupError, match="enough"):
         start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
     assert seen == {"math": ["question", "answer"], "games": ["question", "answer", "level"]}
-    monkeypatch.setattr(evaluation, "load_tokenizer", lambda *_: opened(*[None, None, Problem(0, {}), []]))
+    monkeypatch.setattr(evaluation, "tokenizer_of", lambda *_: opened(*[None, None, Problem(0, {}), []]))
     with pytest.raises(LookupError, match="enough"):
         evaluation.run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), None)  # type: ignore[arg-type]
     train[0].pop("rewards")  # now `near` scores what is held out, too
