@@ -45,6 +45,11 @@ class WireError(Exception):
         self.reason = reason
 
 
+def with_type(error: BaseException) -> str:
+    """Returns "ValueError: its text"."""
+    return f"{type(error).__name__}: {error}"
+
+
 def require(is_valid: object, reason: str, detail: str = "") -> None:
     """Raises WireError unless a part of a message is valid."""
     if not is_valid:

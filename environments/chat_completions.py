@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from common.errors import with_type
 from environments import Message
 
 # neutral values of the penalties, which the config does not set
@@ -121,7 +122,7 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
             normalized.setdefault("name", names[normalized["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
-        raise RequestError(f"messages: {what} ({type(error).__name__}: {error})", "messages") from None
+        raise RequestError(f"messages: {what} ({with_type(error)})", "messages") from None
     return normalized
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from common.config import MAX_ENVIRONMENTS, Rollouts
-from common.errors import UserError
+from common.errors import UserError, with_type
 from common.outcomes import shorten
 from common.worker import WorkerSetup, encode
 from common.worker.owner import LostError, StartError, Worker, Workers
@@ -202,7 +202,7 @@ class EnvironmentPool:
         except (TypeError, ValueError, OverflowError) as error:
             return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
-            return Failed("lost", f"the environment is lost: {type(error).__name__}: {error}.{about}")
+            return Failed("lost", f"the environment is lost: {with_type(error)}.{about}")
 
     def _ask(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
         """Returns the worker's answer; an agent's requests become replies meanwhile. Raises as Worker.ask."""

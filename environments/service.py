@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.errors import UserError
+from common.errors import UserError, with_type
 from common.worker import decode, encode
 from environments import Done, Failed, Turn
 from environments.contracts import BrokenEnvironment, EnvironmentFactory, EnvironmentSetup, Instance
@@ -51,7 +51,7 @@ class EnvironmentService:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             reason = f"the answer cannot be sent: {error}"
         except Exception as error:  # an object that the environment returned may raise when it is read
-            reason = f"{type(error).__name__}: {error}"
+            reason = with_type(error)
         return encode(Answer(failed=Failed("error", reason, time.monotonic() - started_s)))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from common.config.data import entries
 from common.config.loading import known_keys
 from common.config.unknown_keys import explanation
 from common.durable import lock
-from common.errors import Retryable, UserError
+from common.errors import Retryable, UserError, with_type
 from common.files.run_folder import FINAL, TRAINER_LOCK, checkpoints, earlier_run, no_checkpoint
 from common.paths import ROOT
 from common.processes import exits
@@ -199,7 +199,7 @@ def _report(folder: Path) -> None:
     try:
         report([str(folder)])
     except (Exception, KeyboardInterrupt) as error:
-        exits.say(f"no report: {type(error).__name__}: {error}; try bash launch.sh report {folder}")
+        exits.say(f"no report: {with_type(error)}; try bash launch.sh report {folder}")
     try:
         sys.stdout.flush()
     except OSError:  # nor must a terminal or a `| tee` that is gone

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, with_type
 from model import attention, vision
 from model.packing import PackedRow, Packing, Wanted, pack
 from model.transformers_internals import decoder_of, mixes_packed_sequences
@@ -80,7 +80,7 @@ def choose_layout(model: Any, wanted: Wanted, vision_layout: vision.VisionLayout
                 found = hidden_at_sources(base, vision.with_vision(row, vision_layout).to(base.device))
                 difference = float((found - own).norm() / own.norm())
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = with_type(error)
             difference = agree(difference)
             if difference <= (_BFLOAT16_BOUND if own.dtype == torch.bfloat16 else _FLOAT32_BOUND):
                 model.train(was_training)

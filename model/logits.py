@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import with_type
 from common.processes.exits import say
 from model.cpu.equal import is_equal
 from model.layout import Agree, own_attention
@@ -86,7 +87,7 @@ def own_logits(model: Any, agree: Agree = float) -> Callable[[Head, Tensor], Ten
             found = logits(head, hidden).float()
             differs = not is_equal(found, own.to(found.dtype))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = with_type(error)
         if not agree(differs):
             return logits
     say(

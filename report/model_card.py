@@ -18,6 +18,7 @@ import yaml
 from common.config import Config
 from common.config.data import entries
 from common.durable import disk_trouble, write_file
+from common.errors import with_type
 from common.redact import redacted
 from report.curves import history_of
 from report.display import clock, comparison, wall_s
@@ -46,7 +47,7 @@ def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
     except Exception as error:
         if disk_trouble(error) is not None:
             raise
-        print(f"tandem: {folder} gets no model card: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"tandem: {folder} gets no model card: {with_type(error)}", file=sys.stderr, flush=True)
 
 
 def model_card(run_folder: Path, folder: Path, version: int) -> str:

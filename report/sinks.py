@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.durable import write_file
-from common.errors import UserError
+from common.errors import UserError, with_type
 from common.processes.exits import say
 from common.processes.time_limits import WALL_TIME, within
 from common.processes.watchdog import report_progress
@@ -64,7 +64,7 @@ class Sinks:
                 raise
             except Exception as error:
                 raise UserError(
-                    f"run.report_to: {name} does not start: {type(error).__name__}: {error}; "
+                    f"run.report_to: {name} does not start: {with_type(error)}; "
                     f"log in as its documentation says, or leave {name} out of run.report_to"
                 ) from error
 
@@ -94,7 +94,7 @@ class Sinks:
         except Exception as error:
             del self._open[name]
             say(
-                f"{name} failed ({type(error).__name__}: {error}) and gets nothing more from this process; "
+                f"{name} failed ({with_type(error)}) and gets nothing more from this process; "
                 "metrics.jsonl has everything"
             )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import UserError
+from common.errors import UserError, with_type
 from common.user_code.functions import short_name, unnamed
 from common.worker import decode, encode
 from rewards import Logged, NoRewardError, RewardError, RewardFunction, Scores, TrainerState, score_completions
@@ -125,4 +125,4 @@ class RewardService:
         except RewardError as error:
             return JobReply(reason=str(error))
         except Exception as error:  # an object that a reward returned may raise when it is read
-            return JobReply(reason=f"{type(error).__name__}: {error}")
+            return JobReply(reason=with_type(error))

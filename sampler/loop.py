@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config import Config
-from common.errors import Retryable
+from common.errors import Retryable, with_type
 from common.failpoints import failpoint
 from common.files.weights import BadWeights, NotVisible, Published
 from common.processes.certain_errors import permanent_error, would_repeat
@@ -187,7 +187,7 @@ class Sampler:
                 if not would_repeat(error):
                     raise
                 self._working[key] = Sampled(prompt, ())
-                self._finish(key, f"the engine refuses its prompt: {type(error).__name__}: {error}"[:MAX_REASON])
+                self._finish(key, f"the engine refuses its prompt: {with_type(error)}"[:MAX_REASON])
 
     def generate(self) -> None:
         """Runs one engine step and submits finished prompts for rewards, which run while the engine goes on."""

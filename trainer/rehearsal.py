@@ -21,7 +21,7 @@ import torch
 
 from common import durable
 from common.config import Config
-from common.errors import UserError
+from common.errors import UserError, with_type
 from common.files.run_folder import CHECKPOINTS, COMMIT
 from common.processes.exits import say
 from common.processes.watchdog import report_progress
@@ -116,7 +116,7 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
         same = again(_SAMPLE)["input_ids"] == trainer.tokenizer(_SAMPLE)["input_ids"]
         wrong = "" if same else "it reads texts as other tokens"
     except Exception as error:  # a tokenizer's own code may raise what it likes
-        wrong = f"{type(error).__name__}: {error}"
+        wrong = with_type(error)
     if wrong:
         say(f"the tokenizer that is saved with the model differs from that of model.path: {wrong[:300]}")
 

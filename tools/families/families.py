@@ -32,6 +32,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.errors import with_type
 from common.wire.ports import free_port
 from report.model_card import versions
 from report.run_log import read_jsonl
@@ -154,7 +155,7 @@ def measure(family: str, columns: Sequence[str], folder: Path) -> None:
     try:
         build(family, QUICKSTART, folder / "model")
     except Exception as error:  # one family's error must not end the others
-        return _keep(folder, "exact", {"layout": f"not built: {type(error).__name__}: {error}"[:200]})
+        return _keep(folder, "exact", {"layout": f"not built: {with_type(error)}"[:200]})
     for column in columns:
         _keep(folder, column, found := COLUMNS[column](family, folder))
         print(f"families: {family}: {column}: {json.dumps(found)}", flush=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.config import Config
-from common.errors import Interrupted, Retryable, WireError
+from common.errors import Interrupted, Retryable, WireError, with_type
 from common.failpoints import failpoint
 from common.files.run_folder import sampler_log
 from common.files.weights import Published
@@ -64,7 +64,7 @@ class Inbox(GroupSource):
             self.thread.end()
             self.state.kept.clear()
         else:
-            reason = f"the trainer ended: {type(error).__name__}: {error}"[:500]
+            reason = f"the trainer ended: {with_type(error)}"[:500]
             self.thread.end(wire.Bye(reason, code_of(error)))
 
     def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from common.config import Config
-from common.errors import UserError, WireError
+from common.errors import UserError, WireError, with_type
 from common.failpoints import failpoint
 from common.files.run_folder import sampler_log
 from common.processes.exits import RETRYABLE
@@ -60,7 +60,7 @@ class SocketThread(threading.Thread):
         try:
             self._serve()
         except BaseException as error:
-            self._bye = wire.Bye(f"the trainer's inbox failed: {type(error).__name__}: {error}"[:500], RETRYABLE)
+            self._bye = wire.Bye(f"the trainer's inbox failed: {with_type(error)}"[:500], RETRYABLE)
             with self.state.changed:
                 self.state.failure = error
                 self.state.changed.notify_all()
