@@ -23,7 +23,6 @@ from common.processes.watchdog import progress_heard_by, report_progress
 from common.types import Group, Tombstone
 from common.wire import wire
 from model.reference import Reference
-from report.escape import one_line
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
 from sampler.engine import in_flight
@@ -223,7 +222,7 @@ class Sampler:
         reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure)]
         if reasons and self._may_say_failures():
             row = sampled.prompt.problem.index
-            say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {one_line(reasons[0])}")
+            say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {reasons[0]}")
 
     def _draw_again(self, key: Key, reason: str) -> None:
         """Samples a prompt again of which the machine lost rollouts or rewards, or gives it up after several times."""
@@ -232,7 +231,7 @@ class Sampler:
             return
         self._redraws[key] += 1
         self.stats["total/redrawn"] += 1
-        say(f"a prompt is sampled again, because its rollouts or rewards were lost: {one_line(reason)}")
+        say(f"a prompt is sampled again, because its rollouts or rewards were lost: {reason}")
         self._submit_all([key])
 
     def rest_if_done(self) -> None:

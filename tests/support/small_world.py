@@ -29,6 +29,7 @@ from trainer.data.experience import score_rewards
 from trainer.data.slots import Slots, fill
 from trainer.data.tensors import micro_batch, step_denominator
 from trainer.link.ledger import Ledger
+from trainer.record.stats import rollout_metrics
 
 SHORT, LONG = 0, 1
 
@@ -66,6 +67,7 @@ class World:
     seed: int = 0
     theta: float = 0.0
     gradients: list[float] = field(default_factory=list)  # of each batch
+    rewards: list[float] = field(default_factory=list)  # the metric `reward` of each batch
     trained: list[int] = field(default_factory=list)  # the action of each rollout that was taken for a batch
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ class World:
         slots = Slots(self.config, self.ledger.cursor)
         fill(slots, slots.size, slots.size, self._receive, self.ledger.refill)
         taken = slots.at(range(slots.size))
+        self.rewards.append(rollout_metrics(slots.groups, 0, self.config)["reward"])
         rollouts = [r for group in slots.groups if isinstance(group, Group) for r in group.rollouts]
         self.trained += [round(-1.0 - float(r.old_logprobs[0])) for r in rollouts]
         denominator = step_denominator(taken, slots.size, self.config)

@@ -59,6 +59,15 @@ def test_an_action_that_fails_is_learnt_as_often_as_it_succeeds(wrong: float) ->
     assert solved < 0.05 and learnt < 0.05
 
 
+@pytest.mark.parametrize(("theta", "success"), [(-30.0, 0.5), (0.0, 0.4775), (30.0, 0.455)])
+def test_the_metric_of_rewards_falls_with_success(theta: float, success: float) -> None:
+    """Without failures in it, it would rise from .500 to .650 with the share of the action that fails."""
+    world = World(config(), FAILS, theta=theta)
+    world.measure(BATCHES)
+    error = np.std(world.rewards, ddof=1) / math.sqrt(len(world.rewards))
+    assert np.mean(world.rewards) == pytest.approx(success, abs=3 * float(error))
+
+
 @pytest.mark.parametrize(
     ("actions", "wrong"),
     [(EQUAL, 0.0), (BETTER, 0.0), (FAILS, 0.0), (FAILS, -1.0)],
