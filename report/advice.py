@@ -339,11 +339,11 @@ def patience_in_noise(h: History) -> Iterator[str]:
     if len(table) <= patience or table.shape[1] <= 2:  # too few, or without results by problem
         return
     changes = np.diff(table, axis=0)
-    noise = float(np.sqrt(np.nanmean(changes**2) / np.isfinite(table[-1]).sum()))
-    gain = patience * float(np.nanmean(changes))
-    if abs(gain) < noise:
+    noise = np.sqrt(np.nanmean(changes**2) / np.isfinite(table[-1]).sum())
+    gain = patience * abs(np.nanmean(changes))
+    if gain < noise:
         yield (
-            f"{settings.metric_for_best_model} changes by {abs(gain):.3f} in {patience} evaluations, while one differs "
+            f"{settings.metric_for_best_model} changes by {gain:.3f} in {patience} evaluations, while one differs "
             f"from the next by {noise:.3f} by chance: an early stop is chance, too. Evaluate more problems, or more "
             f"completions of each; or set eval.early_stopping_patience={2 * patience}"
         )

@@ -112,13 +112,11 @@ def _marks_by_problem(
     problems: Sequence[Sequence[Sample]], name: str, full_mark: float
 ) -> list[tuple[Sequence[Sample], list[bool]]]:
     """Returns (completions, full marks) of every problem to which the function applies; a failed one has none."""
-    found = []
-    for problem in problems:
-        if any(sample["rewards"][name] is None for sample in problem):
-            continue
-        marks = ["failure" not in s and s["rewards"][name] >= full_mark - ROUNDING for s in problem]
-        found.append((problem, marks))
-    return found
+    scored = [problem for problem in problems if all(s["rewards"][name] is not None for s in problem)]
+    return [
+        (problem, ["failure" not in s and s["rewards"][name] >= full_mark - ROUNDING for s in problem])
+        for problem in scored
+    ]
 
 
 def _function_report(problems: Sequence[Sequence[Sample]], name: str, full_mark: float) -> dict[str, Any]:

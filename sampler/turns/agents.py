@@ -43,10 +43,6 @@ class AgentRollout:
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
 
-    def add(self, request: PendingRequest, turn: AgentTurn) -> None:
-        self.turns[request] = turn
-        self.turns = {asked: self.turns[asked] for asked in self.order if asked in self.turns}
-
     @property
     def asked(self) -> list[RenderedRequest]:
         return [*(turn.asked for turn in self.turns.values()), *self.running.values()]
@@ -99,11 +95,13 @@ class Agents(Episodes):
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
         elif not reply.is_read:
-            if was_running := rollout.running.pop(reply, None) is not None:
+            if reply in rollout.running:
+                del rollout.running[reply]
                 self._engine.abort({(key, (i, reply))})
-            if is_answered := reply in rollout.turns:
+                group.unread += 1
+            elif reply in rollout.turns:
                 rollout.unread[reply] = rollout.turns.pop(reply)
-            group.unread += was_running or is_answered
+                group.unread += 1
 
     def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
         """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
@@ -148,8 +146,14 @@ class Agents(Episodes):
             content = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
             seed = sampling_seed(seed + i, int.from_bytes(content.digest(), "little"))
         max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
-        params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
-        params = replace(params, keeps_seed=ask.seed is not None)
+        params = replace(
+            group.params,
+            num_completions=1,
+            seed=seed,
+            keeps_seed=ask.seed is not None,
+            max_tokens=max_tokens,
+            stop=tuple(ask.stops),
+        )
         if not ask.stream or ask.reads_calls:
             return params
         return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
@@ -189,7 +193,8 @@ class Agents(Episodes):
             asking.tell(RequestError(rollout.refusal))
             return
         turn, answer = self._template.said(asked, completion)
-        rollout.add(asking, turn)
+        turns = {**rollout.turns, asking: turn}
+        rollout.turns = {request: turns[request] for request in rollout.order if request in turns}
         asking.tell(answer)
 
     def _over(self, group: RunningGroup) -> Sampled:

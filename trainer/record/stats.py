@@ -149,14 +149,15 @@ def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[
 
     Bounded weights of whole completions shrink with their length: they have a mean for each range.
     """
-    if algorithm.vllm_importance_sampling_mode is None:
+    mode = algorithm.vllm_importance_sampling_mode
+    if mode is None:
         return {}
     n = max(sums["tokens"], 1.0)
     metrics = {
         "mismatch/correction_mean": sums["correction"] / n if sums["tokens"] else 1.0,
         "mismatch/corrected_ratio": sums["corrected"] / n,
     }
-    for name in RANGES if algorithm.vllm_importance_sampling_mode.startswith("sequence") else ():
+    for name in RANGES if mode.startswith("sequence") else ():
         if tokens := sums[f"tokens_{name}"]:
             metrics[f"mismatch/correction_mean/{name}"] = sums[name] / tokens
     return metrics
