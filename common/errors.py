@@ -50,6 +50,11 @@ def with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def first_line(reason: object) -> str:
+    """Returns the first line of an error's text, "" if it has none."""
+    return next(iter(str(reason).splitlines()), "")
+
+
 def require(is_valid: object, reason: str, detail: str = "") -> None:
     """Raises WireError unless a part of a message is valid."""
     if not is_valid:

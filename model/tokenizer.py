@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.hub import work_offline_without_hub
 from model.files.folder import require_model
 from model.files.hub import not_available_error
@@ -27,8 +27,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if Path(path).is_dir():
-            first_line = next(iter(str(error).splitlines()), "")
-            raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line}") from error
+            raise UserError(f"model {path!r}: the folder holds no tokenizer that loads: {first_line(error)}") from error
         raise not_available_error(path, error) from error
 
 

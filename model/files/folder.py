@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Config, CriticSettings, Model, ReferenceSettings
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.paths import did_you_mean
 from model.files.dims import experts_of
 from model.files.engine_models import is_unknown, require_engine_arguments
@@ -264,9 +264,8 @@ def load_config(model: Model) -> Any:
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"model {model.path!r}: no config.json of a model that transformers knows: {first_line}"
+            f"model {model.path!r}: no config.json of a model that transformers knows: {first_line(error)}"
         ) from error
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import durable
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.paths import did_you_mean
 from common.processes import exits
 
@@ -74,7 +74,7 @@ def _save(file: Path, folder: Path, dtype: str) -> None:
             output_loading_info=True,
         )
     except Exception as error:  # a file that is cut short or odd fails in many ways
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"{file.name}: transformers {transformers.__version__} cannot read it ({reason}); "
             "download it again, or set model.path to the folder or hub id that it was made from"

@@ -5,18 +5,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.hub import work_offline_without_hub
 
 
 def not_available_error(name: str, reason: object, kind: str = "model") -> UserError:
     """Returns the error for a model or data set that cannot be found: the reason, the settings and the remedy."""
-    first_line = next(iter(str(reason).splitlines()), "")
     settings = [f"HF_HOME={os.environ.get('HF_HOME', '~/.cache/huggingface')}"]
     settings += [f"{key}={os.environ[key]}" for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if key in os.environ]
     option, setting = ("", "model.path") if kind == "model" else ("--repo-type dataset ", "data.train")
     return UserError(
-        f"{kind} {name!r} is not a folder and cannot be had from the hub or its cache: {first_line} "
+        f"{kind} {name!r} is not a folder and cannot be had from the hub or its cache: {first_line(reason)} "
         f"({'; '.join(settings)}). Download: hf download {option}{name}, or set {setting} to a folder. "
         "Behind a firewall: HF_ENDPOINT=…"
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.hub import work_offline_without_hub
 from common.paths import did_you_mean
 from model.files.hub import not_available_error
@@ -198,8 +198,7 @@ def _data_set_error(error: Exception, name: str, subset: str, is_local: bool) ->
         known = f"no subset {subset!r}; its subsets are" if subset else "subsets"
         return UserError(f"{name} has {known} {', '.join(subsets)}. Write {name}:{closest[0]}@train")
     if is_local:
-        first_line = next(iter(str(error).splitlines()), "")
-        return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line}")
+        return UserError(f"data: {name} cannot be read: {type(error).__name__}: {first_line(error)}")
     return not_available_error(name, error, "data set")
 
 
