@@ -402,6 +402,29 @@ def test_a_wait_lasts_as_long_as_the_samplers_get_further(link: MemoryLink, monk
             inbox._wait(missing)
 
 
+def test_a_wait_lasts_as_long_as_a_sampler_that_was_restarted_gets_further(
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its earlier process had sampled a million tokens before the wait, which is no measure for the new one."""
+    with link.inbox(say=lambda _: None) as inbox:
+        inbox.config = changed(link.config, channel={"stall_timeout_s": 1800.0})  # of the wait alone
+        clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+        monkeypatch.setattr("trainer.link.inbox.time", clock)
+        old = Peer(HELLO, time.monotonic(), time.monotonic(), progress=1_000_000)
+        new = Peer(msgspec.structs.replace(HELLO, pid=HELLO.pid + 1), time.monotonic(), time.monotonic())
+        inbox.state.peers = {"s0": old}
+        looks = itertools.count()
+
+        def missing() -> str:
+            clock.now += 1000
+            new.progress = 100 * min(next(looks), 9)
+            inbox.state.peers = {"s0": new if new.progress else old}
+            return "4 of 4"
+
+        with pytest.raises(Retryable, match="waited 12000 s for 4 of 4"):
+            inbox._wait(missing)
+
+
 def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.05)
     said: list[str] = []

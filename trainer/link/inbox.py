@@ -180,6 +180,7 @@ class Inbox(GroupSource):
         start = moved = time.monotonic()
         is_due = every(_SAY_EVERY_S)
         last_missing, furthest = "", 0
+        before = {peer.process: peer.progress for peer in self.state.peers.values()}
         deadline = timeout_s or self.config.channel.stall_timeout_s
         while True:
             with self.state.changed:
@@ -194,7 +195,7 @@ class Inbox(GroupSource):
             peers = known or f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
             report_progress(f"waiting for {what}")  # this wait has a deadline of its own; other ranks may hear of it
             now = time.monotonic()
-            progress = sum(peer.progress for peer in self.state.peers.values())
+            progress = sum(p.progress - before.get(p.process, 0) for p in self.state.peers.values())
             if what != last_missing or progress > furthest:
                 last_missing, furthest, moved = what, progress, now
             if now - moved > deadline:
