@@ -17,7 +17,6 @@ has failed since then.
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from common import bfloat16
+from common.processes.exits import say
 from common.processes.out_of_memory import is_out_of_memory, is_out_of_shared_memory
 from model import devices
 from model.transformers_internals import decoder_layers
@@ -129,7 +129,7 @@ def abandon(kinds: Iterable[str]) -> None:
     """
     kinds = set(kinds)
     for kind in sorted(kinds - abandoned_kinds()):
-        _say(f"{kind} is not compiled and slower from now on, because a compilation failed here or on another rank")
+        say(f"{kind} is not compiled and slower from now on, because a compilation failed here or on another rank")
     _abandoned_kinds.update(kinds)
 
 
@@ -204,7 +204,7 @@ def _compile_layer(layer: torch.nn.Module) -> None:
         if _num_skipped_frames() > skipped_before and ("skipped", kind_of_layer) not in _said_once:
             _said_once.add(("skipped", kind_of_layer))
             remedy = "TORCH_LOGS=graph_breaks names its lines"
-            _say(f"some code of {name} cannot be compiled and runs as it is, which is slower; {remedy}")
+            say(f"some code of {name} cannot be compiled and runs as it is, which is slower; {remedy}")
         return output
 
     layer._compiled_call_impl = run
@@ -299,7 +299,7 @@ class _Attempt:
             _failed_kinds.add(self.kind)
             if is_out_of_shared_memory(error):
                 _abandoned_in_row.add(self.kind)
-                _say(f"{self.kind} is not compiled and slower from now on: {_reason(error)}")
+                say(f"{self.kind} is not compiled and slower from now on: {_reason(error)}")
                 return instead()
         shape, lengths = self._shape()
         failures = _uncompiled.setdefault(self.target, {}).setdefault(lengths, _Failures())
@@ -318,10 +318,10 @@ class _Attempt:
             if ("limit", self.target) not in _said_once:
                 _said_once.add(("limit", self.target))
                 limit = torch._dynamo.config.recompile_limit
-                _say(f"{self.name} is not compiled and slower for some rows: recompile_limit allows {limit} graphs")
+                say(f"{self.name} is not compiled and slower for some rows: recompile_limit allows {limit} graphs")
             return
         sizes = next((tuple(x.shape) for x in self.values if isinstance(x, Tensor)), ())
-        _say(f"for {' × '.join(map(str, sizes))} {self.name} is not compiled and slower: {_reason(error)}")
+        say(f"for {' × '.join(map(str, sizes))} {self.name} is not compiled and slower: {_reason(error)}")
 
     def _shape(self) -> tuple[Hashable, Hashable]:
         """Returns the arguments' shapes, and the same with ranges in place of the lengths that differ between rows."""
@@ -365,7 +365,3 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     start = max(0, text.find("out of resource"))
     return text[start : start + 200]
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)

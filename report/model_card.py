@@ -8,7 +8,6 @@ Left out: the licence, intended use and risks, which only a person can say.
 
 import json
 import re
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from common.config import Config
 from common.config.data import entries
 from common.durable import disk_trouble, write_file
 from common.errors import with_type
+from common.processes.exits import say
 from common.redact import redacted
 from report.curves import history_of
 from report.display import clock, comparison, wall_s
@@ -47,7 +47,7 @@ def write_model_card(run_folder: Path, folder: Path, version: int) -> None:
     except Exception as error:
         if disk_trouble(error) is not None:
             raise
-        print(f"tandem: {folder} gets no model card: {with_type(error)}", file=sys.stderr, flush=True)
+        say(f"{folder} gets no model card: {with_type(error)}")
 
 
 def model_card(run_folder: Path, folder: Path, version: int) -> str:
