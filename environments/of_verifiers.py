@@ -17,8 +17,6 @@ from collections.abc import AsyncIterator
 from importlib import import_module
 from typing import Any
 
-from common.errors import with_type
-
 PORT = int(os.environ.get("VERIFIERS_PORT", "8766"))
 KEY = "OPENAI_API_KEY"  # the variable in which clients look for a key
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}  # a chat with its tools, not a cloud's sandbox
@@ -81,7 +79,7 @@ def main(what: str, name: str, settings: str = "{}") -> None:
         try:
             return web.json_response(await play(**await request.json()))
         except Exception as error:  # an error fails this rollout alone
-            return web.Response(text=with_type(error), status=500)
+            return web.Response(text=f"{type(error).__name__}: {error}", status=500)
 
     async def served(_: web.Application) -> AsyncIterator[None]:
         async with serving():
