@@ -40,6 +40,8 @@ class AgentRollout:
     running: dict[PendingRequest, RenderedRequest] = field(default_factory=dict)  # requests in the engine
     # requests made before any answer: each may be the group's prompt
     firsts: list[RenderedRequest] = field(default_factory=list)
+    # the agent's end, while requests that it gave up are in the engine: nothing else of the rollout could train
+    end: Done | Failed | None = None
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
 
@@ -66,19 +68,24 @@ class EndedAgent:
     failure: Failure | None = None
 
     def played(self, prompt_ids: Ids, limit: int) -> PlayedCompletion | None:
-        """Returns the completion, without the last turns that do not fit into `limit` tokens; None if none fits.
+        """Returns the completion, without the last tokens that do not fit into the limit; None if none fits.
 
         It may be longer than the tokens that the rollout was allowed: those in which its first prompt differs from
         the others of its group are tokens of the completion, too.
         """
-        turns = [*self.rollout.turns.items()]
-        for num_turns in range(len(turns), 0, -1):
-            rollout = replace(self.rollout, turns=dict(turns[:num_turns]))
-            completion = played(rollout, self.done, prompt_ids)
-            if len(completion.token_ids) <= limit:
-                if num_turns < len(turns):
+        turns, is_cut = dict(self.rollout.turns), False
+        while turns:
+            completion = played(replace(self.rollout, turns=turns), self.done, prompt_ids)
+            excess = len(completion.token_ids) - limit
+            if excess <= 0:
+                if is_cut:
                     completion = replace(completion, finish_reason="length")
                 return completion if self.failure is None else completion.failed(self.failure)
+            is_cut = True
+            request, last = turns.popitem()
+            kept = len(last.completion.token_ids) - excess
+            if kept > 0:
+                turns[request] = replace(last, completion=last.completion.cut(kept))
         return None
 
 
@@ -96,30 +103,42 @@ class Agents(Episodes):
         group = self._groups[key]
         rollout: AgentRollout = group.running.setdefault(i, AgentRollout())
         if not isinstance(reply, PendingRequest):
-            self._end(group, i, rollout, reply)
+            self._end(key, group, i, rollout, reply)
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
         elif not reply.is_read:
-            if was_running := rollout.running.pop(reply, None) is not None:
-                self._engine.abort({(key, (i, reply))})
             if is_answered := reply in rollout.turns:
                 rollout.unread[reply] = rollout.turns.pop(reply)
-            group.unread += was_running or is_answered
+            group.unread += is_answered or reply in rollout.running
+            if rollout.turns:
+                self._abort_given_up(key, i, rollout, [reply])
 
-    def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
-        """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
+    def _abort_given_up(self, key: Any, i: int, rollout: AgentRollout, requests: Collection[PendingRequest]) -> None:
+        for request in requests:
+            if request.is_read is False and rollout.running.pop(request, None) is not None:
+                self._engine.abort({(key, (i, request))})
+
+    def _end(self, key: Any, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
+        """Ends a rollout as completed or failed, once each of its requests has been read or given up.
+
+        If it has read nothing, what it gave up trains, once that is sampled: long answers would be left out otherwise.
+        """
         if isinstance(reply, Failed) and reply.kind == "lost":
             group.lost = reply.reason[:MAX_REASON]
             return
+        if rollout.turns:
+            self._abort_given_up(key, i, rollout, [*rollout.running])
+        if rollout.running:
+            rollout.end = reply
+            return
         del group.running[i]
+        rollout.turns = rollout.turns or rollout.unread
         wants_reward = "environment" in self._config.rewards.reward_funcs
         if isinstance(reply, Failed) and reply.kind == "error" and rollout.refusal:
             reply = Done(seconds=reply.seconds)  # the agent raised because it was refused: a truncated rollout
         if isinstance(reply, Done) and reply.reward is None and wants_reward and rollout.refusal:
             reply = replace(reply, reward=0.0)  # the reward of an environment without get_reward
         failure = failure_of(reply) if isinstance(reply, Failed) else None
-        if failure is not None and not rollout.turns:
-            rollout.turns = rollout.unread  # perhaps it failed on what the model wrote
         if isinstance(reply, Done) and reply.reward is None and wants_reward:
             failure = Failure("no_reward", "the agent gave no reward, and rewards.reward_funcs has environment")
         done = reply if isinstance(reply, Done) else Done(seconds=reply.seconds)
@@ -183,7 +202,8 @@ class Agents(Episodes):
     def _sampled(self, key: Any, i: Any, completion: Completion) -> None:
         """Stores a turn, and cuts it if parallel requests, each of which may use all tokens left, used up too many."""
         i, asking = i
-        rollout, limit = self._groups[key].running[i], self._groups[key].params.max_tokens
+        group = self._groups[key]
+        rollout, limit = group.running[i], group.params.max_tokens
         completion = completion.cut(limit - rollout.spent)
         rollout.spent += len(completion.token_ids)
         if rollout.spent >= limit and completion.finish_reason == "length":
@@ -191,10 +211,15 @@ class Agents(Episodes):
         asked = rollout.running.pop(asking)
         if not len(completion.token_ids):
             asking.tell(RequestError(rollout.refusal))
-            return
-        turn, answer = self._template.said(asked, completion)
-        rollout.add(asking, turn)
-        asking.tell(answer)
+        else:
+            turn, answer = self._template.said(asked, completion)
+            if asking.is_read is False:
+                rollout.unread[asking] = turn
+            else:
+                rollout.add(asking, turn)
+                asking.tell(answer)
+        if rollout.end is not None and not rollout.running:
+            self._end(key, group, i, rollout, rollout.end)
 
     def _over(self, group: RunningGroup) -> Sampled:
         """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""
