@@ -15,7 +15,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -199,10 +199,11 @@ class EnvironmentPool:
             late = f"{missed} within {self._timeout_s:g} s, so its process was killed"
             reason = f"{whose} {late if error.timed_out else error}.{about}"
             return Failed(error.kind, reason, time.monotonic() - started_s)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return Failed("error", f"the row cannot be sent to the environment: {error}.{about}")
         except Exception as error:  # a reply is owed whatever happens: without it the sampler waits for ever
-            return Failed("lost", f"the environment is lost: {with_type(error)}.{about}")
+            kind: Literal["lost", "crash"] = "lost" if isinstance(error, OSError) else "crash"
+            return Failed(kind, f"the environment is lost: {with_type(error)}.{about}")
 
     def _ask(self, rollout: _Rollout, worker: Worker, request: Request) -> Answer:
         """Returns the worker's answer; an agent's requests become replies meanwhile. Raises as Worker.ask."""

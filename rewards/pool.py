@@ -174,7 +174,7 @@ class RewardPool:
             worker, trouble = self._replace(worker)
         if worker is None and is_another and self._continue_without(key, job, trouble):
             return
-        result, logged = self._score(worker, job) if worker else (RewardFailure("crash", trouble), {})
+        result, logged = self._score(worker, job) if worker else (RewardFailure("lost", trouble), {})
         self._results.put((key, result, logged))
         if isinstance(result, RewardFailure) and result.kind != "error":  # after the result, which need not wait
             worker, _ = self._replace(worker)  # now, so that the next job need not wait, either
@@ -227,7 +227,7 @@ class RewardPool:
             reply = worker.ask(job, JobReply, self._timeout_s)
         except LostError as error:
             return RewardFailure(error.kind, f"the reward process {error}. {about}"), {}
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # a result is owed whatever happens, also for messages that cannot be encoded
             reason = f"the row cannot be sent to the reward functions: {error}. {about}"
             return RewardFailure("error", reason), {}
         with self._lock:

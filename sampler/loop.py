@@ -37,7 +37,7 @@ from sampler.turns.failures import with_failures
 from sampler.turns.mixed_turns import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
-_MAX_REDRAWS = 3  # of one prompt, whose rollouts the machine lost
+_REDRAW_AFTER_S = (1.0, 5.0, 25.0)  # of a prompt whose rollouts the machine lost, each time it did
 _VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
 
 
@@ -59,7 +59,8 @@ class Sampler:
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, Sampled | None] = {}  # leased and not sent; completions once generated
         self._may_say_failures = every(10.0)
-        self._redraws: dict[Key, int] = collections.Counter()  # of prompts in work that were sampled again
+        self._num_lost: dict[Any, int] = collections.Counter()  # by group or held-out problem, until it has a result
+        self._waits_until = 0.0  # time before which nothing is started, because the machine has lost something
         self._held_out = HeldOut(config, engine.on_cpu, task.decode, link)
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
@@ -163,6 +164,8 @@ class Sampler:
         credit = self.link.credit
         if credit is None or credit is self._served or credit.version != self.engine.version:
             return
+        if time.monotonic() < self._waits_until:
+            return
         self._served = credit
         working = {key.group_id for key in self._working if isinstance(key, GroupKey)}
         new = [group_id for group_id in credit.lease if not self.link.has_result(group_id) and group_id not in working]
@@ -171,6 +174,8 @@ class Sampler:
             self._held_out.ask(request, credit.version, self._num_trainers)
 
     def start_evaluation(self) -> None:
+        if time.monotonic() < self._waits_until:
+            return
         self._submit_all(self._held_out.to_start(self.engine.version, self._decoding))
 
     def _submit_all(self, keys: Sequence[Key]) -> None:
@@ -225,14 +230,23 @@ class Sampler:
             say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {reasons[0]}")
 
     def _draw_again(self, key: Key, reason: str) -> None:
-        """Samples a prompt again of which the machine lost rollouts or rewards, or gives it up after several times."""
-        if self._redraws[key] == _MAX_REDRAWS:
-            self._finish(key, f"it was lost {1 + _MAX_REDRAWS} times; the last time: {reason}"[:MAX_REASON])
+        """Frees a prompt of which the machine lost rollouts or rewards, so that it is started again.
+
+        That happens after a pause, if it is still leased, by the weights of then. It is given up after several times.
+        """
+        what = _without_version(key)
+        num_lost = self._num_lost[what]
+        if num_lost == len(_REDRAW_AFTER_S):
+            self._finish(key, f"it was lost {1 + num_lost} times; the last time: {reason}"[:MAX_REASON])
             return
-        self._redraws[key] += 1
+        self._num_lost[what] += 1
+        self._waits_until = time.monotonic() + _REDRAW_AFTER_S[num_lost]
         self.stats["total/redrawn"] += 1
         say(f"a prompt is sampled again, because its rollouts or rewards were lost: {reason}")
-        self._submit_all([key])
+        del self._working[key]
+        self._served = None
+        if isinstance(key, EvalKey):
+            self._held_out.waiting.append(key)
 
     def rest_if_done(self) -> None:
         """Frees the engine's cache before the last groups are sent, after which the trainer works alone."""
@@ -263,7 +277,7 @@ class Sampler:
     def _finish(self, key: Key, outcome: Scores | str) -> None:
         """Sends a prompt's result. `outcome`: the scores of completions that did not fail, or why there are none."""
         sampled = self._working.pop(key)
-        self._redraws.pop(key, None)
+        self._num_lost.pop(_without_version(key), None)
         assert sampled is not None, "what has an outcome was sampled"
         problem = sampled.prompt.problem
         if isinstance(outcome, str):
@@ -304,6 +318,11 @@ class Sampler:
         self.turns.abort(self._decoding)
         self.stats["total/aborted"] += len(self._working)
         self._working.clear()
-        self._redraws.clear()
+        self._num_lost.clear()
         self._held_out.forget()
         self.engine.version = None  # the same number may now name other weights
+
+
+def _without_version(key: Key) -> Any:
+    """Returns what names a prompt's work, by whatever weights it is done."""
+    return key.group_id if isinstance(key, GroupKey) else (key.eval_id, key.problem)

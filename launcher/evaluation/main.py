@@ -152,7 +152,7 @@ def run(config: Config, target: Target) -> None:
     folder = target.output / re.sub(r"[^A-Za-z0-9._-]+", "_", label)  # for example step_000040-test-n8-t0.6
     _write(folder, config, model, samples, result | {"seconds": time.monotonic() - started_s})
     for reason in failures[:3]:
-        exits.say(f"left out, a reward failed: {one_line(reason)}")
+        exits.say(f"left out: {one_line(reason)}")
     print(table(result))
     print(f"{folder}/eval.json  {folder}/completions.jsonl", flush=True)
 

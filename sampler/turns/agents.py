@@ -40,8 +40,14 @@ class AgentRollout:
     running: dict[PendingRequest, RenderedRequest] = field(default_factory=dict)  # requests in the engine
     # requests made before any answer: each may be the group's prompt
     firsts: list[RenderedRequest] = field(default_factory=list)
+    # the agent's end, while requests that it gave up are in the engine: nothing else of the rollout could train
+    end: Done | Failed | None = None
     spent: int = 0  # tokens after the prompt: all turns, read or not, and the tokens between them
     refusal: str = ""  # message of the first refusal at a limit
+
+    def add(self, request: PendingRequest, turn: AgentTurn) -> None:
+        self.turns[request] = turn
+        self.turns = {asked: self.turns[asked] for asked in self.order if asked in self.turns}
 
     @property
     def asked(self) -> list[RenderedRequest]:
@@ -62,18 +68,24 @@ class EndedAgent:
     failure: Failure | None = None
 
     def played(self, prompt_ids: Ids, limit: int) -> PlayedCompletion | None:
-        """Returns the completion, without the last turns that do not fit into `limit` tokens; None if none fits.
+        """Returns the completion, without the last tokens that do not fit into the limit; None if none fits.
 
         It may be longer than the tokens that the rollout was allowed: those in which its first prompt differs from
         the others of its group are tokens of the completion, too.
         """
-        rollout = self.rollout
-        while rollout.turns:
-            completion = played(rollout, self.done, prompt_ids)
-            if len(completion.token_ids) <= limit:
-                return completion.failed(self.failure) if self.failure else completion
-            rollout.turns.popitem()
-            rollout.refusal = "its last turns do not fit"
+        turns, is_cut = dict(self.rollout.turns), False
+        while turns:
+            completion = played(replace(self.rollout, turns=turns), self.done, prompt_ids)
+            excess = len(completion.token_ids) - limit
+            if excess <= 0:
+                if is_cut:
+                    completion = replace(completion, finish_reason="length")
+                return completion if self.failure is None else completion.failed(self.failure)
+            is_cut = True
+            request, last = turns.popitem()
+            kept = len(last.completion.token_ids) - excess
+            if kept > 0:
+                turns[request] = replace(last, completion=last.completion.cut(kept))
         return None
 
 
@@ -91,28 +103,38 @@ class Agents(Episodes):
         group = self._groups[key]
         rollout: AgentRollout = group.running.setdefault(i, AgentRollout())
         if not isinstance(reply, PendingRequest):
-            self._end(group, i, rollout, reply)
+            self._end(key, group, i, rollout, reply)
         elif reply.is_read is None:
             self._ask(key, i, group, reply)
         elif not reply.is_read:
-            if reply in rollout.running:
-                del rollout.running[reply]
-                self._engine.abort({(key, (i, reply))})
-                group.unread += 1
-            elif reply in rollout.turns:
+            if is_answered := reply in rollout.turns:
                 rollout.unread[reply] = rollout.turns.pop(reply)
-                group.unread += 1
+            group.unread += is_answered or reply in rollout.running
+            if rollout.turns:
+                self._abort_given_up(key, i, rollout, [reply])
 
-    def _end(self, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
-        """Ends a rollout as completed or failed, once each of its requests has been read or given up."""
+    def _abort_given_up(self, key: Any, i: int, rollout: AgentRollout, requests: Collection[PendingRequest]) -> None:
+        for request in requests:
+            if request.is_read is False and rollout.running.pop(request, None) is not None:
+                self._engine.abort({(key, (i, request))})
+
+    def _end(self, key: Any, group: RunningGroup, i: int, rollout: AgentRollout, reply: Done | Failed) -> None:
+        """Ends a rollout as completed or failed, once each of its requests has been read or given up.
+
+        If it has read nothing, what it gave up trains, once that is sampled: long answers would be left out otherwise.
+        """
+        if rollout.turns:
+            self._abort_given_up(key, i, rollout, [*rollout.running])
+        if rollout.running:
+            rollout.end = reply
+            return
         del group.running[i]
+        rollout.turns = rollout.turns or rollout.unread
         done = reply if isinstance(reply, Done) else Done(seconds=reply.seconds)
         failure = failure_of(reply) if isinstance(reply, Failed) else None
         if failure and failure.kind == "error" and rollout.refusal:
             failure = None  # the agent raised because it was refused: a truncated rollout
-        if failure:
-            rollout.turns = rollout.turns or rollout.unread  # perhaps it failed on what the model wrote
-        elif done.reward is None and "environment" in self._config.rewards.reward_funcs:
+        if not failure and done.reward is None and "environment" in self._config.rewards.reward_funcs:
             if rollout.refusal:
                 done = replace(done, reward=0.0)  # the reward of an environment without get_reward
             else:
@@ -146,14 +168,8 @@ class Agents(Episodes):
             content = hashlib.blake2b(f"{same} {ask.seed} {asked.ids.tolist()}".encode(), digest_size=4)
             seed = sampling_seed(seed + i, int.from_bytes(content.digest(), "little"))
         max_tokens = min(room, ask.max_tokens or room, ask.max_completion_tokens or room)
-        params = replace(
-            group.params,
-            num_completions=1,
-            seed=seed,
-            keeps_seed=ask.seed is not None,
-            max_tokens=max_tokens,
-            stop=tuple(ask.stops),
-        )
+        params = replace(group.params, num_completions=1, seed=seed, max_tokens=max_tokens, stop=tuple(ask.stops))
+        params = replace(params, keeps_seed=ask.seed is not None)
         if not ask.stream or ask.reads_calls:
             return params
         return replace(params, hears=lambda ids: asking.tell(self._template.begin(ask, ids)))
@@ -183,7 +199,8 @@ class Agents(Episodes):
     def _sampled(self, key: Any, i: Any, completion: Completion) -> None:
         """Stores a turn, and cuts it if parallel requests, each of which may use all tokens left, used up too many."""
         i, asking = i
-        rollout, limit = self._groups[key].running[i], self._groups[key].params.max_tokens
+        group = self._groups[key]
+        rollout, limit = group.running[i], group.params.max_tokens
         completion = completion.cut(limit - rollout.spent)
         rollout.spent += len(completion.token_ids)
         if rollout.spent >= limit and completion.finish_reason == "length":
@@ -191,11 +208,15 @@ class Agents(Episodes):
         asked = rollout.running.pop(asking)
         if not len(completion.token_ids):
             asking.tell(RequestError(rollout.refusal))
-            return
-        turn, answer = self._template.said(asked, completion)
-        turns = {**rollout.turns, asking: turn}
-        rollout.turns = {request: turns[request] for request in rollout.order if request in turns}
-        asking.tell(answer)
+        else:
+            turn, answer = self._template.said(asked, completion)
+            if asking.is_read is False:
+                rollout.unread[asking] = turn
+            else:
+                rollout.add(asking, turn)
+                asking.tell(answer)
+        if rollout.end is not None and not rollout.running:
+            self._end(key, group, i, rollout, rollout.end)
 
     def _over(self, group: RunningGroup) -> Sampled:
         """Returns the finished group; its prompt is the common prefix of its rollouts' first requests."""

@@ -194,7 +194,11 @@ class Episodes:
         elif isinstance(reply, Turn):
             self._go_on(key, group, i, group.running[i].answered(reply), reply)
         else:
-            group.ended[i] = group.running.pop(i).answered(reply).played()
+            played = group.running.pop(i).answered(reply).played()
+            if played.environment_reward is None and self._config.rewards.reward_funcs == ["environment"]:
+                what = "the environment gave no reward, and no other function scores its rollouts"
+                played = played.failed(Failure("no_reward", what))
+            group.ended[i] = played
 
     def _go_on(self, key: Any, group: RunningGroup, i: int, episode: Episode, reply: Turn) -> None:
         """Starts another turn if the limits leave room for the observation and for a token after it."""

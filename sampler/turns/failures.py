@@ -32,11 +32,14 @@ def with_failures(completions: Sequence[Completion], scores: Scores, config: Con
     by_function = {}
     for name, weight in zip(config.rewards.names, config.rewards.weights, strict=True):
         sign = -1.0 if weight < 0 else 1.0
+        given = [rewards[name] for rewards, _ in scores]
         applies = not problem.scored_by or name in problem.scored_by
-        lowest = sign * _lowest(sign * rewards[name] for rewards, _ in scores)
+        if given and all(map(math.isnan, given)):
+            applies = False
+        lowest = sign * _lowest(sign * score for score in given)
         by_function[name] = lowest if applies else math.nan
-    given = iter(scores)
-    return [next(given) if c.failure is None else (dict(by_function), reward) for c in completions]
+    of_ended = iter(scores)
+    return [next(of_ended) if c.failure is None else (dict(by_function), reward) for c in completions]
 
 
 def _lowest(scores: Iterable[float]) -> float:

@@ -177,6 +177,11 @@ def test_a_slow_reset_and_a_row_that_cannot_be_sent_fail_their_rollout(pool):
     assert reply.kind == "timeout" and "did not answer reset" in reply.reason
     reply = started(pool, 1, answer=object())[1]
     assert reply.kind == "error" and "cannot be sent" in reply.reason
+    nested = 10**30
+    for _ in range(2000):
+        nested = [nested]
+    reply = started(pool, 1, answer=nested)[1]
+    assert reply.kind == "error", "what is nested too deeply was not lost by the machine"
     assert pool.pending == 0
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -623,7 +624,62 @@ await said(begin, text, "And?")
     given = config(tmp_path, code, sampler={"max_completion_length": 160})
     sampled = played(given, Model(lambda i, prompt: "a b c d e f g h i j"))
     assert sampled.failures == () and all(0 < len(c.token_ids) <= 160 for c in sampled.completions)
-    assert [(c.turns, c.finish_reason) for c in sampled.completions] == [(1, "length")] * 2, "of two turns"
+    assert [c.finish_reason for c in sampled.completions] == ["length"] * 2
+
+
+CATCHES = """
+try:
+    await asyncio.wait_for(said(question), 0.3)
+except asyncio.TimeoutError:
+    return -1.0
+"""
+BY_CLIENT = """
+hasty = client.with_options(timeout=0.3, max_retries=0)
+await hasty.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])
+"""
+GIVES_UP = {  # what it does while its first answer is decoded -> (the kind of failure, its own reward)
+    "await asyncio.wait_for(said(question), 0.3)": ("error", None),
+    CATCHES: (None, -1.0),
+    BY_CLIENT: ("error", None),
+}
+
+
+@pytest.mark.parametrize(("code", "ends"), GIVES_UP.items())
+def test_an_agent_that_gives_up_on_its_only_answer_trains_on_it_when_it_is_finished(
+    code: str, ends: tuple[str | None, float | None], tmp_path: Path
+) -> None:
+    """Left out, long answers would cost nothing."""
+
+    class Late(Model):
+        """A model whose first rollout decodes for longer than its agent waits."""
+
+        begun_s = 0.0
+
+        def step(self) -> list[tuple[Any, list[Completion]]]:
+            self.begun_s = self.begun_s or time.monotonic()
+            late = {k: of for k, of in self._running.items() if self.rollout_of(k) == 0}
+            if time.monotonic() - self.begun_s > limit(2):
+                late = {}
+            self._running = {k: of for k, of in self._running.items() if k not in late}
+            out = super().step()
+            self._running |= late
+            return out
+
+    given = config(tmp_path, code, rewards={"reward_funcs": ["environment"]})
+    sampled = played(given, Late(lambda i, prompt: "a b c" if i == 0 else "fine"))
+    assert sampled.failures == ()
+    late, ended = sampled.completions
+    assert (late.failure and late.failure.kind, late.environment_reward) == ends and late.num_sampled > 3
+    assert ended.failure is None and ended.environment_reward == 1.0
+
+
+def test_a_long_first_answer_is_cut_and_not_left_out_where_first_prompts_differ(tmp_path: Path) -> None:
+    code = 'await said(str(random.random()) + " word" * 20 + question)'
+    given = config(tmp_path, code, sampler={"max_completion_length": 160})
+    sampled = played(given, Model(lambda i, prompt: "a b " * (60 if i else 2)))
+    short, long = sampled.completions
+    assert sampled.failures == () and short.finish_reason == "stop"
+    assert (len(long.token_ids), long.finish_reason) == (160, "length") and long.num_sampled > short.num_sampled
 
 
 def test_an_agent_that_asks_nothing_is_a_failure(tmp_path: Path) -> None:

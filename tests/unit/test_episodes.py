@@ -214,6 +214,18 @@ def test_a_rollout_that_fails_after_its_first_token_trains_with_what_it_has(play
     assert too_few_reason(KEY, sampled) is None and too_few_reason(EvalKey("v0", 0, 0, 0, 0), sampled) is None
 
 
+def test_a_rollout_whose_environment_owes_its_only_reward_fails(tmp_path: Path) -> None:
+    play = Played2(tmp_path, environment="my.py:Game", tools=[])
+    play.episodes._config = play.episodes._config.model_copy(
+        update={"rewards": play.episodes._config.rewards.model_copy(update={"reward_funcs": ["environment"]})}
+    )
+    play.begin()
+    for rollout, reward in ((0, None), (1, 1.0)):
+        play.sampled(rollout, turn(30, END))
+        play.reply(rollout, Done(reward))
+    assert [c.failure and c.failure.kind for c in play.out[KEY].completions] == ["no_reward", None]
+
+
 def test_a_rollout_that_fails_before_its_first_token_is_missing(play: Played2) -> None:
     play.reply(0, Failed("timeout", "no answer within 30 s, killed"))
     play.reply(1, Turn())

@@ -392,3 +392,18 @@ def test_the_trial_before_a_run_scores_texts_and_tokens_that_a_run_can_make(tmp_
     for gold in ("4", None):
         with RewardPool(config.rewards, columns=["question", "answer"]) as pool:
             try_rewards(pool, [Problem(0, {"question": "2+2?", "answer": gold})], config)
+
+
+def nested(depth):
+    value = 10**30
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_is_nested_too_deeply_to_be_sent_is_answered_like_any_error(returning):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": nested(2000)}}}
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]}]  # as a model may write it
+    returning.submit(3, [{"role": "user", "content": "?"}], [said], [[1]], {"what": "[1.0]"})
+    key, failure = one(returning)
+    assert (key, failure.kind) == (3, "error") and returning.pending == 0

@@ -1,5 +1,6 @@
 """The sampling loop around an engine, a link and rewards that answer when the test says so."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -443,15 +444,34 @@ def lost(turns: Turns) -> None:
     turns.over.append((turns.running.pop(0), Sampled(PROMPT, (), lost="no more processes")))
 
 
-def test_what_the_machine_lost_is_sampled_again_and_counted(tmp_path: Path) -> None:
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets so many seconds pass for the sampler's loop."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("sampler.loop.time.monotonic", lambda: clock.now)
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
+
+    return wait
+
+
+def test_what_the_machine_lost_is_sampled_again_and_counted(tmp_path: Path, after: Callable[[float], None]) -> None:
     loop, turns = in_turns(tmp_path)
     loop.credited(0, [0])
     lost(turns)
     loop.turn()
-    assert not loop.sent and turns.num_running == 1 and loop.sampler.stats["total/redrawn"] == 1
+    assert not loop.sent and turns.num_running == 0, "not at once: the machine needs a moment"
+    loop.turn()
+    assert turns.num_running == 0
+    after(1.0)
+    loop.turn()
+    assert turns.num_running == 1 and loop.sampler.stats["total/redrawn"] == 1
     turns.end(PROMPT, [played(3)] * 2)
     loop.turn()
     loop.pool.answer(loop.pool.waiting[0], RewardFailure("lost", "the process that rewards are forked from died"))
+    loop.turn()
+    after(5.0)
     loop.turn()
     assert not loop.sent and turns.num_running == 1 and loop.sampler.stats["total/redrawn"] == 2
     turns.end(PROMPT, [played(3)] * 2)
@@ -460,12 +480,48 @@ def test_what_the_machine_lost_is_sampled_again_and_counted(tmp_path: Path) -> N
     assert [len(group.rollouts) for group in loop.sent] == [2]
 
 
-def test_what_the_machine_loses_again_and_again_is_given_up_with_its_reason(tmp_path: Path) -> None:
+def test_what_was_lost_with_its_rewards_is_sampled_by_the_weights_of_then_if_it_is_still_leased(
+    tmp_path: Path, after: Callable[[float], None]
+) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [0, 1])
+    for _ in range(2):
+        turns.end(PROMPT, [played(3)] * 2)
+    loop.turn()
+    for key in list(loop.pool.waiting):
+        loop.pool.answer(key, RewardFailure("lost", "the process that rewards are forked from died"))
+    loop.credited(1, [1])
+    after(5.0)
+    loop.turn()
+    assert [(key.group_id, key.policy_version) for key in turns.running] == [(1, 1)]
+
+
+def test_a_held_out_problem_that_the_machine_lost_is_sampled_again(
+    tmp_path: Path, after: Callable[[float], None]
+) -> None:
+    loop, turns = in_turns(tmp_path)
+    loop.credited(0, [], EvalRequest("v0", 0, (0, 1)))
+    lost(turns)
+    loop.turn()
+    after(1.0)
+    while not loop.sent:
+        turns.end(PROMPT, [played(3)])
+        loop.turn()
+        loop.answer_all()
+    [result] = loop.sent
+    assert result.failures == () and [s.problem_index for s in result.samples] == [0, 1]
+
+
+def test_what_the_machine_loses_again_and_again_is_given_up_with_its_reason(
+    tmp_path: Path, after: Callable[[float], None]
+) -> None:
     loop, turns = in_turns(tmp_path)
     loop.credited(0, [0])
     for _ in range(4):
         assert not loop.sent
         lost(turns)
+        loop.turn()
+        after(25.0)
         loop.turn()
     [tombstone] = loop.sent
     assert isinstance(tombstone, Tombstone) and "no more processes" in tombstone.reason and not turns.num_running

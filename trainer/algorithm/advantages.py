@@ -49,8 +49,12 @@ def has_advantage(advantages: Floats) -> bool:
 
 
 def is_unmasked(rollout: Rollout, mask_truncated_completions: bool) -> bool:
-    """Returns False for a truncated completion if those are masked: its reward counts, but its loss has weight 0."""
-    return not (mask_truncated_completions and rollout.finish_reason == "length")
+    """Returns False for a truncated completion if those are masked: its reward counts, but its loss has weight 0.
+
+    One that failed trains, whatever else it reached: its reward is that of failing.
+    """
+    is_truncated = rollout.finish_reason == "length" and rollout.failure is None
+    return not (mask_truncated_completions and is_truncated)
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:

@@ -4,6 +4,7 @@ The thread never waits for the training loop and the loop never touches the tran
 the link. Both exchange data through SharedState.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class SocketThread(threading.Thread):
         self.max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
-        self._failed_in_a_row = 0  # groups without a rollout that did not fail
+        self._failed_in_a_row = collections.Counter[str]()  # by source the groups of nothing but failed rollouts
         self._first_hello: wire.Hello | None = None  # all others must agree with it, even after that sampler is lost
         self._credited_at, self._credited_progress = -channel.BEAT_S, -1  # time and progress of the last credit to all
 
@@ -225,11 +226,13 @@ class SocketThread(threading.Thread):
         """Ends a run whose environment is broken: groups of failures alone teach nothing."""
         failures = [r.failure for r in group.rollouts if r.failure]
         if len(failures) < len(group.rollouts):
-            self._failed_in_a_row = 0
+            self._failed_in_a_row[group.source] = 0
             return
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= max(_MIN_FAILED_GROUPS, _FAILED_BATCHES * self.config.prompts_per_batch):
-            what = f"all rollouts of the last {self._failed_in_a_row} groups failed"
+        self._failed_in_a_row[group.source] += 1
+        count = self._failed_in_a_row[group.source]
+        if count >= max(_MIN_FAILED_GROUPS, _FAILED_BATCHES * self.config.prompts_per_batch):
+            of_source = f" of {group.source}" if group.source else ""
+            what = f"all rollouts of the last {count} groups{of_source} failed"
             self.state.failure = UserError(f"{what}; the last one: {failures[-1].reason}")
 
     def _find_lost(self, now: float) -> None:

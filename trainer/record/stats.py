@@ -167,7 +167,8 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
     """Returns one line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
 
     A function's shares and means cover the completions that it scored: those for which it did not return None. Each of
-    several sources also has shares and means of its own, such as "math/answer". by_problem has the mean of each
+    several sources also has shares and means of its own, such as "math/answer". A completion that failed is not right,
+    and counts in a mean as the worst of all, and at most 0. by_problem has the mean of each
     problem's completions; null where there is none.
     """
     samples = [s for result in results for s in result.samples]
@@ -187,7 +188,8 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
             scored = [s for s in part if not math.isnan(s.rewards[function])]
             if not scored:
                 continue
-            name, scores = place + function, [s.rewards[function] for s in scored]
+            name, lowest = place + function, min([0.0, *(s.rewards[function] for s in scored)])
+            scores = [s.rewards[function] if s.failure is None else lowest for s in scored]
             mark = full_mark(function) - ROUNDING
             marks = [not s.failure and s.rewards[function] >= mark for s in scored]
             record["by_problem"][f"{name}/accuracy"] = _by_problem(scored, marks, num_problems)
