@@ -43,7 +43,7 @@ from tools.families.models import BFLOAT16, FAMILIES, build
 RUNS, CONFIG, PAGE = ROOT / "runs" / "families", "configs/quickstart.yaml", ROOT / "docs" / "model.md"
 QUICKSTART = ROOT / ".cache" / "quickstart" / "model"
 MARKS = ("<!-- written by: bash launch.sh families --write -->\n", "<!-- the end of what it wrote -->\n")
-LIMIT_S = 400
+LIMIT_S = 1200  # for one command; the proof of a family takes minutes, and longer beside other work
 NARROWER = {  # variables that let torch, MKL, oneDNN and vLLM use fewer of the processor's instructions
     side: {"ATEN_CPU_CAPABILITY": side, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn,
            "PYTHONPATH": str(Path(__file__).parent / "narrower")}
