@@ -215,6 +215,7 @@ class Agents(Episodes):
             else:
                 rollout.add(asking, turn)
                 asking.tell(answer)
+                self._abort_given_up(key, i, rollout, [*rollout.running])
         if rollout.end is not None and not rollout.running:
             self._end(key, group, i, rollout, rollout.end)
 
