@@ -57,11 +57,13 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
     config = Config.model_validate(json.loads((run_folder / "config.json").read_text()))
     rows, evaluations = history_of(run_folder)
     measured: Records = [record for record in evaluations if record["step"] in (evaluations[0]["step"], version)]
-    luck = ""
-    best = choice(evaluations, config.eval) if config.eval.load_best_model_at_end else None
-    if best is not None and best[0]["step"] == version:
-        luck = best[1]
-        measured = [*measured[:-1], best[0]]
+    told_of_choice = ""
+    chosen = choice(evaluations, config.eval) if config.eval.load_best_model_at_end else None
+    if chosen is not None:
+        estimate, sentence = chosen
+        if estimate["step"] == version:
+            told_of_choice = sentence
+            measured = [*measured[:-1], estimate]
     is_adapter = (folder / ADAPTERS).is_file()
     settings, estimator = public_settings(config), config.algorithm.adv_estimator
     base, train = hub_id(config.model.path), [entry.path for entry in entries(config.data.train)]
@@ -84,7 +86,7 @@ def model_card(run_folder: Path, folder: Path, version: int) -> str:
             config=config,
             results=comparison(measured),
             measured=" and ".join(str(record["step"]) for record in measured),
-            luck=luck,
+            told_of_choice=told_of_choice,
             held_out=", ".join(map(shown_path, (entry.path for entry in entries(config.data.eval)))),
             train=", ".join(map(shown_path, train)),
             trained=_trained([row for row in rows if row.get("policy_version", version) <= version]),

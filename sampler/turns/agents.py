@@ -63,6 +63,8 @@ class AgentRollout:
 
 @dataclass(frozen=True)
 class EndedAgent:
+    """The rollout of an agent that has ended. failure: why it failed; None: it did not."""
+
     rollout: AgentRollout
     done: Done
     failure: Failure | None = None

@@ -32,14 +32,20 @@ def with_failures(completions: Sequence[Completion], scores: Scores, config: Con
     by_function = {}
     for name, weight in zip(config.rewards.names, config.rewards.weights, strict=True):
         sign = -1.0 if weight < 0 else 1.0
-        given = [rewards[name] for rewards, _ in scores]
+        scores_of_others = [rewards[name] for rewards, _ in scores]
         applies = not problem.scored_by or name in problem.scored_by
-        if given and all(map(math.isnan, given)):
+        if scores_of_others and all(map(math.isnan, scores_of_others)):
             applies = False
-        lowest = sign * _lowest(sign * score for score in given)
+        lowest = sign * _lowest(sign * score for score in scores_of_others)
         by_function[name] = lowest if applies else math.nan
-    of_ended = iter(scores)
-    return [next(of_ended) if c.failure is None else (dict(by_function), reward) for c in completions]
+    remaining_scores = iter(scores)
+    scores_of_all: Scores = []
+    for completion in completions:
+        if completion.failure is None:
+            scores_of_all.append(next(remaining_scores))
+        else:
+            scores_of_all.append((dict(by_function), reward))
+    return scores_of_all
 
 
 def _lowest(scores: Iterable[float]) -> float:

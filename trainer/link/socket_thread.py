@@ -23,7 +23,8 @@ from trainer.link.peers import Peer, SharedState, refusal
 
 _READ_AT_ONCE = 256  # messages; credits and deadlines are then handled, however many messages are left
 _IDLE_S = 60.0  # limit for a sampler that is idle despite its leases: it takes its work as done
-_FAILED_BATCHES, _MIN_FAILED_GROUPS = 4, 20  # in a row, of nothing but failed rollouts, that end a run
+_FAILED_BATCHES = 4  # in a row, of nothing but failed rollouts, that end a run
+_MIN_FAILED_GROUPS = 20  # that must have failed at least, where batches are small
 _NOT_WANTED = ("duplicate", "trained", "not_admitted", "not_leased")  # refusals of groups that nobody waits for
 # Refusals that copies, losses and restarts cause. The first refusal for any other reason is reported.
 _EXPECTED = (*_NOT_WANTED, "not_credited", "other_incarnation", "unknown_sampler", "eval_unknown", "eval_duplicate")
