@@ -234,12 +234,12 @@ class Sampler:
 
         That happens after a pause, if it is still leased, by the weights of then. It is given up after several times.
         """
-        what = _without_version(key)
-        num_lost = self._num_lost[what]
+        work = _without_version(key)
+        num_lost = self._num_lost[work]
         if num_lost == len(_REDRAW_AFTER_S):
             self._finish(key, f"it was lost {1 + num_lost} times; the last time: {reason}"[:MAX_REASON])
             return
-        self._num_lost[what] += 1
+        self._num_lost[work] += 1
         self._waits_until = time.monotonic() + _REDRAW_AFTER_S[num_lost]
         self.stats["total/redrawn"] += 1
         say(f"a prompt is sampled again, because its rollouts or rewards were lost: {reason}")

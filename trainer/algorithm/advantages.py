@@ -260,9 +260,12 @@ def whiten_tokens(groups: Sequence[Group], advantages: ByGroup, algorithm: Algor
     if not (algorithm.whitens and groups):
         return advantages
     flat = [a for g in groups for a in advantages[g.group_id]]
-    kept = [is_unmasked(r, algorithm.mask_truncated_completions) for g in groups for r in g.rollouts]
-    parts = iter(whiten(flat, [*map(np.full_like, flat, kept)], divides))
-    return {g.group_id: [next(parts) for _ in g.rollouts] for g in groups}
+    counts = []
+    for group in groups:
+        for rollout, a in zip(group.rollouts, advantages[group.group_id], strict=True):
+            counts.append(np.full_like(a, is_unmasked(rollout, algorithm.mask_truncated_completions)))
+    whitened = iter(whiten(flat, counts, divides))
+    return {g.group_id: [next(whitened) for _ in g.rollouts] for g in groups}
 
 
 def _counts(group: Group, algorithm: Algorithm) -> Floats:

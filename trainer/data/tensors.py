@@ -65,8 +65,9 @@ class _Part:
     @property
     def share(self) -> float:
         """Returns the share of the group's rollouts that are there: the others failed before their first token."""
-        found = len(self.group.rollouts)
-        return found / (found + len(self.group.failures))
+        num_present = len(self.group.rollouts)
+        num_missing = len(self.group.failures)
+        return num_present / (num_present + num_missing)
 
     def completions(self) -> list[tuple[Rollout, Any]]:
         """Returns each completion and the index of its tokens that train; only this method excludes observed tokens."""

@@ -113,7 +113,7 @@ class Inbox(GroupSource):
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
         if num_accepted:
             begun = ledger.admitted
-            if not self.state.kept.is_known:  # no earlier start admitted the window's last batch
+            if not self.state.kept.was_published_before:  # no earlier start admitted the window's last batch
                 begun = range(ledger.cursor, ledger.cursor + ledger.window - self.config.prompts_per_batch)
             ledger.note_interrupted(group_id for group_id in ledger.free if group_id in begun)
 

@@ -42,7 +42,7 @@ class Kept:
         maker = self._sampling_digest = _sampling_digest(config, run_id)
         self._newest: Path | None = None  # the file of the newest version
         self._recorder: Recorder | None = None
-        self.is_known = False  # an earlier start published the newest version too
+        self.was_published_before = False  # an earlier start published the newest version too
         self.waiting: dict[int, Received] = {}  # groups of versions that were published again, until they are admitted
         files = {path: {one.group.group_id for one in _undamaged(path)} for path in sorted(self._folder.glob("*-*-*"))}
         self._expected = {p: ids for p, ids in files.items() if self._is_enabled and p.name.split("-")[1] == maker}
@@ -58,7 +58,7 @@ class Kept:
         is_first, self._newest = self._newest is None, path
         earlier = [p for p in self._expected if is_first and _version(p) < version]
         rest = [p for p in self._expected if p not in earlier]
-        self.is_known = path in rest
+        self.was_published_before = path in rest
         matching = [*earlier, *rest[:1]] if rest[:1] == [path] or (is_first and not rest) else []
         for old in matching:
             self.waiting |= {one.group.group_id: one for one in _undamaged(old)}
