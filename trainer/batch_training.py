@@ -85,6 +85,7 @@ class BatchTraining:
         self._receiver.begin_batch(progress.cursor)
         self._groups_at_once = self._budget.at_once(self._exchange.dp_size)
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the step's places; the same in every pass
+        self._first_version = progress.policy_version  # before any update on the batch
         self._delivered: set[tuple[int, int]] = set()  # (group id, dp_rank that has its arrays)
         self._is_scored = False  # whether the whole batch is scored, if it must be
 
@@ -101,6 +102,7 @@ class BatchTraining:
         if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
             self._halve_micro_batches()
             self._train_rounds(step)
+        self._share_with_later_passes(step)
         if devices.count() and self._exchange.world_size > 1:
             agree_on_kinds(self._exchange, ())
 
@@ -124,14 +126,18 @@ class BatchTraining:
         return self._exchange.ranks_per_row == 1 and self.models.policy.can_drop_gradients
 
     def _halve_micro_batches(self) -> None:
-        """Drops all that is left of the step, and the plans of larger micro-batches."""
-        self._rounds.clear()
+        """Drops the gradients of the step, and divides the micro-batches of all passes.
+
+        What is known of a group is kept, and so is its rank: other ranks do not know its log-probs.
+        """
         for engine in (self.models.policy, *([self.models.critic.critic] if self.models.critic else [])):
             engine.drop_gradients()
         devices.release_cache()
         most = self.config.trainer.max_tokens_per_micro_batch or 0
         half = most // 2
         self._budget, self._ran_out_of_memory = replace(self._budget, tokens=half), False
+        for places, rounds in self._rounds.items():
+            self._rounds[places] = micro_batches.divided(rounds, self._works_by_place(places), half)
         if self._exchange.rank == 0:
             say(
                 f"a GPU's memory ran out with micro-batches of {most:,} tokens: the step begins anew with {half:,}; "
@@ -149,6 +155,15 @@ class BatchTraining:
         for round_ in planner.finish():
             self._train_round(round_)
         return planner.rounds
+
+    def _share_with_later_passes(self, step: Step) -> None:
+        """Gives every rank what the first pass found, because shuffling moves groups to others."""
+        algorithm = self.config.algorithm
+        is_first = step.iteration == 0 and algorithm.num_iterations > 1
+        if algorithm.shuffle_mini_batches and is_first and not self.critic_only:
+            self._share_logprobs("sampled_logprobs", step.places)
+            if self.models.reference:
+                self._share_logprobs("ref_logprobs", step.places)
 
     @property
     def critic_only(self) -> bool:
@@ -195,21 +210,38 @@ class BatchTraining:
 
     def _score_proximal(self) -> None:
         """Computes the trainer's log-probs of the batch, for every rank because shuffling moves groups to others."""
-        start, scored = time.monotonic(), dict[int, Tensor]()
+        start = time.monotonic()
         algorithm, packing = self.config.algorithm, self.models.packing
-        for round_ in self._plan(range(self.slots.size)):
+        places = range(self.slots.size)
+        for round_ in self._plan(places):
             report_progress("scoring a batch of rollouts with the weights that sampled it")
             own = self._own_part(round_)
             logprobs = self.models.policy.score(policy_row(own, algorithm, packing), self.config.sampler.temperature)
-            if lengths := self._lengths(own):
-                ids = [experience.group.group_id for experience, _ in lengths]
-                scored |= zip(ids, logprobs.split([n for _, n in lengths]), strict=True)
-        lengths = self._lengths(self.slots.training())
-        parts = [scored.get(experience.group.group_id, torch.zeros(n)) for experience, n in lengths]
-        everyones = self._exchange.sum_over_dp(torch.cat([torch.zeros(0), *parts]))  # exact: other ranks add 0
-        for (experience, _), logprobs in zip(lengths, everyones.split([n for _, n in lengths]), strict=True):
-            self.slots.update(experience.group.group_id, proximal_logprobs=logprobs)
+            if lengths := self._lengths(own):  # else the row is a filler
+                self._set_logprobs("proximal_logprobs", lengths, logprobs)
+        self._share_logprobs("proximal_logprobs", places)
         self._seconds["timing/score_s"] += time.monotonic() - start
+
+    def _share_logprobs(self, name: str, places: Iterable[int]) -> None:
+        """Sets these groups' log-probs of this name on every rank. One rank knows those of each."""
+        lengths = self._lengths(self.slots.training(places))
+        parts = [torch.zeros(0)]
+        for experience, n in lengths:
+            known = getattr(experience, name)
+            parts.append(torch.zeros(n) if known is None else known.cpu())
+        everyones = self._exchange.sum_over_dp(torch.cat(parts))  # exact: other ranks add 0
+        self._set_logprobs(name, lengths, everyones)
+
+    def _set_logprobs(
+        self,
+        name: str,
+        lengths: Sequence[tuple[Experience, int]],  # of the groups, in the order of their tokens
+        logprobs: Tensor,
+    ) -> None:
+        """Sets the groups' log-probs of this name from those of all of them, joined."""
+        parts = logprobs.split([n for _, n in lengths])
+        for (experience, _), part in zip(lengths, parts, strict=True):
+            self.slots.update(experience.group.group_id, **{name: part})
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
         """Returns the experiences that train the policy, with their numbers of tokens."""
@@ -258,6 +290,7 @@ class BatchTraining:
         if self.models.critic:
             self.models.critic.backward(own, self._value_tokens)
         if batch:
+            self._check_proximal(batch)
             logprobs = self.models.policy.backward(batch, self._progress.policy_version)
             self._remember(batch, logprobs)
         self._seconds["timing/backward_s"] += time.monotonic() - start
@@ -280,6 +313,14 @@ class BatchTraining:
                     self.slots.update(group_id, ref_logprobs=logprobs)
         self._seconds["timing/reference_s"] += time.monotonic() - start
         return batch
+
+    def _check_proximal(self, batch: MicroBatch) -> None:
+        """Asserts that weights which the batch has moved do not correct the sampler's mismatch."""
+        is_corrected = self.config.algorithm.vllm_importance_sampling_mode is not None
+        has_moved = self._progress.policy_version != self._first_version
+        if is_corrected and has_moved and not batch.is_filler:
+            groups = list(batch.tokens_of)
+            assert batch.proximal_logprobs is not None, f"log-probs of groups {groups} are lost"
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Keeps log-probs for later passes: to correct the mismatch, and to tell numerics from staleness."""

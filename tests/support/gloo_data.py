@@ -110,6 +110,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer": FOUR_STEPS,
         "reference": SCORED,
     },
+    "scored_shuffled": {
+        "algorithm": SHUFFLED,
+        "trainer": FOUR_STEPS | {"groups_per_micro_batch": 2},
+        "reference": SCORED,
+    },
     **{
         f"scored{stage}": {
             "trainer": PACKINGS[stage],

@@ -43,7 +43,7 @@ def group(group_id: int) -> Group:
 class Run:
     """One rank of a batch. `events`: ids that were taken, and groups of each backward, in the order they happened."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what a test may replace
         self,
         of: Config,
         ranks: int = 1,
@@ -51,15 +51,18 @@ class Run:
         make: Callable[[int], Any] = group,
         scorer: Any = None,
         samplers_are_idle: Sequence[bool] = (),
+        critic: Any = None,
+        of_all_ranks: Callable[[Any], Sequence[Any]] = lambda own: [own],
     ):
+        """of_all_ranks: returns what every rank gives; by default this rank is alone."""
         self.events: list[tuple[str, list[int]]] = []
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL, backward=self.backward, score=lambda row, _: row.target_ids / -100)
         policy.can_drop_gradients, policy.drop_gradients = True, self.batches.clear
         exchange: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
         exchange.ranks_per_row = 1
-        exchange.any_rank = bool
-        exchange.sum_over_dp = lambda values: values
+        exchange.any_rank = lambda value: any(of_all_ranks(value))
+        exchange.sum_over_dp = lambda values: sum(of_all_ranks(values))
 
         def receive(ids: Sequence[int]) -> list[Group | Tombstone]:
             self.events.append(("receive", list(ids)))
@@ -68,7 +71,8 @@ class Run:
         lent = lent_cores(of, exchange, iter(samplers_are_idle).__next__, lambda: False)
         nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
         source = SimpleNamespace(receive=receive, **nothing)
-        models: Any = SimpleNamespace(policy=policy, reference=scorer, critic=None, packing="shared")
+        models: Any = SimpleNamespace(policy=policy, packing="shared")
+        models.reference, models.critic = scorer, critic
         self.of = of
         self.training = BatchTraining(of, models, exchange, source, defaultdict(float), lent)  # type: ignore[arg-type]
         self.training.prepare(START)

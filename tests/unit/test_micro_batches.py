@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from common.config import Config
 from model.files.dims import ModelDims
 from tests.support.configs import config_of
-from trainer.data.micro_batches import NOTHING, Budget, Planner, Round, Work, plan, plan_metrics, warning, work
+from trainer.data.micro_batches import (
+    NOTHING,
+    Budget,
+    Planner,
+    Round,
+    Work,
+    divided,
+    plan,
+    plan_metrics,
+    warning,
+    work,
+)
 from trainer.data.mini_batches import steps
 
 MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)
@@ -118,6 +129,21 @@ def test_no_rank_is_behind_another_by_more_than_the_costliest_group(works: list[
     rounds = plan(dict(enumerate(works)), ranks, Budget(1, budget))
     loads = [sum(works[i].cost for found in rounds for i in found[rank]) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(one.cost for one in works) + 1e-9
+
+
+@given(WORKS, st.integers(1, 4), st.integers(60, 400), st.integers(30, 400))
+def test_a_plan_that_is_divided_is_the_plan_of_smaller_micro_batches_and_every_group_keeps_its_rank(
+    works: list[Work], ranks: int, tokens: int, fewer: int
+) -> None:
+    by_place = dict(enumerate(works))
+    whole = plan(by_place, ranks, Budget(1, tokens))
+    assert divided(whole, by_place, fewer) == plan(by_place, ranks, Budget(1, fewer))
+    as_they_came = [found for _, found in streamed(works, ranks, Budget(1, tokens))]
+    rounds = divided(as_they_came, by_place, fewer)
+    check(rounds, works, ranks, Budget(1, fewer))
+    of_ranks = [zip(*found, strict=True) for found in (as_they_came, rounds)]
+    for before, after in zip(*of_ranks, strict=True):
+        assert sorted(itertools.chain(*before)) == sorted(itertools.chain(*after))
 
 
 @given(WORKS, st.integers(1, 4), BUDGETS, st.data())

@@ -109,11 +109,20 @@ def plan(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[
         packed = [_assign({key: costs[key] for key in keys}, [0.0] * rounds, budget.groups) for keys in of_ranks]
     else:
         packed = [_first_fit(keys, works, budget.tokens) for keys in _assign(costs, loads, most=len(costs))]
-    # if collectives end every micro-batch, the micro-batches of one round should take equally long
-    packed = [sorted(bins, key=lambda bin: -sum(costs[key] for key in bin)) for bins in packed]
-    rounds_of_bins = itertools.zip_longest(*(bins or [[]] for bins in packed), fillvalue=[])
-    order = {key: place for place, key in enumerate(works)}
-    return [tuple(tuple(sorted(keys, key=order.__getitem__)) for keys in bins) for bins in rounds_of_bins]
+    return _in_rounds(packed, works)
+
+
+def divided(rounds: Iterable[Round], works: Mapping[int, Work], tokens: int) -> list[Round]:
+    """Returns rounds of the same groups, each on its rank, in micro-batches of at most `tokens`.
+
+    Of `plan`'s rounds these are the rounds that it would have made with this budget. A group above
+    it gets a micro-batch of its own, as there.
+    """
+    packed = []
+    for bins in zip(*rounds, strict=True):
+        keys = sorted(itertools.chain(*bins), key=lambda key: (-works[key].cost, key))
+        packed.append(_first_fit(keys, works, tokens))
+    return _in_rounds(packed, works)
 
 
 class Planner:
@@ -179,6 +188,15 @@ def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:
         return False
     per_rank = budget.groups if budget.tokens is None else budget.tokens * len(tokens) // sum(tokens)
     return len(tokens) >= ranks * max(1, per_rank)
+
+
+def _in_rounds(packed: Iterable[list[list[int]]], works: Mapping[int, Work]) -> list[Round]:
+    """Returns the rounds of each rank's micro-batches."""
+    # if collectives end every micro-batch, the micro-batches of one round should take equally long
+    packed = [sorted(bins, key=lambda bin: -sum(works[key].cost for key in bin)) for bins in packed]
+    rounds_of_bins = itertools.zip_longest(*(bins or [[]] for bins in packed), fillvalue=[])
+    order = {key: place for place, key in enumerate(works)}
+    return [tuple(tuple(sorted(keys, key=order.__getitem__)) for keys in bins) for bins in rounds_of_bins]
 
 
 def _assign(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:

@@ -238,10 +238,12 @@ def _ref_logprobs(parts: Sequence[_Part], by_trainer: bool) -> Tensor | None:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenates the groups' log-probs, or returns None if they are unknown: all groups have them, or none."""
+    """Concatenates the groups' log-probs, or returns None if those of any group are unknown."""
     known = [part for part in parts if part is not None]
-    assert len(known) in (0, len(parts)), f"log-probs of {len(known)} groups of {len(parts)} are known"
-    return torch.cat(known) if known else None
+    if len(known) < len(parts):
+        return None
+    device = known[0].device  # those of other ranks came over the CPU
+    return torch.cat([part.to(device) for part in known])
 
 
 def _or_nan(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
