@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.config import Config
 from common.processes.exits import say
-from common.processes.out_of_memory import is_out_of_shared_memory
+from common.processes.out_of_memory import is_out_of_memory
 from common.processes.watchdog import report_progress
 from model import devices
 from model.cores import LentCores
@@ -140,8 +140,8 @@ class BatchTraining:
             self._rounds[places] = micro_batches.divided(rounds, self._works_by_place(places), half)
         if self._exchange.rank == 0:
             say(
-                f"a GPU's memory ran out with micro-batches of {most:,} tokens: the step begins anew with {half:,}; "
-                f"to start so, set trainer.max_tokens_per_micro_batch={half}"
+                f"memory ran out with micro-batches of {most:,} tokens: the step begins anew with "
+                f"{half:,}; to start so, set trainer.max_tokens_per_micro_batch={half}"
             )
 
     def _train_as_they_come(self, step: Step) -> list[Round]:
@@ -277,9 +277,8 @@ class BatchTraining:
             with self._lent_cores.borrowed():
                 if not self._ran_out_of_memory:  # else the step begins anew once all ranks have ended it
                     self._backward(self._own_part(round_))
-        except torch.OutOfMemoryError as error:
-            # a block's shared memory does not depend on the micro-batch
-            if not self._may_halve or is_out_of_shared_memory(error):
+        except Exception as error:  # the libraries under torch have no class for it
+            if not self._may_halve or not is_out_of_memory(error):
                 raise
             self._ran_out_of_memory = True
 

@@ -1,7 +1,8 @@
 """Out-of-memory errors on a GPU, on the CPU or in vLLM's cache, and the settings that need less memory.
 
-The update is the same with any of the settings named for the trainer. Errors are recognised by the messages of torch
-and vLLM, whose classes take seconds to import. After a SIGKILL by the kernel no code runs here: killed.py.
+The update is the same with any of the settings named for the trainer. Errors are recognised by the
+messages of torch, of NVIDIA's libraries and of vLLM: their classes take seconds to import, and the
+libraries' errors have none of their own. After a SIGKILL by the kernel no code runs: killed.py.
 """
 
 import contextlib
@@ -10,7 +11,14 @@ from collections.abc import Callable, Iterator
 
 from common.errors import UserError
 
-_ALLOCATION = ("out of memory", "can't allocate memory", "unable to allocate")  # torch on CUDA, torch on CPU, numpy
+_ALLOCATION = (
+    "out of memory",  # torch on an accelerator
+    "out_of_memory",  # the CUDA driver's own name of it
+    "can't allocate memory",  # torch on a CPU
+    "unable to allocate",  # numpy
+    "alloc_failed",  # cuBLAS, cuSOLVER and cuDNN up to version 8
+    "allocation_failed",  # cuDNN from version 9 on
+)
 _KERNEL = "out of resource"  # Triton, and torch's launcher of its kernels, for a block's shared memory or threads
 _SETTINGS = {
     "trainer": "model.gradient_checkpointing=true, trainer.groups_per_micro_batch=1 or a smaller "

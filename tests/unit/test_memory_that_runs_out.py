@@ -294,3 +294,43 @@ def test_a_later_pass_whose_log_probs_are_lost_takes_none_from_weights_that_have
         run.training.slots.update(group_id, proximal_logprobs=None)
     with pytest.raises(AssertionError, match="lost"):
         run.step(1, replace(START, step=1, policy_version=1))
+
+
+MESSAGES = [
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+    "HIP error: out of memory",
+]
+CLASSES = [RuntimeError, *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else [])]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_errors_of_libraries_that_say_that_memory_ran_out_halve_micro_batches(
+    kind: type[Exception], message: str
+) -> None:
+    name = "all in two passes"
+    half = Simulation(settings(name, TOKENS // 2), 1)
+    assert Simulation(settings(name), 1, (0, 1), kind(message)).values() == half.values()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "shape mismatch",
+        "out of resource: shared memory, Required: 114688, Hardware limit: 101376.",
+    ],
+)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_other_errors_of_a_backward_end_the_run(kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as raised:
+        Simulation(settings("reference"), 2, (1, 0), kind(message))
+    assert str(raised.value) == message
