@@ -34,6 +34,7 @@ from model.packing import PackedRow, SequenceGroup, Span, ancestry
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
+_Indexes = tuple[Tensor, Tensor]
 _BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask
 
 
@@ -292,10 +293,19 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]
     """Returns the attention of a row, [rows, H, T, d], one group after the other."""
     if not spans:
         return _attend(query, key, value, layer)
-    return torch.cat([_span_attention(query, key, value, span, layer) for span in spans], dim=2)
+    indexes = _indexes_of_row(spans, query.device)
+    outputs = [_span_attention(query, key, value, span, layer, indexes) for span in spans]
+    return torch.cat(outputs, dim=2)
 
 
-def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, layer: _LayerOptions) -> Tensor:
+def _span_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: Span,
+    layer: _LayerOptions,
+    indexes: dict[Span, _Indexes],  # of the row's groups
+) -> Tensor:
     """Returns the attention of one group: [1, H, prompt + Σ completions, d]."""
     if span.forks:
         return _tree_attention(query, key, value, span, layer)
@@ -306,7 +316,7 @@ def _span_attention(query: Tensor, key: Tensor, value: Tensor, span: Span, layer
     prompt = _attend(q, k, v, layer)
     if is_single:
         return prompt
-    rows, real = _indexes(span.completions, query.device)
+    rows, real = indexes[span]
     num_rows, longest = rows.shape
     q_rows, k_rows, v_rows = (
         _Padded.apply(x[0, :, begin:end], rows, real).transpose(0, 1) for x in (query, key, value)
@@ -390,16 +400,23 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, layer: _Layer
     return weights[..., : key.shape[2]] @ value
 
 
-@functools.lru_cache(maxsize=64)
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns the mask [queries, keys] of the last `window` tokens up to each query, cached for all layers."""
+    """Returns the mask [queries, keys] of the last `window` tokens up to each query.
+
+    Each layer makes it anew: kept for all layers, those of a long row would fill much of a GPU.
+    """
     past = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return past if window is None else past.triu(keys - queries - window + 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _indexes(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns (pad index [G, C], unpad index [Σ C]), made once for all layers of a forward.
+@functools.lru_cache(maxsize=2)  # the row of the policy and its reference, and the critic's
+def _indexes_of_row(spans: tuple[Span, ...], device: torch.device) -> dict[Span, _Indexes]:
+    """Returns `_indexes` of each group of several completions, once for all layers of a forward."""
+    return {span: _indexes(span.completions, device) for span in spans if len(span.completions) > 1}
+
+
+def _indexes(lengths: tuple[int, ...], device: torch.device) -> _Indexes:
+    """Returns (pad index [G, C], unpad index [Σ C]).
 
     The first are positions of the flat tokens as rows, whose padding repeats a row's last token; the second are
     positions of real tokens in the flattened rows.  (1, 2) -> [[0, 0], [1, 2]] and [0, 2, 3]

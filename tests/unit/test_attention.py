@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 import types
 from collections.abc import Iterator
@@ -175,6 +176,31 @@ def test_windows_soft_caps_and_sinks_are_those_of_one_dense_forward_per_sequence
     family, changes = KINDS[kind]
     dense = make_model(family, attn_implementation="eager", **changes)
     check(dense, shared(dense), packing, torch.float32, 2e-6)
+
+
+def live_bytes() -> int:
+    """Of all tensors that Python holds."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_attention_of_a_long_run_keeps_nothing_of_the_rows_before(kind: str) -> None:
+    family, changes = KINDS.get(kind, ("Qwen2", {}))
+    model = shared(make_model(family, "eager", **changes))
+
+    def train(prompt: int) -> None:
+        completion = [1] * (150 - prompt)
+        logits = packed_logits(model, [([1] * prompt, [completion] * 2)] * 3, "shared", ())
+        logits.sum().backward()
+
+    for prompt in range(92, 100):
+        train(prompt)
+    before = live_bytes()
+    for prompt in range(100, 120):
+        train(prompt)
+    assert live_bytes() <= before + 1000
 
 
 def test_a_wish_that_nobody_has_seen_here_is_refused() -> None:

@@ -90,7 +90,7 @@ def batch_of(config: Config, versions: Sequence[int]) -> MicroBatch:
 def test_a_micro_batch_asks_the_device_for_no_value(name: str) -> None:
     config = settings(**OBJECTIVES[name])
     engine, batch = engine_of(config), batch_of(config, [VERSION, VERSION - 1])
-    attention._indexes.cache_clear()
+    attention._indexes_of_row.cache_clear()
     assert waits_of_a_second_time(lambda: engine.backward(batch, VERSION)) == {}
     sums = engine.sums.drain()
     assert sums["tokens"] == 2 * len(batch.old_logprobs)
