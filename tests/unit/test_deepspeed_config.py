@@ -36,7 +36,7 @@ def test_without_settings_everything_follows_from_ours() -> None:
         "train_batch_size": 8,
         "gradient_clipping": 0.7,
         "managed_gradient_accumulation": False,
-        "bf16": {"enabled": True, "immediate_grad_update": True},
+        "bf16": {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "fp16": {"enabled": False},
         "zero_optimization": {"stage": 1, "overlap_comm": False},
@@ -45,6 +45,8 @@ def test_without_settings_everything_follows_from_ours() -> None:
     }
 
 
+CHECKED, DELAYED = {"enabled": True, "check_grad_overflow": True}, {"immediate_grad_update": False}
+OFFLOADED = zero(1, offload_optimizer={"device": "cpu"})
 FILLED: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
     # given, ranks, dtype: what it becomes, None = absent
     # no copy that nobody needs: bfloat16 has master weights, one rank in float32 has nothing to shard
@@ -53,9 +55,14 @@ FILLED: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
     ({}, 2, "float32", {"zero_optimization": {"stage": 1, "overlap_comm": False}, "bf16": {"enabled": False}}),
     (zero(2), 1, "float32", {"zero_optimization": {"stage": 2}}),
     # gradients of bfloat16 add up in float32, where DeepSpeed does not refuse
-    (zero(3), 2, "bfloat16", {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}),
+    (zero(3), 2, "bfloat16", {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": CHECKED}),
     (zero(1), 2, "float32", {"data_types": None}),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 2, "bfloat16", {"data_types": {"grad_accum_dtype": "bf16"}}),
+    # ZeRO 1 adds them up while backward runs, except where the optimizer's state is on the CPU
+    (zero(1), 2, "bfloat16", {"bf16": CHECKED | {"immediate_grad_update": True}}),
+    ({"bf16": {"immediate_grad_update": AUTO}}, 2, "bfloat16", {"bf16": CHECKED | {"immediate_grad_update": True}}),
+    ({**OFFLOADED, "bf16": DELAYED}, 2, "bfloat16", {"bf16": CHECKED | DELAYED}),
+    (zero(2) | {"bf16": DELAYED}, 2, "bfloat16", {"bf16": CHECKED | DELAYED}),
     # 8 groups in micro-batches of 2 on 3 ranks: 3 · 2 and 2 more
     ({}, 3, "bfloat16", {"gradient_accumulation_steps": 2, "train_batch_size": 12}),
     # equal values are no contradiction, and others pass through
@@ -73,6 +80,11 @@ def test_only_what_is_absent_is_added(given: dict[str, Any], ranks: int, dtype: 
     assert json.dumps(given) == before
 
 
+@pytest.mark.parametrize("word", ["float32", "float", "torch.float32"])
+def test_every_word_of_deepspeed_for_float32_sums_is_understood_alike(word: str) -> None:
+    assert filled({"data_types": {"grad_accum_dtype": word}}) == filled({"data_types": {"grad_accum_dtype": "fp32"}})
+
+
 def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path) -> None:
     names = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
     schedule = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
@@ -87,7 +99,7 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
     (tmp_path / "zero3.json").write_text(json.dumps(given))
     result = filled(tmp_path / "zero3.json", weight_decay=0.1)
     assert result["fp16"] == {"enabled": False, "loss_scale": 0}
-    assert result["bf16"] == {"enabled": True}
+    assert result["bf16"] == CHECKED
     assert result["optimizer"]["params"] == {"lr": 3e-6, "weight_decay": 0.1}
     assert "scheduler" not in result, "trainer.lr_scheduler_type is the schedule"
     assert result["zero_optimization"] == {"stage": 3, "overlap_comm": True}
@@ -106,6 +118,12 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
         ({"fp16": {"enabled": True}}, "set model.dtype=bfloat16"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "shard experts by deepspeed.zero_optimization"),
         ({"bf16": {"enabled": False}}, "deepspeed.bf16.enabled is False but model.dtype makes it True"),
+        ({"bf16": DELAYED}, "bf16.immediate_grad_update is False but stage 1"),
+        (
+            {"bf16": DELAYED, "data_types": {"grad_accum_dtype": "float32"}},
+            "bf16.immediate_grad_update is False but stage 1",
+        ),
+        (zero(2) | {"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False but the training loop"),
         ({"bf16": True}, "deepspeed.bf16 is True, not a section"),
         (zero(4), "stage 4 is not 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm is True but stage 1"),

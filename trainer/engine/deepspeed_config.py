@@ -17,6 +17,7 @@ from model.files.engine_models import installed, require_known
 
 GRADIENTS_AT_ONCE = 1 << 26  # numbers in bfloat16 gradients that wait to be added up (flat_gradients.py), 128 MiB
 _AUTO = "auto"
+_FLOAT32 = (_AUTO, "fp32", "float32", "float", "torch.float32")  # "auto", and DeepSpeed's words for float32
 _NAME = re.compile(r"""^    (\w+): |["']([a-z][a-z0-9_]*)["']""", re.MULTILINE)
 # DeepSpeed's and torch's optimizers by lower-case name: bytes of state per parameter; 8 are Adam's two moments
 OPTIMIZERS = {
@@ -200,12 +201,17 @@ def _fill_accumulation(given: dict[str, Any], dtype: str) -> None:
             "deepspeed.zero_optimization.stage 0 with model.dtype bfloat16: DeepSpeed would add gradients up in 8 bits "
             "and wait for the GPU once for each parameter; set deepspeed.zero_optimization.stage=1"
         )
+    imposed: dict[str, tuple[Any, str]] = {
+        "check_grad_overflow": (True, "the training loop, which skips steps that are not finite,")
+    }
     types = _section(given, "data_types")
-    if types.get("grad_accum_dtype", _AUTO) == _AUTO:
+    if types.get("grad_accum_dtype", _AUTO) in _FLOAT32:
         types["grad_accum_dtype"] = "fp32"
-    if stage == 1 and types["grad_accum_dtype"] == "fp32":
+    is_flat = stage == 1 and not is_offloaded(given["zero_optimization"], "offload_optimizer")
+    if is_flat and types["grad_accum_dtype"] == "fp32":
         # gradients are added up while backward runs (flat_gradients.py), which saves a copy of the model
-        given["bf16"].setdefault("immediate_grad_update", True)
+        imposed["immediate_grad_update"] = True, "stage 1, which adds gradients up while backward runs,"
+    _impose(given["bf16"], "deepspeed.bf16", imposed)
 
 
 def _fill_optimizer(config: Config, given: dict[str, Any], optimized: Optimized) -> None:
