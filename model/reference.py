@@ -8,6 +8,7 @@ trainer/engine/sharded_reference.py is used.
 """
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ class Reference:
     def replace(self, folder: str) -> None:
         """Replaces the reference by the model in this folder."""
         self.model = None  # first: there is no room for two
+        gc.collect()  # functions and hooks that transformers and we give a model refer back to it
         self.model = self._load(folder, None)
 
     def logprobs(

@@ -20,6 +20,16 @@ def test_an_engine_still_has_what_is_replaced_in_it() -> None:
     assert "self._copy_recovery_script(" in source and "self.clip_fp32_gradients()" in source
 
 
+def test_what_keeps_modules_of_zero_3_is_still_the_list_and_the_cache_that_are_emptied() -> None:
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    assert isinstance(parameter_offload.FWD_MODULE_STACK, list)
+    assert "FWD_MODULE_STACK.append(self.module)" in inspect.getsource(parameter_offload.DeepSpeedZeRoOffload)
+    wrapper = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    assert inspect.getclosurevars(wrapper).nonlocals["func"].cache_info().maxsize is None
+
+
 def test_the_shared_buffer_of_ranks_on_a_cpu_has_the_name_that_is_unlinked() -> None:
     import deepspeed
 

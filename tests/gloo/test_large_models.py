@@ -1,6 +1,8 @@
 """Models in parts: each rank's memory, the files that it writes, and one run on several shapes, also when killed."""
 
+import gc
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from common.errors import UserError
 from common.files import run_folder
 from model.files.tensor_parallel import layer_specs
 from report.run_log import read_jsonl
-from tests.support.gloo_data import VOCAB_SIZE, settings
+from tests.support.gloo_data import VOCAB_SIZE, bare, settings
 from tests.support.memory_of_ranks import forget_peak, measured, resident
 from tests.support.mixtures import mixture_folder
 from tests.support.rank import Worker
@@ -58,6 +60,42 @@ def test_a_rank_loads_its_part_and_one_tensor_or_shares_the_file_and_writes_its_
         assert len(shards) == 2 and all(sum(t.nbytes for t in shard.values()) < 0.6 * size for shard in shards)
         found = shards[0] | shards[1]
         assert found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)
+
+
+# ---- a reference that follows the policy: there is no room for two of its parts
+
+
+def follow(folder: Path) -> None:
+    import trainer.engine.sharded_reference as loading
+    from trainer.engine.policy import PolicyEngine
+
+    worker = Worker(folder)
+    gc.disable()  # as between a collector's looks at old objects, with thousands of steps
+    for shape in ("zero3", "tensor"):
+        _, stage, sharing = SHAPES[shape]
+        left: list[int] = []
+        earlier: list[weakref.ref[Any]] = []
+
+        def watched(*given: Any, left: Any = left, earlier: Any = earlier, **named: Any) -> PolicyEngine:
+            left.append(sum(parameter() is not None for parameter in earlier))
+            engine = PolicyEngine(*given, **named)
+            earlier += [weakref.ref(parameter) for parameter in engine.model.parameters()]
+            return engine
+
+        loading.PolicyEngine = watched  # type: ignore[misc, assignment]
+        moving = {"reference": {"on": "trainer", "sync_steps": 1}, "trainer": {"tensor_parallel_size": sharing}}
+        trainer = worker.trainer(settings(folder, shape, stage, **moving), bare)
+        for _ in range(2):
+            trainer.train_batch()
+            trainer.publish(evaluate=False)
+        worker.seen[shape] = left
+    worker.tell()
+
+
+def test_a_part_of_a_reference_is_gone_before_that_of_the_next_one_loads() -> None:
+    tiny_model(stack().folder / "followed" / "model", hidden=128)
+    for rank in stack().seen(__name__, "followed", 2, "follow").ranks:
+        assert rank == {"zero3": [0, 0, 0], "tensor": [0, 0, 0]}
 
 
 # ---- one run on several shapes

@@ -6,10 +6,12 @@ engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters
     read        the buffer in /dev/shm that ranks on a CPU share; masters and moments
     replaced    what asks for that buffer, where it has no room; how an engine writes and reads its state; its script
                 for recovery; its clipping without ZeRO; how its ZeRO stage is pickled
+    emptied     what keeps the modules of destroyed engines of ZeRO 3
 """
 
 import contextlib
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -103,6 +105,17 @@ def gathered(parameters: Sequence[Any]) -> Iterator[None]:
         yield
         for parameter, own in split:
             parameter.data = own
+
+
+def destroy(engine: Any) -> None:
+    """Destroys an engine of ZeRO 3, and drops its modules from a list and a cache that would keep them for good."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    engine.destroy()
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
+    wrapper = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(wrapper).nonlocals["func"].cache_clear()
 
 
 def is_split(parameter: Any) -> bool:

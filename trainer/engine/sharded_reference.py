@@ -4,6 +4,7 @@ A forward gathers weights from all ranks, so all ranks score at once; a rank wit
 """
 
 import contextlib
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from common.config import Config
 from model.packing import PackedRow
 from model.transformers_internals import without_adapters
+from trainer.engine.deepspeed_insides import destroy
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 
@@ -38,7 +40,9 @@ class ShardedReference:
 
     def replace(self, folder: str) -> None:
         """Replaces the reference by the model in this folder."""
-        self._engine.ds.destroy()  # first: there is no room for two
+        destroy(self._engine.ds)  # first: there is no room for two
+        del self._engine
+        gc.collect()  # an engine and its hooks refer to each other
         self._engine = self._loaded(folder, None)
 
     @property
