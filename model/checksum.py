@@ -13,6 +13,7 @@ not do: sign bits that flip at the top of two words add 2^63 twice. The sums det
 (0700) and the SHA-256 of the manifest protect against intent.
 """
 
+import contextlib
 from collections.abc import Iterable
 from functools import cache
 
@@ -53,7 +54,8 @@ class Checksums:
     """The checksums of named tensors, for which an accelerator is waited for once: when they are read.
 
     Tensors of any device are copied behind one another, each from a chunk on, into one buffer, which is summed when it
-    is full. An accelerator so runs one operator for most tensors and a dozen for each buffer, in 128 MiB.
+    is full. An accelerator so runs one operator for most tensors and a dozen for each buffer, in 128 MiB. What it has
+    no memory for, the CPU does.
     """
 
     def __init__(self, device: torch.device | None = None, with_finite: bool = False):
@@ -68,9 +70,7 @@ class Checksums:
     def add(self, name: str, tensor: Tensor) -> None:
         assert name not in self._forms, f"{name} was added before"
         if not len(self._buffer):
-            device = self._device or tensor.device
-            chunks = _DEVICE_CHUNKS if devices.is_accelerator(device) else _HOST_CHUNKS
-            self._buffer = torch.zeros(chunks, _CHUNK, dtype=torch.int64, device=device)
+            self._buffer = _empty_buffer(self._device or tensor.device)
         if tensor.dtype != self._dtype and self._with_finite:
             self._sum_buffer()
         self._dtype, total = tensor.dtype, 0
@@ -85,7 +85,7 @@ class Checksums:
     def infos(self) -> dict[str, TensorInfo]:
         """Returns the infos of all tensors that were added, in their order, after the one wait."""
         self._sum_buffer()
-        sums, found = torch.cat(self._sums).cpu().numpy(), dict[str, TensorInfo]()
+        sums, found = torch.cat([sums.cpu() for sums in self._sums]).numpy(), dict[str, TensorInfo]()
         for name, (dtype, shape, chunks) in self._forms.items():
             own, sums = sums[:chunks], sums[chunks:]
             g = _odd_numbers(torch.device("cpu"), chunks, stream=1).numpy()
@@ -96,17 +96,31 @@ class Checksums:
 
     def _sum_buffer(self) -> None:
         words = self._buffer[: self._used].view(-1, _CHUNK)
-        a = _odd_numbers(words.device, _CHUNK, stream=0)
-        low, numbers = _dot(words, a), words.view(self._dtype)
+        try:
+            sums = self._sums_of(words)
+        except torch.OutOfMemoryError:
+            sums = self._sums_of(words.cpu())
+        self._sums.append(sums)
+        words.zero_()
+        self._used = 0
+
+    def _sums_of(self, words: Tensor) -> Tensor:
+        """Returns a row of `_sums` for each chunk of words, which stay as they are: [chunks, 3] int64."""
+        numbers, low = words.view(self._dtype), _dot(words, 0)
         is_finite = torch.ones_like(low)
         if self._with_finite and devices.is_accelerator(words.device):
             is_finite = all_finite(numbers, dim=1)
         elif self._with_finite:  # a CPU takes three times as long for all rows at once
             is_finite = torch.tensor([bool(all_finite(row)) for row in numbers])
-        words >>= 32  # in place: nothing needs the words any more
-        self._sums.append(torch.stack([low, _dot(words, a), is_finite.long()], dim=1))
-        words.zero_()
-        self._used = 0
+        return torch.stack([low, _dot(words, 32), is_finite.long()], dim=1)
+
+
+def _empty_buffer(device: torch.device) -> Tensor:
+    """Returns zeros [chunks, _CHUNK] int64 on a device, or on the CPU if the device has no room."""
+    if devices.is_accelerator(device):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return torch.zeros(_DEVICE_CHUNKS, _CHUNK, dtype=torch.int64, device=device)
+    return torch.zeros(_HOST_CHUNKS, _CHUNK, dtype=torch.int64)
 
 
 def unordered_sum(tensor: Tensor) -> int:
@@ -132,9 +146,16 @@ def all_finite(tensor: Tensor, dim: int | None = None) -> Tensor:
     return torch.isfinite(torch.stack(torch.aminmax(tensor, dim=dim))).all(0)
 
 
-def _dot(w: Tensor, a: Tensor) -> Tensor:
-    """Returns Σ_i a_i · w_ki for each row k. NumPy's integer product has no temporary; torch has no such product."""
-    return (w * a).sum(1) if devices.is_accelerator(w.device) else torch.from_numpy(w.numpy() @ a.numpy())
+def _dot(words: Tensor, shift: int) -> Tensor:
+    """Returns Σ_i a_i · (w_ki >> shift) for each row k of words w: [chunks] int64.
+
+    NumPy has a product of integers without a temporary. torch has none: it multiplies the shifted
+    words in place, so that a device holds one copy of them at a time.
+    """
+    a = _odd_numbers(words.device, _CHUNK, stream=0)
+    if devices.is_accelerator(words.device):
+        return (words >> shift).mul_(a).sum(1)
+    return torch.from_numpy((words >> shift).numpy() @ a.numpy())
 
 
 @cache

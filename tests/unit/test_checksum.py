@@ -1,8 +1,11 @@
 """The checksums of a tensor's bits: their definition, on any device, and the mistakes that they must notice."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import checksum as module
 from model import devices
@@ -88,6 +91,42 @@ def test_a_number_that_is_not_finite_is_of_the_tensor_that_has_it(
         for name, tensor in tensors.items():
             sums.add(name, tensor)
         assert sums.infos().keys() == tensors.keys() and sums.not_finite == ["3", "4"]
+
+
+class FullDevice(TorchDispatchMode):
+    """A device without room for the n-th tensor of a chunk or more; n counts from 0. Use it as a context."""
+
+    def __init__(self, refused: int):
+        super().__init__()
+        self.left = refused
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_new = all(value.alias_info is None for value in func._schema.returns)
+        if is_new and isinstance(made, Tensor) and made.nbytes >= 8 * _WORDS:
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB.")
+        return made
+
+
+def test_what_a_device_has_no_memory_for_the_cpu_sums_wherever_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {str(n): random(n, dtype=dtype) for dtype in (torch.bfloat16, torch.int64) for n in (3, 9 * _WORDS)}
+    tensors["bad"] = torch.full((5,), float("nan"))
+    expected = {name: describe(tensor) for name, tensor in tensors.items()}
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(module, "_DEVICE_CHUNKS", 2)
+    refused = 0
+    while True:
+        sums = Checksums(with_finite=True)
+        with FullDevice(refused) as device:
+            for name, tensor in tensors.items():
+                sums.add(name, tensor)
+            assert (sums.infos(), sums.not_finite) == (expected, ["bad"])
+        if device.left >= 0:
+            break
+        refused += 1
+    assert refused > 10, "a buffer, and some tensors for each filling of it"
 
 
 def test_tensors_unlike_their_checksums_are_named_and_no_name_comes_twice() -> None:
