@@ -19,6 +19,9 @@ def main() -> None:
         exits.die_with_parent()
     exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # that launcher sets it
 
+    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # PYTORCH_ALLOC_CONF, and those of vendors
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
     from common import config  # only after signal handlers are set
     from report.sinks import require_packages
     from trainer.algorithm.user_functions import require_user_functions

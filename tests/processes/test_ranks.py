@@ -13,7 +13,7 @@ import pytest
 
 from common.paths import ROOT
 from common.processes.exits import INTERRUPTED
-from tests.support.own_process import alive
+from tests.support.own_process import alive, run
 from tests.support.speed import is_gone, overdue, until
 
 HEAD = "import os, sys, time; from common.processes import exits; rank = int(os.environ['RANK'])"
@@ -85,3 +85,26 @@ def test_a_bug_on_rank_0_that_the_others_hear_of_is_not_called_temporary(tmp_pat
     meet = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meet', rank=rank, world_size=2)"
     body = f"import torch.distributed as dist; {exchange}; {meet}; connect(config_of()).broadcast(lambda: 1 / 0)"
     assert start(tmp_path, body)[0].wait(timeout=120) == 1
+
+
+# ---- the memory of a rank
+
+# what torch reads when it is first needed, which is after everything that a rank checks before
+SETTINGS_OF_TORCH = """
+import sys, types
+import training_worker
+def run(config):
+    import torch
+    print(torch._C._accelerator_getAllocatorSettings())
+sys.modules["trainer.start"] = types.SimpleNamespace(run=run)
+sys.argv[1:] = ["--config", "configs/quickstart.yaml"]
+training_worker.main()
+"""
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_segments_of_a_rank_s_memory_grow_unless_the_user_says_how_memory_is_allocated(name: str | None) -> None:
+    chosen = {name: "max_split_size_mb:64"} if name else {}
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_ALLOC_CONF")} | chosen
+    expected = "max_split_size_mb:64" if name else "expandable_segments:True"
+    assert run([sys.executable, "-c", SETTINGS_OF_TORCH], env=env).strip() == expected
