@@ -49,10 +49,16 @@ def shared_memory_per_block(device: torch.device) -> int | None:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
-def use(index: int) -> None:
-    """Selects the accelerator that this process uses from now on; does nothing without one."""
-    if count():
-        torch.accelerator.set_device_index(index)
+def use(index: int) -> int:
+    """Selects an accelerator for the process of this index on its host, and returns the accelerator's.
+
+    Where each process sees its own alone, as tasks of Slurm may, their indexes begin at 0 again: it is the process's
+    index modulo their number. Without an accelerator this does nothing and returns the process's index.
+    """
+    if not count():
+        return index
+    torch.accelerator.set_device_index(index % count())
+    return index % count()
 
 
 def collectives() -> str:

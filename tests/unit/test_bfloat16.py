@@ -118,7 +118,7 @@ def test_a_rank_refuses_bfloat16_before_it_meets_the_others(
     def meet() -> None:
         raise Meets
 
-    monkeypatch.setattr(devices, "use", lambda _: None)
+    monkeypatch.setattr(devices, "use", lambda index: index)
     monkeypatch.setattr(devices, "first", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(devices, "compute_capability", lambda _: capability)
     monkeypatch.setattr(devices, "collectives", lambda: "nccl")

@@ -1,11 +1,14 @@
 """Devices: what a machine without an accelerator is, and what is asked of one that has it."""
 
+import os
 from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from model import devices
+from tests.support.configs import config_of
+from trainer.engine import deepspeed_model
 from trainer.save.host_copies import HostCopies
 
 
@@ -22,13 +25,40 @@ def test_another_vendor_is_a_name_and_without_an_accelerator_everything_is_the_c
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(vendor, 0))
     for name in ("set_device_index", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.accelerator, name, lambda *given, name=name: asked.append((name, *given)))
-    devices.use(1)
+    assert devices.use(1) == 1
     devices.synchronize()
     devices.release_cache()
     assert asked == ([("set_device_index", 1), ("synchronize",), ("empty_cache",)] if count else [])
     assert devices.first() == (torch.device(vendor, 0) if count else torch.device("cpu"))
     assert devices.is_accelerator(devices.first()) == (count > 0)
     assert devices.collectives() == collectives
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"), [(1, 0, 0), (1, 3, 0), (2, 3, 1), (2, 4, 0), (8, 3, 3), (0, 3, 3)]
+)
+def test_a_rank_and_deepspeed_use_the_same_device_of_those_that_slurm_lets_it_see(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, expected: int
+) -> None:
+    class Meets(Exception):
+        pass
+
+    def meet(**_: object) -> None:
+        raise Meets
+
+    used: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    monkeypatch.setattr(devices, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(devices, "add_in_order", lambda: None)
+    monkeypatch.setattr("deepspeed.init_distributed", meet)
+    for name, value in {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(Meets):
+        deepspeed_model.init_distributed(config_of())
+    assert int(os.environ["LOCAL_RANK"]) == expected
+    assert used == ([expected] if visible else [])
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])

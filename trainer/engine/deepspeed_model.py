@@ -86,7 +86,8 @@ def init_distributed(config: Config) -> None:
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
-    devices.use(int(os.environ["LOCAL_RANK"]))
+    local_rank = os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = str(devices.use(int(local_rank)))  # DeepSpeed reads its device's index there
     capability = devices.compute_capability(devices.first())
     bfloat16.require("model.dtype", config.model.dtype, "this rank's GPU", capability)
     chosen = devices.collectives() if config.trainer.dist_backend == "auto" else config.trainer.dist_backend
@@ -96,7 +97,7 @@ def init_distributed(config: Config) -> None:
         require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
     timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # imports may take long
     try:
-        with waiting_for("all ranks to start", timeout.total_seconds(), is_said=os.environ["LOCAL_RANK"] == "0"):
+        with waiting_for("all ranks to start", timeout.total_seconds(), is_said=local_rank == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise Retryable(f"the ranks did not find each other: {error}") from None
