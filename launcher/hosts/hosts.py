@@ -31,7 +31,7 @@ from launcher.resources.placement import Placement, SamplerPlace
 _LINE = re.compile(r"\[?(?P<name>(?![^:]*:[^:]*\s)[\w:][\w.:%@-]*)\]?(?P<counts>(?:\s+\w+=\d+)+)")  # me@a, [fd00::1]
 _EXAMPLE = "10.0.0.1 slots=2 samplers=1"
 # Variables of our environment that other hosts need: settings of libraries, and never a secret.
-_PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
+_PASSED = re.compile(r"(NCCL|GLOO|TP|UCX|HF|VLLM|TORCH|PYTORCH|OMP|MKL|CUDA_DEVICE|TOKENIZERS|TANDEM|PYTHON)_\w+")
 _OF_THIS_HOST = (STARTED_AT, "TANDEM_MARK", "TANDEM_SSH", "TANDEM_CALLED_FROM", "OMP_WAIT_POLICY")
 
 
@@ -98,7 +98,7 @@ class Meeting:
 
     address: str = "127.0.0.1"
     port: int = 0  # a free port of the first host
-    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by host; empty with a single host
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # defaults by host; empty with a single host
 
     @property
     def endpoint(self) -> str:
@@ -131,8 +131,10 @@ def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> 
 
     address = min(common, key=order)
     cards = [first["cards"][address], *(other["cards"][address] for other in others)]
-    names = (host.name for host in hosts)  # gloo would take the card to whose address its name resolves
-    return Meeting(address, port, {name: {"GLOO_SOCKET_IFNAME": c} for name, c in zip(names, cards, strict=True)})
+    # gloo would take the card to whose address a host's name resolves, NCCL the first that it finds
+    names = (host.name for host in hosts)
+    env = {name: {"GLOO_SOCKET_IFNAME": c, "NCCL_SOCKET_IFNAME": f"={c}"} for name, c in zip(names, cards, strict=True)}
+    return Meeting(address, port, env)  # with "=", NCCL takes this card; without, every card whose name begins so
 
 
 class HostCommands(Commands):
@@ -178,7 +180,8 @@ class HostCommands(Commands):
                 "host": host.name,
                 "name": name,
                 "argv": list(argv),
-                "env": {**self._meet.env.get(host.name, {}), **environment_for_others(os.environ)},
+                "defaults": dict(self._meet.env.get(host.name, {})),
+                "env": environment_for_others(os.environ),
                 "log": str(self._logs.absolute() / "hosts" / f"{host.name}-{name}.log"),
                 "processes": host.slots + host.samplers,
                 "attempt": self._attempt,

@@ -116,7 +116,7 @@ def _require_shared(order: Mapping[str, Any]) -> None:
 
 def _child(order: Mapping[str, Any], environ: Mapping[str, str]) -> Child:
     """Returns the order's process with the environment, GPUs and cores of this host."""
-    env = {**compiler_cache(environ), **environ, **order["env"]}
+    env = {**order["defaults"], **compiler_cache(environ), **environ, **order["env"]}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja, for compiled ops
     env[STARTED_AT] = str(time.monotonic() - order["running_s"])
     gpus = visible_gpus(environ)

@@ -52,6 +52,7 @@ class Connections:
                 "name": "trainer",
                 "argv": [sys.executable, "-u", "-c", code],
                 "env": {},
+                "defaults": {},
                 "log": str(self.folder / f"host{i}.log"),
                 "gpus": [0, 0],
                 "scratch": [],

@@ -108,6 +108,8 @@ def test_ranks_meet_where_every_other_host_has_reached_the_first(known: str, rea
     assert found.endpoint == ("tcp://[fd00::1]:12345" if ":" in address else f"tcp://{address}:12345")
     cards = {"a": answered()[0]["cards"][address], "b": here[address], "c": "bond0"}
     assert {host: env["GLOO_SOCKET_IFNAME"] for host, env in found.env.items()} == cards
+    exact = {host: f"={card}" for host, card in cards.items()}  # NCCL would take eth0 and eth01 for "eth0"
+    assert {host: env["NCCL_SOCKET_IFNAME"] for host, env in found.env.items()} == exact
 
 
 def test_a_first_host_that_another_does_not_reach_is_named_before_anything_starts() -> None:
@@ -133,7 +135,7 @@ def test_every_host_gets_its_ranks_and_its_samplers_behind_them(tmp_path: Path) 
     first, second = (o["argv"] for o in trainer)
     assert first[2:8] == ["launcher.hosts.ranks", "0", "2", "3", "10.0.0.9", PORT]
     assert second[2:8] == ["launcher.hosts.ranks", "2", "1", "3", "10.0.0.9", PORT]
-    assert [o["env"]["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
+    assert [on_host._child(o, {}).env["GLOO_SOCKET_IFNAME"] for o in trainer] == ["ib0", "eth7"]
     assert "channel.endpoint=tcp://10.0.0.9:12345" in first and "channel.endpoint=tcp://10.0.0.9:12345" in second
     assert first[-1] == "x=y" and "a.b=1" in first
     samplers = [(o["host"], o["gpus"], o["argv"][-1]) for o in sampler]
@@ -154,7 +156,8 @@ def test_paths_keep_the_links_by_which_they_were_named(tmp_path: Path) -> None:
 
 def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_host, "visible_gpus", lambda _: (4, 5, 7))
-    order = {"host": "a", "argv": [], "log": "x", "scratch": [], "env": {}, "running_s": 1.0, "processes": 3}
+    order = {"host": "a", "argv": [], "log": "x", "scratch": [], "env": {}, "defaults": {}, "running_s": 1.0}
+    order |= {"processes": 3}
     seen = [
         on_host._child(order | {"name": name, "gpus": gpus}, {}).env["CUDA_VISIBLE_DEVICES"]
         for name, gpus in (("trainer", (0, 2)), ("sampler", (2, 1)))
@@ -165,9 +168,27 @@ def test_processes_of_a_host_take_the_gpus_that_its_own_environment_leaves(monke
         on_host._child(order | {"name": "trainer", "gpus": (0, 4)}, {})
 
 
+@pytest.mark.parametrize("library", ["GLOO", "NCCL"])
+@pytest.mark.parametrize(("here", "there", "expected"), [("a", "b", "a"), ("", "b", "b"), ("", "", "=eth0")])
+def test_a_network_card_that_the_user_names_here_or_on_a_host_is_taken(
+    library: str, here: str, there: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{library}_SOCKET_IFNAME"
+    monkeypatch.delenv(name, raising=False)
+    if here:
+        monkeypatch.setenv(name, here)
+    hosts = (HostLine("10.0.0.1", 1, 1), HostLine("10.0.0.3", 1, 0))
+    meet = Meeting("10.0.0.9", 12345, {host.name: {name: "=eth0"} for host in hosts})
+    commands = HostCommands(tmp_path / "c.yaml", [], config_in(tmp_path), hosts, meet)
+    environ = {name: there} if there else {}
+    for order in json.loads(Path(commands.trainer().argv[-1]).read_text()):
+        assert on_host._child(order, environ).env[name] == expected
+
+
 def test_other_hosts_get_settings_of_libraries_and_no_secret() -> None:
-    given = {"NCCL_SOCKET_IFNAME": "ib0", "HF_TOKEN": "x", "HF_HOME": "/h", "HOME": "/root", "TANDEM_SSH": "ssh"}
-    assert environment_for_others(given) == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "TANDEM_SUPERVISED": "1"}
+    kept = {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/h", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    given = kept | {"HF_TOKEN": "x", "HOME": "/root", "TANDEM_SSH": "ssh"}
+    assert environment_for_others(given) == kept | {"TANDEM_SUPERVISED": "1"}
 
 
 def test_a_host_is_reached_by_ssh_unless_it_is_this_one() -> None:
