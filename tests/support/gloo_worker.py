@@ -77,7 +77,7 @@ class GlooWorker(Worker):
             sections = HALF | {"trainer": trainer, "algorithm": {"loss_type": "dapo"}}  # one plan over all groups
             made = self.trainer(settings(self.folder, f"memory_{name}", 1, **sections), group)
             if name == "short" and self.exchange.rank == self.exchange.world_size - 1:
-                _fail_once(made.engine)
+                fail_once(made.engine)
             made.train_batch()
             hashes.append(run_hash(made))
         self.seen["memory"] = hashes
@@ -144,7 +144,7 @@ class GlooWorker(Worker):
         self.end()
 
 
-def _fail_once(engine: Any) -> None:
+def fail_once(engine: Any) -> None:
     """Lets the first backward pass end as if the GPU's memory had run out behind it."""
     backward = engine.backward
 

@@ -1,5 +1,6 @@
 """The user's DeepSpeed settings: what is filled in, and what is refused."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,17 @@ def test_a_contradiction_and_a_file_without_settings_are_refused(tmp_path: Path,
     assert message in str(error.value)
 
 
-def test_experts_one_by_one_are_refused_under_zero_3_alone() -> None:
+@pytest.mark.parametrize(
+    ("stage", "world_size", "is_refused"),
+    [(1, 2, False), (2, 1, False), (2, 2, True), (3, 1, True), (3, 2, True)],
+)
+def test_experts_one_by_one_are_refused_where_ranks_would_send_gradients_of_different_ones(
+    stage: int, world_size: int, is_refused: bool
+) -> None:
     from trainer.engine.deepspeed_model import require_fused_experts
 
     model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})})
-    require_fused_experts(model, 2)
-    require_fused_experts(mixture("qwen3_moe", num_hidden_layers=1), 3)
-    with pytest.raises(UserError, match=r"mlp.experts of ModuleDict is a list .* set deepspeed.zero_optimization"):
-        require_fused_experts(model, 3)
+    require_fused_experts(mixture("qwen3_moe", num_hidden_layers=1), stage, world_size)
+    refusal = pytest.raises(UserError, match=r"mlp.experts of ModuleDict .* set deepspeed.zero_optimization.stage=1")
+    with refusal if is_refused else contextlib.nullcontext():
+        require_fused_experts(model, stage, world_size)

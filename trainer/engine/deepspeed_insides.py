@@ -12,6 +12,7 @@ engine's backward, step, save_checkpoint and load_checkpoint, GatheredParameters
 import contextlib
 import importlib
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -145,6 +146,18 @@ def total_norm(parameters: Sequence[Any], gradients: Sequence[Tensor]) -> Tensor
     square = torch.nn.utils.get_total_norm(parts).square()
     torch.distributed.all_reduce(square, group=groups.get_tensor_model_parallel_group())
     return (square + torch.nn.utils.get_total_norm(others).square()).sqrt()
+
+
+def give_every_parameter_a_gradient(optimizer: Any) -> None:
+    """Makes missing gradients zero in ZeRO 1, so that every rank sends those of the same parameters.
+
+    It would leave them out, and what ranks add up would be gradients of different parameters.
+    """
+    for parameter in itertools.chain(*optimizer.bit16_groups):
+        if optimizer.get_gradient_for_reduction(parameter) is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if optimizer.use_grad_accum_attribute:
+        optimizer.fill_grad_accum_attribute()
 
 
 def clip_with(engine: Any, clip: Callable[[], None]) -> None:

@@ -50,6 +50,7 @@ from trainer.engine.deepspeed_insides import (
     as_forward,
     clip_with,
     gathered,
+    give_every_parameter_a_gradient,
     pickle_the_stage_by_value,
     set_masters,
     total_norm,
@@ -134,7 +135,7 @@ class DeepSpeedModel(abc.ABC):
                 "vocab_parallel_lm_head": False,
                 "partition_config": {"use_default_specs": False, "layer_specs": layer_specs(model.config, size)},
             }
-        require_fused_experts(model, self.stage)
+        require_fused_experts(model, self.stage, world_size)
         if config.model.freeze_vision_tower:
             freeze_tower(model)
 
@@ -264,6 +265,8 @@ class DeepSpeedModel(abc.ABC):
         if self.stage == 0 and not self.gradients_are_finite():
             self.ds.zero_grad()
             return StepResult(False, math.nan, learning_rate)
+        if self.stage == 1 and not isinstance(self.optimizer, FlatGradients):
+            give_every_parameter_a_gradient(self.optimizer)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
         norm = self._clipped_norm if norm is None else float(norm)
@@ -335,15 +338,19 @@ class DeepSpeedModel(abc.ABC):
                         yield tensor.name, on_host.clone() if self.stage == 3 and on_host is on_device else on_host
 
 
-def require_fused_experts(model: torch.nn.Module, stage: int) -> None:
-    """Raises UserError for a list of single experts in ZeRO-3, in which ranks would wait for each other without end.
+def require_fused_experts(model: torch.nn.Module, stage: int, world_size: int) -> None:
+    """Raises UserError for a list of single experts in ZeRO 3, and in ZeRO 2 on several ranks.
 
-    ZeRO-3 gathers a module's weights on all ranks as it runs, but of single experts each rank runs others.
+    Of single experts each rank runs others. ZeRO 3 gathers a module's weights on all ranks as it runs, which would wait
+    without end. ZeRO 2 adds gradients up as they come, and would mix those of different experts.
     transformers' own mixtures keep a layer's experts in one module, which every rank runs.
     """
-    for name, module in model.named_modules() if stage == 3 else ():
+    if stage < 2 or (stage == 2 and world_size == 1):
+        return
+    for name, module in model.named_modules():
         if name.endswith("experts") and isinstance(module, torch.nn.ModuleList):
             raise UserError(
-                f"{name} of {type(model).__name__} is a list of single experts, for which ranks under ZeRO-3 wait "
-                "without end; set deepspeed.zero_optimization.stage=2"
+                f"{name} of {type(model).__name__} is a list of single experts, of which each rank runs others, and "
+                f"ranks under ZeRO {stage} would wait for each other without end or mix the gradients of different "
+                "experts; set deepspeed.zero_optimization.stage=1"
             )

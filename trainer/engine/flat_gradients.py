@@ -73,13 +73,16 @@ class FlatGradients(_Optimizer):
         self.fp32_groups_has_gradients = [[False] * len(group) for group in self.bf16_groups]
 
     def get_grads_for_reduction(self) -> Any:
+        """Returns the flat buffers that ranks add up. DeepSpeed calls it before each step, on one rank too."""
         self._clear_unset()
         return ([], {}) if max(self.partition_count) == 1 else super().get_grads_for_reduction()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clips the reduced gradients, and steps. Reads one number from the device: the norm before clipping."""
-        self._clear_unset()
+        """Clips the reduced gradients, and steps. Reads one number from the device: the norm before clipping.
+
+        A buffer that this rank did not set holds what the reduction brought from other ranks.
+        """
         gradients = itertools.chain(*self.fp32_groups_gradients)
         norm = total_norm([*itertools.chain(*self.bf16_groups)], [*gradients]).item()
         self.overflow = not math.isfinite(norm)
