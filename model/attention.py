@@ -100,6 +100,8 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
     if is_compiled(row.input_ids):
         begin_row()
         windows = {None, getattr(base.config.get_text_config(), "sliding_window", None)}
+        # of layers, which the configuration may not have
+        windows |= {m.sliding_window for m in base.modules() if isinstance(vars(m).get("sliding_window"), int)}
         device, spans = row.input_ids.device, row.spans or (Span(0, row.input_ids.shape[1], ()),)
         found["block_masks"] = {window: _block_mask(spans, window, device) for window in windows}
         found["groups"] = _Groups(row.spans)
@@ -139,10 +141,11 @@ def _attention(  # noqa: PLR0913 transformers', and what a packed row adds
     if block_masks is None:
         output = by_group(query, key, value, spans or ())
     else:
-        if sliding_window not in block_masks:  # a layer's own, which its configuration does not have
+        mask = block_masks.get(sliding_window)
+        if mask is None:  # a window that only the layer's code knows
             whole = _spans_of(groups) or (Span(0, query.shape[2], ()),)
-            block_masks[sliding_window] = _block_mask(whole, sliding_window, query.device)
-        given = query, key, value, block_masks[sliding_window], scaling, softcap, s_aux
+            mask = _block_mask(whole, sliding_window, query.device)
+        given = query, key, value, mask, scaling, softcap, s_aux
         kind = _kind(query, value, sliding_window, softcap, s_aux)
         if not torch.compiler.is_compiling():
             instead = functools.partial(by_group, query, key, value, _spans_of(groups))

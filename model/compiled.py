@@ -37,15 +37,18 @@ from model.transformers_internals import decoder_layers
 
 # Adapters, windows and recomputation together need the 8 graphs to which torch limits a function.
 _MAX_GRAPHS = 64
-# Each call uses them, and to make them takes longer than to use them.
-_DYNAMO_SETTINGS = torch._dynamo.config.patch(
-    {
-        "specialize_float": True,
-        "suppress_errors": False,
-        "recompile_limit": _MAX_GRAPHS,
-    }
+# Torch's settings are those of one thread, and backward on an accelerator, which recomputes layers, has its own. So
+# each call sets them, and leaves those of the user's functions as they are. `patch` takes more than twice as long.
+_set_for_dynamo = torch._dynamo.config._make_closure_patcher(
+    specialize_float=True,
+    suppress_errors=False,  # `_Attempt` runs what was given as it is, and says so
+    fail_on_recompile_limit_hit=True,
+    recompile_limit=_MAX_GRAPHS,
+    # all layers of a family are one code object, and some of their graphs may be of a single layer
+    accumulated_recompile_limit=_MAX_GRAPHS * 1000,
 )
-_BACKWARD_WITH_FORWARD = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+_functorch_config: Any = torch._functorch.config
+_set_for_backward = _functorch_config._make_closure_patcher(force_non_lazy_backward_lowering=True)
 _ATTEMPTS_AT_ONCE = 2  # failures in a range of lengths before the next attempt waits
 
 
@@ -102,8 +105,7 @@ def compiled(
         return instead()
 
     def run() -> Any:
-        with _DYNAMO_SETTINGS, _BACKWARD_WITH_FORWARD:
-            return _compiled(function)(tensor, *given)
+        return _compiled(function)(tensor, *given)
 
     name = f"{function.__module__}.{function.__qualname__}"
     attempt = _Attempt((function, kind), name, kind, module, (tensor, *given))
@@ -172,17 +174,7 @@ def compile_layers(model: torch.nn.Module) -> None:
 
     A layer is compiled when it is first called. What cannot be compiled runs as it is, and one line says so.
     """
-    layers = decoder_layers(model)
-    settings = torch._dynamo.config
-    settings.specialize_float = True
-    settings.suppress_errors = False  # `_Attempt` runs the layer as it is, and says so
-    settings.fail_on_recompile_limit_hit = True
-    settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
-    # all layers of a family are one code object, and some of their graphs may be of a single layer
-    accumulated = _MAX_GRAPHS * max(1, len(layers))
-    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, accumulated)
-    torch._functorch.config.force_non_lazy_backward_lowering = True
-    for layer in layers:
+    for layer in decoder_layers(model):
         _compile_layer(layer)
 
 
@@ -248,7 +240,7 @@ class _Attempt:
             if self.target in _uncompiled and not self._may_compile():
                 return self._run_what_is_compiled(call, instead, errors)
         try:
-            return call()
+            return _with_settings(call)
         except Exception as error:
             self._raise_unless_of_compiler(error, errors)
             return self._run_instead(instead, error)
@@ -276,7 +268,7 @@ class _Attempt:
     ) -> Any:
         try:
             with torch.compiler.set_stance("fail_on_recompile"):
-                return call()
+                return _with_settings(call)
         except Exception as error:
             if "fail_on_recompile" in str(error):
                 return instead()
@@ -317,8 +309,8 @@ class _Attempt:
         if isinstance(error, FailOnRecompileLimitHit):
             if ("limit", self.target) not in _said_once:
                 _said_once.add(("limit", self.target))
-                limit = torch._dynamo.config.recompile_limit
-                say(f"{self.name} is not compiled and slower for some rows: recompile_limit allows {limit} graphs")
+                limit = f"recompile_limit allows {_MAX_GRAPHS} graphs"
+                say(f"{self.name} is not compiled and slower for some rows: {limit}")
             return
         sizes = next((tuple(x.shape) for x in self.values if isinstance(x, Tensor)), ())
         say(f"for {' × '.join(map(str, sizes))} {self.name} is not compiled and slower: {_reason(error)}")
@@ -330,6 +322,17 @@ class _Attempt:
         exact = tuple(fact for fact, _ in facts)
         ranges = tuple(fact_range for _, fact_range in facts)
         return (*modes, *exact), (*modes, *ranges)
+
+
+def _with_settings(call: Callable[[], Any]) -> Any:
+    """Returns call(), with this thread's settings of the compiler as above. Calls may lie within each other."""
+    restore_dynamo = _set_for_dynamo()
+    restore_backward = _set_for_backward()
+    try:
+        return call()
+    finally:
+        restore_backward()
+        restore_dynamo()
 
 
 def _is_in_backward() -> bool:

@@ -218,10 +218,17 @@ def test_a_sliding_window_that_holds_every_sequence_changes_nothing() -> None:
     check(dense, shared(dense), "shared", torch.float64, 1e-9)
 
 
-def test_a_window_that_only_a_layer_knows_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_attribute", [True, False])
+def test_a_window_that_only_a_layer_knows_has_a_mask_of_its_own(
+    is_attribute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, groups = shared(make_model("Qwen2")), random_groups()
     whole = packed_logits(model, groups, "shared", ())
-    model.model.layers[1].self_attn.sliding_window = 3
+    layer = model.model.layers[1].self_attn
+    if is_attribute:
+        layer.sliding_window = 3
+    else:  # its code alone knows
+        layer.__class__ = type("Windowed", (type(layer),), {"sliding_window": property(lambda _: 3)})
     found = packed_logits(model, groups, "shared", ())
     monkeypatch.setattr(attention, "is_compiled", lambda _: False)
     torch.testing.assert_close(found, packed_logits(model, groups, "shared", ()))

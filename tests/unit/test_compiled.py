@@ -35,11 +35,13 @@ class Compiler:
         self.refused: Callable[[int], bool] = lambda _: False
         self.error: Exception = RuntimeError("no choice for this shape")
         self.num_attempts = 0
+        self.takes_symbolic_floats = True
         self.backend: Callable[..., Any] = lambda graph, _inputs: graph.forward
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.num_attempts += 1
-        if self.refused(self.length):
+        is_symbolic = any(isinstance(x, torch.SymFloat) or getattr(x, "dtype", None) == torch.float64 for x in inputs)
+        if self.refused(self.length) or (is_symbolic and not self.takes_symbolic_floats):
             raise self.error
         return self.backend(graph, inputs)
 
@@ -59,9 +61,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=used))
     attention.register()
     _forget()
-    names = "specialize_float suppress_errors recompile_limit accumulated_recompile_limit fail_on_recompile_limit_hit"
-    settings = {name: getattr(torch._dynamo.config, name) for name in names.split()}
-    with threads(1), torch._dynamo.config.patch(settings | {"disable": False}):
+    with threads(1), torch._dynamo.config.patch(disable=False):
         yield used
     _forget()
 
@@ -309,13 +309,18 @@ def test_layers_are_compiled_after_a_row_that_did_not_compile(
 def test_a_layer_beyond_the_number_of_graphs_says_so(
     compiler: Compiler, model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiled, "_MAX_GRAPHS", 1, raising=False)
+    change = compiled._set_for_dynamo
+
+    def change_and_limit() -> Callable[[], None]:
+        restore = change()
+        torch._dynamo.config.recompile_limit = 1
+        return restore
+
+    monkeypatch.setattr(compiled, "_set_for_dynamo", change_and_limit)
     plain = copy.deepcopy(model)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        compile_layers(model)
-        hidden(compiler, model, 40, plain)
-        hidden(compiler, model, 45, plain)
-        hidden(compiler, model, 50, plain)
+    compile_layers(model)
+    for prompt in (40, 45, 50):
+        hidden(compiler, model, prompt, plain)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tandem: Qwen2DecoderLayer")]
     assert len(said) == 1 and "recompile_limit" in said[0]
 
@@ -410,6 +415,82 @@ def train_with_recomputation(model: Any, are_layers_compiled: bool) -> None:
                 gpu_thread.submit(loss.backward).result()
             for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("own_window", [None, 5], ids=["no window", "a window of the layers alone"])
+def test_a_recomputation_that_compiles_does_so_as_the_forward_did(
+    compiler: Compiler,
+    model: Any,
+    own_window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """More graphs than torch allows a function by itself, one for each layer's scale, which may not be symbolic."""
+    monkeypatch.setattr(attention, "_flex_attention", _scaled)
+    first = model.model.layers[0]
+    model.model.layers = torch.nn.ModuleList(copy.deepcopy(first) for _ in range(10))
+    model.config.num_hidden_layers, model.config.layer_types = 10, ["full_attention"] * 10
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.scaling = 0.1 + 0.01 * i
+        layer.self_attn.sliding_window = own_window
+    plain = copy.deepcopy(model)
+    compile_layers(model)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    compiler.takes_symbolic_floats = False
+    compiler.backend = aot_eager  # which saves other tensors for backward than the layer as it is
+    row = pack([([7] * 40, [[1, 2, 3], [4, 5]])])
+    loss = hidden_states(model, row).square().mean()
+    assert compiler.num_attempts == 10
+    torch._dynamo.reset()
+    with ThreadPoolExecutor(1) as gpu_thread:  # torch runs the backward of a GPU in a thread of its own
+        gpu_thread.submit(loss.backward).result()
+    assert compiler.num_attempts == 20
+    for ours, expected in zip(model.parameters(), _gradients_without_compiler(plain, row, monkeypatch), strict=True):
+        torch.testing.assert_close(ours.grad, expected, rtol=1e-3, atol=1e-6)
+    assert "not compiled" not in capsys.readouterr().err
+
+
+def _scaled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, *_: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query * scale, key, value, mask, scale=1.0)
+
+
+def _gradients_without_compiler(model: Any, row: PackedRow, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "is_compiled", lambda _: False)
+        patched.setattr(attention, "is_compiled", lambda _: False)
+        model.zero_grad()
+        hidden_states(model, row).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@torch.library.custom_op("tandem_test::shift", mutates_args=())
+def shift(x: Tensor) -> Tensor:
+    """Calls a compiled function while compiled code runs."""
+    return x + compiled.compiled(work, x.new_ones(300))[0] - 3
+
+
+@shift.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["layers", "layers with a compiled function inside"])
+def test_functions_that_a_user_compiles_keep_torchs_settings(compiler: Compiler, model: Any, nested: bool) -> None:
+    """By default torch makes one graph for all floats, and calls a function as it is where graphs are too many."""
+    for layer in model.model.layers if nested else ():
+        mlp = layer.mlp.forward
+        layer.mlp.forward = lambda x, mlp=mlp: shift(mlp(x))
+    compile_layers(model)
+    with torch.no_grad():
+        hidden_states(model, pack([([7] * 40, [[1, 2, 3], [4, 5]])]))
+    assert compiler.num_attempts
+    of_user = torch.compile(lambda x, factor, name: x * factor + len(name), dynamic=True)
+    before = compiler.num_attempts
+    for i in range(40):
+        assert of_user(torch.ones(3), i + 0.5, "").tolist() == [i + 0.5] * 3
+    for i in range(12):
+        assert of_user(torch.ones(3), 0.5, "a" * i).tolist() == [i + 0.5] * 3
+    assert compiler.num_attempts - before <= 10
 
 
 def test_more_groups_compile_nothing_anew_without_attention(compiler: Compiler, model: Any) -> None:

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from model import attention, devices
-from model.compiled import compile_layers
+from model.compiled import _MAX_GRAPHS, compile_layers
 from model.packing import PackedRow, pack
 from tests.support.configs import config_of
 from tests.support.threads import threads
@@ -56,10 +56,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.register()
     torch._dynamo.reset()
     counters.clear()
-    settings = {"disable": False, "specialize_float": False, "suppress_errors": False}
-    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
-        settings[name] = getattr(torch._dynamo.config, name)
-    with threads(1), torch._dynamo.config.patch(settings):
+    with threads(1), torch._dynamo.config.patch(disable=False):
         yield
     torch._dynamo.reset()
 
@@ -176,8 +173,7 @@ def test_the_graphs_of_layers_leave_room_below_torchs_limit(
             with torch.no_grad():
                 hidden(model.eval(), row)
     assert 1 <= num_graphs() <= most
-    assert 4 * most <= torch._dynamo.config.recompile_limit
-    assert torch._dynamo.config.accumulated_recompile_limit >= most * len(model.get_decoder().layers)
+    assert 4 * most <= _MAX_GRAPHS
     assert "not compiled" not in capsys.readouterr().err
 
 
