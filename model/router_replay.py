@@ -106,10 +106,11 @@ class RouterReplay:
     def _follows_replay(self, layer: int, router: Any, given: Any, whole: Whole) -> bool:
         """Returns whether the router's output for one input differs between the first and the last k experts."""
         num_experts, per_token = self._sizes
+        hidden = given[0][0]
         outputs = []
         for first in (0, num_experts - per_token):
-            tokens = given[0][0].shape[:-1].numel()
-            self._recorded = (first + torch.arange(per_token)).expand(tokens, self.num_layers, per_token)
+            experts = torch.arange(first, first + per_token, device=hidden.device)
+            self._recorded = experts.expand(hidden.shape[:-1].numel(), self.num_layers, per_token)
             with whole(list(router.parameters())):
                 output = router.forward(*given[0], **given[1])
             outputs.append([x for x in (output if isinstance(output, tuple) else [output]) if isinstance(x, Tensor)])

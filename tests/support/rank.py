@@ -74,10 +74,10 @@ def rank_zero(stream: Stream) -> Any:
 class Worker:
     """A rank, with the models in <folder> and what it will tell in `seen`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dist_backend: str = "gloo"):
         from trainer.engine.deepspeed_model import init_distributed
 
-        init_distributed(settings(folder, "start", 1))
+        init_distributed(settings(folder, "start", 1, trainer={"dist_backend": dist_backend}))
         self.folder = folder
         self.exchange = self.sharing(1)
         self.tokenizer = load_tokenizer(str(folder / "model"))

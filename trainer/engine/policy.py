@@ -67,7 +67,8 @@ class PolicyEngine(DeepSpeedModel):
     def _arrange(self) -> None:
         arrange_causal_lm(self.model, self.config.trainer.packing, self.layout, self._largest)
         if self.config.algorithm.router_replay:
-            run = functools.partial(self._forward, filler_row(), score=score_logprobs)
+            row = filler_row().to(self.model.device)
+            run = functools.partial(self._forward, row, score=score_logprobs)
             self.model.router_replay = RouterReplay(self.model, run, gathered)
 
     def _exported(self) -> list[Exported]:
