@@ -35,7 +35,6 @@ from tests.support.tier import ALL
 from tests.support.tiny import VOCAB_SIZE, difference, in_forks, random_group, tiny_model, tiny_reward_model
 from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model
 
-# X
 pytestmark = pytest.mark.timeout(600)
 
 
