@@ -14,7 +14,7 @@ from tests.support.own_process import run
 from tests.support.tier import full
 
 FAST = {"machine", "attention", "gradient", "head"}
-SLOW = {"collectives", "comparisons", "together", "reloads", "step"}
+SLOW = {"collectives", "comparisons", "flex", "mixture", "together", "reloads", "step"}
 
 
 def test_a_missed_limit_fails_its_test_when_all_rows_are_there() -> None:
