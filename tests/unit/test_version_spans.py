@@ -183,8 +183,10 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
         return make_group(group_id, 0, mixed(reward=1.0), mixed((0, 0), (1, 1), reward=0.0), mixed((0, 1), reward=0.5))
 
     run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
-    for index in (0, 1):
-        run.step(index, Progress("run", 0, 0, index + 1, 0, 0, 0, {}))
+    versions = [Progress("run", 0, 0, index + 1, 0, 0, 0, {}) for index in (0, 1)]
+    run.training.prepare(versions[0])
+    for index, progress in enumerate(versions):
+        run.step(index, progress)
     first, second = run.batches
     assert first.policy_versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     logprobs = (first.row.target_ids / -10 - 1).tolist()  # what the pass at version 1 found
