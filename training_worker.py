@@ -19,7 +19,9 @@ def main() -> None:
         exits.die_with_parent()
     exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # that launcher sets it
 
-    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # PYTORCH_ALLOC_CONF, and those of vendors
+    # Rows differ in length, and fixed segments of a GPU's memory would leave pieces too small to use.
+    # PYTORCH_ALLOC_CONF or a vendor's variable for it is the user's choice.
+    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
     from common import config  # only after signal handlers are set

@@ -34,7 +34,7 @@ from model.packing import PackedRow, SequenceGroup, Span, ancestry
 from model.sequence_parallel import heads_for_tokens, tokens_for_heads
 
 NAME = "shared_prompt"
-_Indexes = tuple[Tensor, Tensor]
+_Indexes = tuple[Tensor, Tensor]  # those that pad completions, and those that take the padding away
 _BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask
 
 
@@ -100,8 +100,10 @@ def options(base: Any, row: PackedRow) -> dict[str, Any]:
     if is_compiled(row.input_ids):
         begin_row()
         windows = {None, getattr(base.config.get_text_config(), "sliding_window", None)}
-        # of layers, which the configuration may not have
-        windows |= {m.sliding_window for m in base.modules() if isinstance(vars(m).get("sliding_window"), int)}
+        for module in base.modules():  # a layer may have a window that the configuration does not name
+            window = vars(module).get("sliding_window")
+            if isinstance(window, int):
+                windows.add(window)
         device, spans = row.input_ids.device, row.spans or (Span(0, row.input_ids.shape[1], ()),)
         found["block_masks"] = {window: _block_mask(spans, window, device) for window in windows}
         found["groups"] = _Groups(row.spans)

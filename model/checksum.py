@@ -54,8 +54,8 @@ class Checksums:
     """The checksums of named tensors, for which an accelerator is waited for once: when they are read.
 
     Tensors of any device are copied behind one another, each from a chunk on, into one buffer, which is summed when it
-    is full. An accelerator so runs one operator for most tensors and a dozen for each buffer, in 128 MiB. What it has
-    no memory for, the CPU does.
+    is full. An accelerator so runs one operator for most tensors and a dozen for each buffer, in 128 MiB.
+    If the accelerator's memory runs out, the CPU makes the sums.
     """
 
     def __init__(self, device: torch.device | None = None, with_finite: bool = False):
@@ -105,8 +105,9 @@ class Checksums:
         self._used = 0
 
     def _sums_of(self, words: Tensor) -> Tensor:
-        """Returns a row of `_sums` for each chunk of words, which stay as they are: [chunks, 3] int64."""
-        numbers, low = words.view(self._dtype), _dot(words, 0)
+        """Returns a row of `_sums` for each chunk: [chunks, 3] int64. It does not change the words."""
+        numbers = words.view(self._dtype)
+        low = _dot(words, 0)
         is_finite = torch.ones_like(low)
         if self._with_finite and devices.is_accelerator(words.device):
             is_finite = all_finite(numbers, dim=1)
@@ -149,8 +150,8 @@ def all_finite(tensor: Tensor, dim: int | None = None) -> Tensor:
 def _dot(words: Tensor, shift: int) -> Tensor:
     """Returns Σ_i a_i · (w_ki >> shift) for each row k of words w: [chunks] int64.
 
-    NumPy has a product of integers without a temporary. torch has none: it multiplies the shifted
-    words in place, so that a device holds one copy of them at a time.
+    An accelerator holds one copy of the words at a time, because torch multiplies it in place. NumPy
+    multiplies integers without another copy, and torch on a CPU cannot.
     """
     a = _odd_numbers(words.device, _CHUNK, stream=0)
     if devices.is_accelerator(words.device):

@@ -37,8 +37,9 @@ from model.transformers_internals import decoder_layers
 
 # Adapters, windows and recomputation together need the 8 graphs to which torch limits a function.
 _MAX_GRAPHS = 64
-# Torch's settings are those of one thread, and backward on an accelerator, which recomputes layers, has its own. So
-# each call sets them, and leaves those of the user's functions as they are. `patch` takes more than twice as long.
+# Torch keeps the compiler's settings for each thread. Backward on an accelerator recomputes layers in
+# a thread of its own. So each call sets them, and restores them for functions that a user compiles.
+# `torch._dynamo.config.patch` would take more than twice as long.
 _set_for_dynamo = torch._dynamo.config._make_closure_patcher(
     specialize_float=True,
     suppress_errors=False,  # `_Attempt` runs what was given as it is, and says so
@@ -325,7 +326,7 @@ class _Attempt:
 
 
 def _with_settings(call: Callable[[], Any]) -> Any:
-    """Returns call(), with this thread's settings of the compiler as above. Calls may lie within each other."""
+    """Returns call(), during which the compiler has Tandem's settings in this thread. Calls may nest."""
     restore_dynamo = _set_for_dynamo()
     restore_backward = _set_for_backward()
     try:

@@ -50,15 +50,18 @@ def shared_memory_per_block(device: torch.device) -> int | None:
 
 
 def use(index: int) -> int:
-    """Selects an accelerator for the process of this index on its host, and returns the accelerator's.
+    """Selects this process's accelerator, and returns the accelerator's index.
 
-    Where each process sees its own alone, as tasks of Slurm may, their indexes begin at 0 again: it is the process's
-    index modulo their number. Without an accelerator this does nothing and returns the process's index.
+    index: the process's, among those of its host. A task of Slurm may see only its own accelerator,
+    whose index is then 0. So the accelerator's index is the process's modulo the number of visible
+    accelerators. Without an accelerator this selects nothing, and returns the process's index.
     """
-    if not count():
+    num_visible = count()
+    if num_visible == 0:
         return index
-    torch.accelerator.set_device_index(index % count())
-    return index % count()
+    visible_index = index % num_visible
+    torch.accelerator.set_device_index(visible_index)
+    return visible_index
 
 
 def collectives() -> str:

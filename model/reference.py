@@ -55,7 +55,7 @@ class Reference:
     def replace(self, folder: str) -> None:
         """Replaces the reference by the model in this folder."""
         self.model = None  # first: there is no room for two
-        gc.collect()  # functions and hooks that transformers and we give a model refer back to it
+        gc.collect()  # a model's own functions and hooks refer back to it, so only the collector frees it
         self.model = self._load(folder, None)
 
     def logprobs(

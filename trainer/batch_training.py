@@ -128,7 +128,7 @@ class BatchTraining:
     def _halve_micro_batches(self) -> None:
         """Drops the gradients of the step, and divides the micro-batches of all passes.
 
-        What is known of a group is kept, and so is its rank: other ranks do not know its log-probs.
+        Every group keeps its rank, because no other rank knows the log-probs that are stored for it.
         """
         for engine in (self.models.policy, *([self.models.critic.critic] if self.models.critic else [])):
             engine.drop_gradients()
@@ -223,14 +223,17 @@ class BatchTraining:
         self._seconds["timing/score_s"] += time.monotonic() - start
 
     def _share_logprobs(self, name: str, places: Iterable[int]) -> None:
-        """Sets these groups' log-probs of this name on every rank. One rank knows those of each."""
+        """Sets log-probs of these groups on every rank; before, one rank knows those of each group.
+
+        name: a field of Experience.
+        """
         lengths = self._lengths(self.slots.training(places))
         parts = [torch.zeros(0)]
         for experience, n in lengths:
             known = getattr(experience, name)
             parts.append(torch.zeros(n) if known is None else known.cpu())
-        everyones = self._exchange.sum_over_dp(torch.cat(parts))  # exact: other ranks add 0
-        self._set_logprobs(name, lengths, everyones)
+        logprobs = self._exchange.sum_over_dp(torch.cat(parts))  # exact: other ranks add 0
+        self._set_logprobs(name, lengths, logprobs)
 
     def _set_logprobs(
         self,
@@ -238,10 +241,10 @@ class BatchTraining:
         lengths: Sequence[tuple[Experience, int]],  # of the groups, in the order of their tokens
         logprobs: Tensor,
     ) -> None:
-        """Sets the groups' log-probs of this name from those of all of them, joined."""
-        parts = logprobs.split([n for _, n in lengths])
-        for (experience, _), part in zip(lengths, parts, strict=True):
-            self.slots.update(experience.group.group_id, **{name: part})
+        """Sets each group's log-probs, which `logprobs` joins. name: a field of Experience."""
+        logprobs_of_groups = logprobs.split([n for _, n in lengths])
+        for (experience, _), of_group in zip(lengths, logprobs_of_groups, strict=True):
+            self.slots.update(experience.group.group_id, **{name: of_group})
 
     def _lengths(self, experiences: Iterable[Experience]) -> list[tuple[Experience, int]]:
         """Returns the experiences that train the policy, with their numbers of tokens."""
@@ -277,7 +280,7 @@ class BatchTraining:
             with self._lent_cores.borrowed():
                 if not self._ran_out_of_memory:  # else the step begins anew once all ranks have ended it
                     self._backward(self._own_part(round_))
-        except Exception as error:  # the libraries under torch have no class for it
+        except Exception as error:  # cuBLAS and cuDNN have no class of their own for memory
             if not self._may_halve or not is_out_of_memory(error):
                 raise
             self._ran_out_of_memory = True
@@ -314,7 +317,10 @@ class BatchTraining:
         return batch
 
     def _check_proximal(self, batch: MicroBatch) -> None:
-        """Asserts that weights which the batch has moved do not correct the sampler's mismatch."""
+        """Asserts that proximal log-probs are known once an update on the batch has moved the weights.
+
+        Without them the moved weights would give them, and correct the sampler's mismatch wrongly.
+        """
         is_corrected = self.config.algorithm.vllm_importance_sampling_mode is not None
         has_moved = self._progress.policy_version != self._first_version
         if is_corrected and has_moved and not batch.is_filler:

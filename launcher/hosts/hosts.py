@@ -132,9 +132,11 @@ def meeting(hosts: Sequence[HostLine], answers: Sequence[Mapping[str, Any]]) -> 
     address = min(common, key=order)
     cards = [first["cards"][address], *(other["cards"][address] for other in others)]
     # gloo would take the card to whose address a host's name resolves, NCCL the first that it finds
-    names = (host.name for host in hosts)
-    env = {name: {"GLOO_SOCKET_IFNAME": c, "NCCL_SOCKET_IFNAME": f"={c}"} for name, c in zip(names, cards, strict=True)}
-    return Meeting(address, port, env)  # with "=", NCCL takes this card; without, every card whose name begins so
+    defaults = {}
+    for host, card in zip(hosts, cards, strict=True):
+        exact = f"={card}"  # without "=", NCCL takes every card whose name begins like this one's
+        defaults[host.name] = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": exact}
+    return Meeting(address, port, defaults)
 
 
 class HostCommands(Commands):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -107,10 +106,7 @@ def work(folder: Path) -> None:
 
 @cache
 def seen(trainers: Trainers, ranks: int) -> RankReports:
-    # a new folder for each start: after a failure the next test starts them again
-    folder = Path(tempfile.mkdtemp(prefix=f"uneven-{ranks}-", dir=trainers.folder))
-    (folder / "model").symlink_to(trainers.folder / "model")
-    return trainers.seen(__name__, folder.name, ranks)
+    return trainers.seen_anew(__name__, "uneven", ranks)
 
 
 def gradient(of: RankReports, step: Step) -> dict[str, Tensor]:

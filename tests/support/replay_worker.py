@@ -97,6 +97,12 @@ class Trainers:
         folder = self.folder / name
         return RankReports(folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
 
+    def seen_anew(self, module: str, prefix: str, ranks: int) -> RankReports:
+        """As `seen`, in a new folder for each start: after a failure the next test starts the ranks again."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-{ranks}-", dir=self.folder))
+        (folder / "model").symlink_to(self.folder / "model")
+        return self.seen(module, folder.name, ranks)
+
     def _ask(self, request: dict[str, Any]) -> RankEnds:
         assert self._process.stdin and self._process.stdout
         name, ranks = request["name"], request["ranks"]

@@ -225,8 +225,8 @@ class Simulation:
         return found
 
 
-def every_failure(whole: Simulation) -> Iterator[tuple[int, int]]:
-    return ((rank, call) for rank, calls in enumerate(whole.calls) for call in range(calls))
+def every_failure(undisturbed: Simulation) -> Iterator[tuple[int, int]]:
+    return ((rank, call) for rank, calls in enumerate(undisturbed.calls) for call in range(calls))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -235,12 +235,12 @@ def test_a_run_whose_memory_runs_out_anywhere_trains_as_one_of_half_as_large_mic
     name: str, ranks: int
 ) -> None:
     half = Simulation(settings(name, TOKENS // 2), ranks)
-    whole = Simulation(settings(name), ranks)
-    assert whole.values() == half.values() and whole.of_critic() == half.of_critic()
+    undisturbed = Simulation(settings(name), ranks)
+    assert undisturbed.values() == half.values() and undisturbed.of_critic() == half.of_critic()
     assert all(map(len, half.values()))
-    for fails in every_failure(whole):
+    for fails in every_failure(undisturbed):
         halved = Simulation(settings(name), ranks, fails)
-        assert sum(halved.calls) > sum(whole.calls), fails
+        assert sum(halved.calls) > sum(undisturbed.calls), fails
         assert halved.values() == half.values(), fails
         assert halved.of_critic() == half.of_critic(), fails
 

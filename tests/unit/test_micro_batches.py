@@ -136,8 +136,8 @@ def test_a_plan_that_is_divided_is_the_plan_of_smaller_micro_batches_and_every_g
     works: list[Work], ranks: int, tokens: int, fewer: int
 ) -> None:
     by_place = dict(enumerate(works))
-    whole = plan(by_place, ranks, Budget(1, tokens))
-    assert divided(whole, by_place, fewer) == plan(by_place, ranks, Budget(1, fewer))
+    larger = plan(by_place, ranks, Budget(1, tokens))
+    assert divided(larger, by_place, fewer) == plan(by_place, ranks, Budget(1, fewer))
     as_they_came = [found for _, found in streamed(works, ranks, Budget(1, tokens))]
     rounds = divided(as_they_came, by_place, fewer)
     check(rounds, works, ranks, Budget(1, fewer))

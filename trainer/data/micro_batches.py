@@ -113,10 +113,10 @@ def plan(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[
 
 
 def divided(rounds: Iterable[Round], works: Mapping[int, Work], tokens: int) -> list[Round]:
-    """Returns rounds of the same groups, each on its rank, in micro-batches of at most `tokens`.
+    """Returns rounds of the same groups, each on the same rank, in micro-batches of at most `tokens`.
 
-    Of `plan`'s rounds these are the rounds that it would have made with this budget. A group above
-    it gets a micro-batch of its own, as there.
+    If `plan` made the rounds, these are the rounds that it makes with this budget. A group of more
+    tokens gets a micro-batch of its own.
     """
     packed = []
     for bins in zip(*rounds, strict=True):

@@ -17,7 +17,7 @@ from model.files.engine_models import installed, require_known
 
 GRADIENTS_AT_ONCE = 1 << 26  # numbers in bfloat16 gradients that wait to be added up (flat_gradients.py), 128 MiB
 _AUTO = "auto"
-_FLOAT32 = (_AUTO, "fp32", "float32", "float", "torch.float32")  # "auto", and DeepSpeed's words for float32
+_FLOAT32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's words for it
 _NAME = re.compile(r"""^    (\w+): |["']([a-z][a-z0-9_]*)["']""", re.MULTILINE)
 # DeepSpeed's and torch's optimizers by lower-case name: bytes of state per parameter; 8 are Adam's two moments
 OPTIMIZERS = {
@@ -205,7 +205,7 @@ def _fill_accumulation(given: dict[str, Any], dtype: str) -> None:
         "check_grad_overflow": (True, "the training loop, which skips steps that are not finite,")
     }
     types = _section(given, "data_types")
-    if types.get("grad_accum_dtype", _AUTO) in _FLOAT32:
+    if types.get("grad_accum_dtype", _AUTO) in (_AUTO, *_FLOAT32):
         types["grad_accum_dtype"] = "fp32"
     is_flat = stage == 1 and not is_offloaded(given["zero_optimization"], "offload_optimizer")
     if is_flat and types["grad_accum_dtype"] == "fp32":

@@ -109,14 +109,19 @@ def gathered(parameters: Sequence[Any]) -> Iterator[None]:
 
 
 def destroy(engine: Any) -> None:
-    """Destroys an engine of ZeRO 3, and drops its modules from a list and a cache that would keep them for good."""
+    """Destroys an engine of ZeRO 3, and frees its modules.
+
+    DeepSpeed alone would keep them for good, in a list and in the cache of a function.
+    """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     engine.destroy()
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
-    wrapper = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(wrapper).nonlocals["func"].cache_clear()
+    # a private function with a cache, which a decorator wraps
+    decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    cached = inspect.getclosurevars(decorated).nonlocals["func"]
+    cached.cache_clear()
 
 
 def is_split(parameter: Any) -> bool:
@@ -149,9 +154,10 @@ def total_norm(parameters: Sequence[Any], gradients: Sequence[Tensor]) -> Tensor
 
 
 def give_every_parameter_a_gradient(optimizer: Any) -> None:
-    """Makes missing gradients zero in ZeRO 1, so that every rank sends those of the same parameters.
+    """Sets missing gradients to zero in ZeRO 1, so that all ranks send gradients of the same parameters.
 
-    It would leave them out, and what ranks add up would be gradients of different parameters.
+    DeepSpeed would leave the missing ones out, and ranks would add up gradients of different
+    parameters.
     """
     for parameter in itertools.chain(*optimizer.bit16_groups):
         if optimizer.get_gradient_for_reduction(parameter) is None:

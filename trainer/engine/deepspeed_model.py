@@ -341,8 +341,9 @@ class DeepSpeedModel(abc.ABC):
 def require_fused_experts(model: torch.nn.Module, stage: int, world_size: int) -> None:
     """Raises UserError for a list of single experts in ZeRO 3, and in ZeRO 2 on several ranks.
 
-    Of single experts each rank runs others. ZeRO 3 gathers a module's weights on all ranks as it runs, which would wait
-    without end. ZeRO 2 adds gradients up as they come, and would mix those of different experts.
+    Each rank runs only the experts that its own tokens choose. ZeRO 3 gathers a module's weights on
+    all ranks when the module runs, so ranks would wait for each other without end. ZeRO 2 sends
+    gradients while backward runs, so ranks would send those of different experts.
     transformers' own mixtures keep a layer's experts in one module, which every rank runs.
     """
     if stage < 2 or (stage == 2 and world_size == 1):

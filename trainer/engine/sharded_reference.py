@@ -42,7 +42,7 @@ class ShardedReference:
         """Replaces the reference by the model in this folder."""
         destroy(self._engine.ds)  # first: there is no room for two
         del self._engine
-        gc.collect()  # an engine and its hooks refer to each other
+        gc.collect()  # an engine and its hooks refer to each other, so only the collector frees them
         self._engine = self._loaded(folder, None)
 
     @property
