@@ -180,7 +180,7 @@ def test_what_must_start_quickly_imports_nothing_heavy(modules: str, heavy: tupl
 # ---- requirement files ----
 
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "xdist": "pytest-xdist"}
-INSTALLED_APART = {"trl", "setuptools"}  # by its benchmarks; by pip
+INSTALLED_APART = {"trl", "setuptools", "triton"}  # by its benchmarks; by pip; by tools/locks/triton.txt
 
 
 def imported_packages() -> set[str]:
@@ -196,6 +196,7 @@ def test_every_imported_package_is_required_and_pinned_as_in_both_locks() -> Non
     missing = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in imported_packages()} - set(required)
     assert missing == set()
     gpu = read_lock((ROOT / "tools/locks/gpu.lock").read_text())
+    assert read_lock((ROOT / "tools/locks/triton.txt").read_text()) == {"triton": gpu["triton"]}
     cpu = read_lock((ROOT / "tools/locks/cpu.lock").read_text())
     assert required == {name: gpu[name] for name in required}
     in_both = {name: version for name, version in required.items() if name not in ("torch", "vllm")}

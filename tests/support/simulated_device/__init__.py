@@ -7,8 +7,9 @@ What it is true to: where each tensor is, and that operations refuse tensors of 
 in the device's own thread; torch.cuda, torch.accelerator, DeepSpeed's CUDA accelerator and NCCL's collectives of one
 rank. Values are those of the CPU's kernels. What it is not: nothing runs asynchronously, so that no wait can be missing
 and no stream used wrongly; memory never runs out; and there is no compiler for it, so that torch.compile must be off
-(TORCHDYNAMO_DISABLE=1).
+(TORCHDYNAMO_DISABLE=1), unless tests.support.pretended_card brings one.
 
+    card.py             what it says of itself: a name, a compute capability and limits
     device.cpp          torch's hooks, guard, allocator and kernels
     torch_cuda.py       functions of torch.cuda that a torch without CUDA lacks
     nccl.py             torch.distributed's back end "nccl" with one rank
@@ -24,6 +25,8 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from tests.support.simulated_device.card import Card
 
 SOURCE = Path(__file__).with_name("device.cpp")
 
@@ -51,7 +54,7 @@ def library() -> Path:
     return found
 
 
-def start(path: Path) -> None:
+def start(path: Path, card: Card | None = None) -> None:
     """Makes this process's torch one with the device, from now on. Call it before torch is imported."""
     assert "torch" not in sys.modules, "torch asks once whether there is a device, and has asked"
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
@@ -59,7 +62,7 @@ def start(path: Path) -> None:
 
     from tests.support.simulated_device import nccl, torch_cuda
 
-    torch_cuda.install()
+    torch_cuda.install(card or Card())
     nccl.install()
 
 

@@ -1,30 +1,11 @@
 """torch.cuda for the simulated device: functions that a torch without CUDA has not, or that would look for a driver."""
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-CAPABILITY = (9, 0)
-MEMORY = 24 << 30  # bytes that it says it has
-PROPERTIES = SimpleNamespace(
-    name="simulated device",
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
-    multi_processor_count=82,
-    total_memory=MEMORY,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    shared_memory_per_block=48 << 10,
-    shared_memory_per_block_optin=227 << 10,
-    shared_memory_per_multiprocessor=228 << 10,
-    L2_cache_size=6 << 20,
-    gcnArchName="",
-    uuid="0",
-)
+from tests.support.simulated_device.card import MEMORY, Card
 
 
 class Stream:
@@ -84,9 +65,10 @@ class Runtime:
         return 0
 
 
-def install() -> None:
+def install(card: Card) -> None:
     """Replaces these functions, from now on."""
     stream = Stream()
+    properties = card.properties()
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -99,10 +81,10 @@ def install() -> None:
         "set_device": lambda *_: None,
         "_exchange_device": lambda *_: 0,
         "_maybe_exchange_device": lambda *_: 0,
-        "get_device_properties": lambda *_: PROPERTIES,
-        "get_device_capability": lambda *_: CAPABILITY,
-        "get_device_name": lambda *_: PROPERTIES.name,
-        "is_bf16_supported": lambda *_, **__: True,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: card.capability,
+        "get_device_name": lambda *_: card.name,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *_: None,
         "current_stream": lambda *_: stream,
