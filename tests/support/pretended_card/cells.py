@@ -94,8 +94,7 @@ def cells_of_default_tier() -> list[Cell]:
         {"card": "9.0", "size": 128, "heads_per_key_head": 7, "dtype": "float32", "kind": "full", "length": "long"},
         {"card": "9.0", "size": 64, "heads_per_key_head": 2, "dtype": "bfloat16", "kind": "window", "length": "long",
          "layer": "layer with LoRA"},
-        {"card": "9.0", "size": 128, "heads_per_key_head": 2, "dtype": "bfloat16", "kind": "full", "length": "short",
-         "layer": "layer"},
+        {"card": "9.0", "size": 128, "heads_per_key_head": 2, "dtype": "bfloat16", "kind": "full", "length": "short"},
     ]  # fmt: skip
     return [Cell(**(plain | values)) for values in given]
 
