@@ -19,6 +19,7 @@ from model.attention import _block_mask
 from model.compiled import compile_layers
 from model.log_softmax import LogSoftmaxAt
 from model.packing import PackedRow, Span, pack
+from tests.support.forget_compiled import forget_compiled
 from tests.support.operators import LargestTensor
 from tests.support.raising import raising
 from tests.support.threads import threads
@@ -60,25 +61,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     used = Compiler()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=used))
     attention.register()
-    _forget()
+    forget_compiled()
     with threads(1), torch._dynamo.config.patch(disable=False):
         yield used
-    _forget()
-
-
-def _forget() -> None:
-    torch._dynamo.reset()
-    compiled._compiled.cache_clear()
-    _block_mask.cache_clear()
-    for name in (
-        "_uncompiled",
-        "_failed_kinds",
-        "_abandoned_kinds",
-        "_abandoned_in_row",
-        "_failed_with_attention",
-        "_said_once",
-    ):
-        getattr(compiled, name, set()).clear()
+    forget_compiled()
 
 
 def is_fast(compiler: Compiler, length: int, function: Callable[..., Tensor] = work, **named: Any) -> bool:

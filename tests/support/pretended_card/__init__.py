@@ -1,13 +1,13 @@
-"""Cards that are not there. torch generates kernels for them as for a GPU, and Triton compiles or interprets these.
+"""GPUs that are not there: torch generates kernels for them, and Triton compiles or interprets these on the CPU.
 
     card = CARDS["8.6"]
     start(library, card)                    Triton compiles each kernel for the card, and none runs
     start(library, card, executes=True)     Triton's interpreter runs each kernel in the simulated device's memory
 
-What is true to a card: its compute capability, by which torch and Triton choose code, blocks and stages; that a kernel
-with more shared memory than it has is refused as its driver refuses it; and, if executed, the values of the generated
-code. What is not: time; which blocks autotuning would choose, as no kernel is measured; and tensor cores, whose sums
-have another order and whose float32 products may be in TF32.
+A pretended card is like a real one in its compute capability, by which torch and Triton choose code,
+blocks and stages. It refuses a kernel that needs more shared memory than it has, as its driver would. If kernels are
+executed, their values are those of the generated code. It does not show time, which blocks autotuning would choose (no
+kernel is measured), nor tensor cores, whose sums have another order and whose float32 products may be in TF32.
 
     __main__.py     starts a process on such a card
     backend.py      what torch and Triton ask a driver, answered for the card
@@ -33,7 +33,7 @@ from tests.support.simulated_device.card import Card
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = "tools/locks/triton.txt"
-TRITON = Path(os.environ.get("TANDEM_TEST_TRITON", ROOT / ".venv" / "triton"))  # apart: vLLM and torch would use it
+TRITON = ROOT / ".venv" / "triton"  # apart from the packages of Tandem: vLLM and torch would use it
 
 _KIB = 1 << 10
 CARDS = {

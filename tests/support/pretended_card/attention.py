@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch._dynamo import convert_frame
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -19,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from model import attention, compiled
+from model import attention
 from model.attention import NAME
 from model.packing import PackedRow, pack
 
@@ -70,7 +69,7 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 
 def make_model(heads: Heads, dtype: torch.dtype, has_adapters: bool = False) -> Any:
     """Returns a model of one decoder layer, of the family whose attention has these options, on the CPU."""
-    shared: dict[str, Any] = {
+    dimensions: dict[str, Any] = {
         "hidden_size": 8 * heads.query,
         "intermediate_size": 96,
         "num_hidden_layers": 1,
@@ -87,17 +86,17 @@ def make_model(heads: Heads, dtype: torch.dtype, has_adapters: bool = False) -> 
     model: Any
     if heads.has_sinks:
         experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-        model = GptOssForCausalLM(GptOssConfig(**shared, **experts, sliding_window=window, layer_types=layer_types))
-        model.model.layers[0].mlp = Sum()  # its experts are not compiled, so that its layers are not
+        model = GptOssForCausalLM(GptOssConfig(**dimensions, **experts, sliding_window=window, layer_types=layer_types))
+        model.model.layers[0].mlp = InPlaceOfExperts()  # no layer with experts is compiled
         torch.nn.init.normal_(model.model.layers[0].self_attn.sinks)
     elif heads.cap is not None:
         caps = {"attn_logit_softcapping": CAP, "query_pre_attn_scalar": heads.size}
-        model = Gemma2ForCausalLM(Gemma2Config(**shared, **caps, sliding_window=window, layer_types=layer_types))
+        model = Gemma2ForCausalLM(Gemma2Config(**dimensions, **caps, sliding_window=window, layer_types=layer_types))
     elif heads.window:
-        config = Qwen2Config(**shared, use_sliding_window=True, sliding_window=window, layer_types=layer_types)
+        config = Qwen2Config(**dimensions, use_sliding_window=True, sliding_window=window, layer_types=layer_types)
         model = Qwen2ForCausalLM(config)
     else:
-        model = LlamaForCausalLM(LlamaConfig(**shared))
+        model = LlamaForCausalLM(LlamaConfig(**dimensions))
     model = model.to(dtype).train()
     model.set_attn_implementation(NAME)
     if has_adapters:
@@ -105,8 +104,8 @@ def make_model(heads: Heads, dtype: torch.dtype, has_adapters: bool = False) -> 
     return model
 
 
-class Sum(torch.nn.Module):
-    """Takes the place of a layer's experts."""
+class InPlaceOfExperts(torch.nn.Module):
+    """A function of the hidden states that takes the place of a layer's experts, which are not compiled."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return hidden.tanh(), None
@@ -117,28 +116,3 @@ def hidden_states(model: Any, row: PackedRow) -> Tensor:
     base = model.get_decoder()
     options = attention.options(base, row)
     return base(input_ids=row.input_ids, use_cache=False, **options).last_hidden_state
-
-
-def forget_compiled(keeps_mask: bool = False) -> None:
-    """Forgets all that was compiled in this process, and what did not compile.
-
-    keeps_mask: the mask's kernels stay, which are the same for all layers of a card.
-    """
-    if keeps_mask:
-        for reference in convert_frame.input_codes.seen:
-            code = reference()
-            if code is not None and code is not attention._mask_of.__code__:
-                torch._C._dynamo.eval_frame.reset_code(code)
-    else:
-        torch._dynamo.reset()
-        compiled._compiled.cache_clear()
-        attention._block_mask.cache_clear()
-    for name in (
-        "_uncompiled",
-        "_failed_kinds",
-        "_abandoned_kinds",
-        "_abandoned_in_row",
-        "_failed_with_attention",
-        "_said_once",
-    ):
-        getattr(compiled, name).clear()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 
 from common import bfloat16
@@ -16,8 +17,9 @@ from common.config.algorithm import Algorithm
 from model import attention, compiled
 from model.log_softmax import LogSoftmaxAt
 from model.packing import PackedRow
+from tests.support.forget_compiled import forget_compiled, forget_failures
 from tests.support.pretended_card import CARDS, backend
-from tests.support.pretended_card.attention import Heads, forget_compiled, hidden_states, make_model, packed_row
+from tests.support.pretended_card.attention import Heads, hidden_states, make_model, packed_row
 from tests.support.pretended_card.cells import Cell
 from trainer.algorithm.losses import loss_and_terms
 
@@ -34,7 +36,7 @@ def compile_cell(cell: Cell, num_lengths: int) -> dict[str, Any]:
     """
     if cell.dtype == "bfloat16" and bfloat16.is_missing(CARDS[cell.card].capability):
         return {"outcome": "refused", "kernels": [], "largest_buffer": 0}
-    forget_compiled(keeps_mask=True)
+    _forget_all_but_the_mask()
     counters.clear()
     backend.kernels.clear()
     backend.buffers.clear()
@@ -50,6 +52,15 @@ def compile_cell(cell: Cell, num_lengths: int) -> dict[str, Any]:
     return {"outcome": outcome, "kernels": kernels, "graphs": graphs, "largest_buffer": max(backend.buffers, default=0)}
 
 
+def _forget_all_but_the_mask() -> None:
+    """Forgets compiled code and failures. The mask's code stays, which is the same for all layers of a card."""
+    for reference in convert_frame.input_codes.seen:
+        code = reference()
+        if code is not None and code is not attention._mask_of.__code__:
+            torch._C._dynamo.eval_frame.reset_code(code)
+    forget_failures()
+
+
 def _attention_alone(cell: Cell, heads: Heads) -> Callable[[PackedRow], None]:
     """Returns forward and backward of attention over a row."""
     dtype = getattr(torch, cell.dtype)
@@ -57,20 +68,20 @@ def _attention_alone(cell: Cell, heads: Heads) -> Callable[[PackedRow], None]:
     def run(row: PackedRow) -> None:
         length = row.input_ids.shape[1]
         sizes = (heads.query, heads.size), (heads.key, heads.size), (heads.key, cell.value_size or heads.size)
-        given: list[Any] = [
+        tensors: list[Any] = [
             torch.empty(1, number, length, size, device="cuda", dtype=dtype, requires_grad=True)
             for number, size in sizes
         ]
         sinks = torch.empty(heads.query, device="cuda", requires_grad=True) if heads.has_sinks else None
         options = {"scaling": heads.size**-0.5, "sliding_window": heads.window, "softcap": heads.cap, "s_aux": sinks}
-        if compiled.is_compiled(given[0]):
-            masks = {heads.window: attention._block_mask(row.spans, heads.window, given[0].device)}
+        if compiled.is_compiled(tensors[0]):
+            masks = {heads.window: attention._block_mask(row.spans, heads.window, tensors[0].device)}
             options |= {"block_masks": masks, "groups": attention._Groups(row.spans)}
         else:
             options |= {"spans": row.spans}
-        output, _ = attention._attention(torch.nn.Module(), *given, None, **options)
+        output, _ = attention._attention(torch.nn.Module(), *tensors, None, **options)
         output.sum().backward()
-        assert all(tensor.grad is not None for tensor in given)
+        assert all(tensor.grad is not None for tensor in tensors)
 
     return run
 
@@ -101,7 +112,10 @@ def compile_head_and_objective(dtype: torch.dtype) -> dict[str, Any]:
         given = logprobs, weights, old, reference, advantages, lengths, algorithm, entropy, None
         loss, *_ = compiled.compiled(loss_and_terms, *given)
         loss.backward()
-    return {"outcome": "by group" if compiled.has_failed() else "fits", "kernels": list(map(vars, backend.kernels))}
+    return {
+        "outcome": "by group" if compiled.has_failed() else "fits",
+        "kernels": [vars(kernel) for kernel in backend.kernels],
+    }
 
 
 def main(request: dict[str, Any]) -> None:
@@ -115,13 +129,13 @@ def main(request: dict[str, Any]) -> None:
         print(json.dumps(compile_head_and_objective(getattr(torch, dtype))), flush=True)
     for options in request.get("kernel_options", [None]):
         if options is not None:
-            attention._kernel_options = functools.partial(_given, {"BACKEND": "TRITON", **options})
+            attention._kernel_options = functools.partial(_chosen_options, {"BACKEND": "TRITON", **options})
         for values in request["cells"]:
             found = _outcome(Cell(**values), request.get("num_lengths", 1))
             print(json.dumps({"cell": values, "kernel_options": options, **found}), flush=True)
 
 
-def _given(options: dict[str, Any], *_: Any) -> dict[str, Any]:
+def _chosen_options(options: dict[str, Any], *_: Any) -> dict[str, Any]:
     return options
 
 

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from common.config.algorithm import Algorithm
 from model import attention, compiled
 from model.log_softmax import LogSoftmaxAt
-from tests.support.pretended_card.attention import Heads, forget_compiled, hidden_states, make_model, packed_row
+from tests.support.forget_compiled import forget_compiled
+from tests.support.pretended_card.attention import Heads, hidden_states, make_model, packed_row
 from trainer.algorithm.losses import loss_and_terms
 
 DEVICE = torch.device("cuda", 0)
@@ -27,20 +28,20 @@ Errors = dict[str, float]
 
 def attention_case(heads: dict[str, Any], tokens: list[int], dtype: str = "float32", has_forks: bool = True) -> Errors:
     """Returns the largest errors of rows of these lengths, one after the other."""
-    found: Errors = {}
+    errors_of_rows = []
     for i, length in enumerate(tokens):
-        errors = _attention_errors(Heads(**heads), packed_row(length, has_forks, seed=i), getattr(torch, dtype))
-        found = {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
-    return found
+        row = packed_row(length, has_forks, seed=i)
+        errors_of_rows.append(_attention_errors(Heads(**heads), row, getattr(torch, dtype)))
+    return _largest(errors_of_rows)
 
 
 def _attention_errors(heads: Heads, row: Any, dtype: torch.dtype) -> Errors:
     length = row.input_ids.shape[1]
     torch.manual_seed(length)
-    given = [torch.randn(1, number, length, heads.size) for number in (heads.query, heads.key, heads.key)]
+    inputs = [torch.randn(1, number, length, heads.size) for number in (heads.query, heads.key, heads.key)]
     if heads.has_sinks:
-        given.append(torch.randn(heads.query))
-    given = [tensor.to(dtype) for tensor in given]
+        inputs.append(torch.randn(heads.query))
+    inputs = [tensor.to(dtype) for tensor in inputs]
     direction = torch.randn(1, length, heads.query, heads.size)
     options = {"scaling": SCALE * heads.size**-0.5, "sliding_window": heads.window, "softcap": heads.cap}
 
@@ -55,9 +56,9 @@ def _attention_errors(heads: Heads, row: Any, dtype: torch.dtype) -> Errors:
 
     mask = attention._block_mask(row.spans, heads.window, DEVICE)
     groups = attention._Groups(row.spans)
-    on_card = [tensor.to(DEVICE) for tensor in given]
+    on_card = [tensor.to(DEVICE) for tensor in inputs]
     found = run(on_card, block_masks={heads.window: mask}, groups=groups)
-    expected = run([tensor.float() for tensor in given], spans=row.spans)
+    expected = run([tensor.float() for tensor in inputs], spans=row.spans)
     return _errors(("value", "dq", "dk", "dv", "dsinks"), found, expected)
 
 
@@ -67,13 +68,18 @@ def layer_case(heads: dict[str, Any], tokens: list[int], has_adapters: bool = Fa
     _fill_adapters(plain)
     model = copy.deepcopy(plain).to(DEVICE)
     compiled.compile_layers(model)
-    found: Errors = {}
+    errors_of_rows = []
     for i, length in enumerate(tokens):
         row = packed_row(length, has_forks=True, seed=i)
-        values = [_run_layer(each, row.to(device)) for each, device in ((model, DEVICE), (plain, torch.device("cpu")))]
-        errors = {name: _error(values[0][name], values[1][name]) for name in values[1]}
-        found = {name: max(error, found.get(name, 0.0)) for name, error in errors.items()}
-    return found
+        found = _run_layer(model, row.to(DEVICE))
+        expected = _run_layer(plain, row)
+        errors_of_rows.append({name: _error(found[name], expected[name]) for name in expected})
+    return _largest(errors_of_rows)
+
+
+def _largest(errors_of_rows: list[Errors]) -> Errors:
+    """Returns the largest error of each tensor over all rows."""
+    return {name: max(errors[name] for errors in errors_of_rows) for name in errors_of_rows[0]}
 
 
 def _fill_adapters(model: Any) -> None:
