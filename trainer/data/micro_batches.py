@@ -1,29 +1,30 @@
 """Assignment of groups to micro-batches and ranks. Pure functions.
 
-    budget   what one micro-batch may hold: trainer.max_tokens_per_micro_batch, or trainer.groups_per_micro_batch
-    round    one micro-batch of every rank, () where a rank has none left and runs a filler: all ranks run as many
-             forwards as each other, because ZeRO's collectives must match
+    budget   what one micro-batch may hold: trainer.max_tokens_per_micro_batch tokens, or
+             trainer.groups_per_micro_batch groups
+    round    one micro-batch of every rank. A rank that has no groups left runs a filler: all ranks
+             run the same number of forwards, because ZeRO's collectives must match.
 
     tokens 60 50 40 30 20, budget 100, 2 ranks:   round (60 30) (50 40)   round (20) ()
 
-The costliest remaining group goes to the rank with the least work (longest processing time first: Graham, SIAM
-J. Appl. Math. 17, 1969), and a rank's groups fill its micro-batches first fit. A group above the budget gets a
-micro-batch of its own. Sums are divided by the whole step's denominator, so that no plan changes the gradient.
+The costliest remaining group goes to the rank with the least work (longest processing time first:
+Graham, SIAM J. Appl. Math. 17, 1969). A rank's groups fill its micro-batches first fit. A group
+above the budget gets a micro-batch of its own. Sums are divided by the whole step's denominator, so
+no plan changes the gradient. Groups are named by the slots that they were taken for.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.config import Algorithm
 from common.types import Group, sequences
 from model.files.dims import ModelDims
 from model.packing import Packing
-from trainer.data.experience import Experience
-from trainer.data.tensors import trained_completions, unmasked_completions
+from trainer.data.training_group import TrainingGroup
 
-Round = tuple[tuple[int, ...], ...]  # [rank] -> keys of its groups
+Round = tuple[tuple[int, ...], ...]  # [rank] -> slots of its groups
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Work:
     """The work of training one group; zeros if none of its completions train."""
 
     tokens: int  # in the group's packed row
-    cost: float  # any unit, the same for all groups
+    cost: float  # in any unit that is the same for all groups
 
 
 NOTHING = Work(0, 0.0)
@@ -47,125 +48,174 @@ class Budget:
     def is_exceeded_by(self, work: Work) -> bool:
         return self.tokens is not None and work.tokens > self.tokens
 
-    def at_once(self, ranks: int) -> int:
-        """Returns how many groups to take from the stream at a time: those of one round, as far as known before."""
-        return ranks * (1 if self.tokens else self.groups)
+    def groups_at_once(self, ranks: int) -> int:
+        """Returns how many groups to take from the stream at a time, which at most fill a round."""
+        if self.tokens:
+            return ranks
+        return ranks * self.groups
 
 
 def work(
-    prompt: int, completions: Sequence[int], packing: Packing, model: ModelDims | None, patches: Sequence[int] = ()
+    num_prompt_tokens: int,
+    completion_lengths: Sequence[int],
+    packing: Packing,
+    model: ModelDims | None,
+    image_patches: Sequence[int] = (),
 ) -> Work:
-    """Returns a group's work from the tokens of its prompt P and its trained completions C_i, and its images' patches.
+    """Returns a group's work, from the tokens P of its prompt and C_i of its trained completions.
 
     tokens   shared: P + Σ C_i     separate: G · (P + max C_i), with the padding
-    cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1): 2 · parameters of the
-             layers that a token meets · tokens + 4 · L · A · D · pairs + 2 · V · H · Σ C_i, where pairs counts every
-             position with those it attends to: P²/2 for a prompt, C_i · P + C_i²/2 for a completion; and the tower's
-             for each image. A model of unknown layers: tokens
+    cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1):
+             2 · parameters of the layers that a token meets · tokens + 4 · L · A · D · pairs
+             + 2 · V · H · Σ C_i + those of the vision tower for each image's patches.
+             pairs counts every position with those that it attends to: P²/2 for a prompt,
+             C_i · P + C_i²/2 for a completion. For a model of unknown layers the cost is tokens.
     """
-    if not completions:
+    if not completion_lengths:
         return NOTHING
-    count, total, longest = len(completions), sum(completions), max(completions)
-    prompts = 1 if packing == "shared" else count
-    if packing == "separate":
-        completions = [longest] * count
-    tokens = prompts * prompt + sum(completions)
+    num_targets = sum(completion_lengths)
+    if packing == "shared":
+        num_prompts = 1
+        lengths = list(completion_lengths)
+    else:
+        num_prompts = len(completion_lengths)
+        lengths = [max(completion_lengths)] * num_prompts
+    num_tokens = num_prompts * num_prompt_tokens + sum(lengths)
     if model is None:
-        return Work(tokens, float(tokens))
-    pairs = prompts * prompt**2 / 2 + sum(c * prompt + c * c / 2 for c in completions)
-    linear = 2.0 * model.active_in_layers * tokens
+        return Work(num_tokens, float(num_tokens))
+    pairs = num_prompts * num_prompt_tokens**2 / 2
+    pairs += sum(length * num_prompt_tokens + length * length / 2 for length in lengths)
+    layers = 2.0 * model.active_in_layers * num_tokens
     attention = 4.0 * model.layers * model.heads * model.head_dim * pairs
-    seen = sum(model.vision.flops(n) for n in patches) if model.vision else 0.0
-    return Work(tokens, linear + attention + 2.0 * model.vocab * model.hidden * total + seen)
+    head = 2.0 * model.vocab * model.hidden * num_targets
+    vision = 0.0
+    if model.vision:
+        vision = sum(model.vision.flops(patches) for patches in image_patches)
+    return Work(num_tokens, layers + attention + head + vision)
 
 
-def work_of(taken: Iterable[Experience], algorithm: Algorithm, packing: Packing, model: ModelDims | None) -> Work:
-    """Returns the work of the group that trains among those taken for one slot, or NOTHING if there is none."""
-    for e in taken:
-        unmasked = unmasked_completions(e.group, algorithm)
-        # a critic learns from every completion, and its values are needed before there are advantages
-        if isinstance(e.group, Group) and unmasked and (algorithm.needs_critic or trained_completions(e, algorithm)):
-            rollouts, prompt = [e.group.rollouts[i] for i in unmasked], len(e.group.prompt_ids)
-            lengths = [len(r.completion_ids) for r in rollouts]
-            if packing == "separate" and any(r.forks for r in rollouts):  # a row for each sequence
-                of_all = [sequences(prompt, n, r.forks) for n, r in zip(lengths, rollouts, strict=True)]
-                lengths = [len(places) - prompt for of in of_all for places in of]
-            patches = [math.prod(image.grid_thw) for image in e.group.images]
-            return work(prompt, lengths, packing, model, patches)
+def work_of_slot(
+    taken: Iterable[TrainingGroup],
+    algorithm: Algorithm,
+    packing: Packing,
+    model: ModelDims | None,
+) -> Work:
+    """Returns the work of the group that trains among those taken for a slot, NOTHING if none."""
+    for group in taken:
+        if not group.sampled_tokens.completions:
+            continue
+        # A critic learns from every completion, and its values come before advantages are known.
+        if algorithm.needs_critic or group.trains_policy:
+            return _work_of_group(group, packing, model)
     return NOTHING
 
 
-def plan(works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] = ()) -> list[Round]:
-    """Returns the rounds that train these groups, as keys of works; a single empty round if no group has work.
+def _work_of_group(group: TrainingGroup, packing: Packing, model: ModelDims | None) -> Work:
+    assert isinstance(group.group, Group)
+    num_prompt_tokens = len(group.group.prompt_ids)
+    rollouts = [group.rollouts[i] for i in group.sampled_tokens.completions]
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    if packing == "separate" and any(rollout.forks for rollout in rollouts):
+        lengths = []  # each sequence of a rollout is a row of its own
+        for rollout in rollouts:
+            num_tokens = len(rollout.completion_ids)
+            for sequence in sequences(num_prompt_tokens, num_tokens, rollout.forks):
+                lengths.append(len(sequence) - num_prompt_tokens)
+    patches = [math.prod(image.grid_thw) for image in group.group.images]
+    return work(num_prompt_tokens, lengths, packing, model, patches)
 
-    loads: each rank's cost so far. With a budget of groups no rank has more rounds than the number of groups requires;
-    with a budget of tokens no two ranks differ by more than the cost of the costliest group.
+
+def plan(
+    works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] = ()
+) -> list[Round]:
+    """Returns the rounds that train these groups; a single empty round if no group has work.
+
+    works: by slot. loads: each rank's cost so far. With a budget of groups no rank has more rounds
+    than the number of groups requires. With a budget of tokens no two ranks differ by more than the
+    cost of the costliest group.
     """
-    costs = {key: work.cost for key, work in works.items() if work.tokens}
+    costs = {slot: work.cost for slot, work in works.items() if work.tokens}
     loads = loads or [0.0] * ranks
+    micro_batches_of_ranks = []
     if budget.tokens is None:
-        rounds = math.ceil(len(costs) / (ranks * budget.groups))
-        of_ranks = _assign(costs, loads, most=rounds * budget.groups)
-        packed = [_assign({key: costs[key] for key in keys}, [0.0] * rounds, budget.groups) for keys in of_ranks]
+        num_rounds = math.ceil(len(costs) / (ranks * budget.groups))
+        for slots in _assign(costs, loads, most=num_rounds * budget.groups):
+            costs_of_rank = {slot: costs[slot] for slot in slots}
+            no_loads = [0.0] * num_rounds
+            micro_batches_of_ranks.append(_assign(costs_of_rank, no_loads, budget.groups))
     else:
-        packed = [_first_fit(keys, works, budget.tokens) for keys in _assign(costs, loads, most=len(costs))]
-    return _in_rounds(packed, works)
+        for slots in _assign(costs, loads, most=len(costs)):
+            micro_batches_of_ranks.append(_first_fit(slots, works, budget.tokens))
+    return _in_rounds(micro_batches_of_ranks, works)
 
 
 def divided(rounds: Iterable[Round], works: Mapping[int, Work], tokens: int) -> list[Round]:
-    """Returns rounds of the same groups, each on the same rank, in micro-batches of at most `tokens`.
+    """Returns rounds of the same groups on the same ranks, in micro-batches of at most `tokens`.
 
-    If `plan` made the rounds, these are the rounds that it makes with this budget. A group of more
-    tokens gets a micro-batch of its own.
+    Rounds that `plan` has made become those that it makes with this budget. A group of more tokens
+    gets a micro-batch of its own.
     """
-    packed = []
-    for bins in zip(*rounds, strict=True):
-        keys = sorted(itertools.chain(*bins), key=lambda key: (-works[key].cost, key))
-        packed.append(_first_fit(keys, works, tokens))
-    return _in_rounds(packed, works)
+    micro_batches_of_ranks = []
+    for micro_batches in zip(*rounds, strict=True):
+        slots = list(itertools.chain(*micro_batches))
+        slots.sort(key=lambda slot: (-works[slot].cost, slot))
+        micro_batches_of_ranks.append(_first_fit(slots, works, tokens))
+    return _in_rounds(micro_batches_of_ranks, works)
 
 
 class Planner:
-    """A planner of groups that are still arriving, which closes a round once groups of the average size fill it.
+    """A planner of groups that still arrive. It closes a round once average groups would fill it.
 
-    Groups that do not fit in a round wait for the next one. Loads are kept from round to round, so that a rank that
-    got a long group gets less later. The rounds follow from the groups' order and sizes alone.
+    Groups that do not fit in a round wait for the next one. Loads are kept from round to round, so
+    that a rank that got a long group gets less later. The rounds follow from the groups' order and
+    sizes alone.
     """
 
     def __init__(self, ranks: int, budget: Budget):
-        self._ranks, self._budget = ranks, budget
+        self._ranks = ranks
+        self._budget = budget
         self._loads = [0.0] * ranks
         self._waiting: dict[int, Work] = {}
         self.rounds: list[Round] = []  # all rounds so far
 
     def add(self, works: Mapping[int, Work]) -> list[Round]:
-        """Returns the rounds that these works complete, as keys of works."""
-        before = len(self.rounds)
-        for key, work in works.items():
+        """Returns the rounds that these groups complete. works: by slot."""
+        num_rounds_before = len(self.rounds)
+        for slot, work in works.items():
             if work.tokens:
-                self._waiting[key] = work
+                self._waiting[slot] = work
             while _is_full(self._waiting.values(), self._ranks, self._budget):
-                round_ = plan(self._waiting, self._ranks, self._budget, self._loads)[0]
-                self.rounds.append(round_)
-                for rank, keys in enumerate(round_):
-                    self._loads[rank] += sum(self._waiting.pop(key).cost for key in keys)
-        return self.rounds[before:]
+                self._close_round()
+        return self.rounds[num_rounds_before:]
+
+    def _close_round(self) -> None:
+        round_ = plan(self._waiting, self._ranks, self._budget, self._loads)[0]
+        self.rounds.append(round_)
+        for rank, slots in enumerate(round_):
+            self._loads[rank] += sum(self._waiting.pop(slot).cost for slot in slots)
 
     def finish(self) -> list[Round]:
-        """Returns the rounds of the remaining groups; a single empty round if no group had work."""
-        before = len(self.rounds)
+        """Returns the rounds of the remaining groups; a single empty round if none had work."""
+        num_rounds_before = len(self.rounds)
         if self._waiting or not self.rounds:
             self.rounds += plan(self._waiting, self._ranks, self._budget, self._loads)
             self._waiting = {}
-        return self.rounds[before:]
+        return self.rounds[num_rounds_before:]
 
 
-def plan_metrics(rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget) -> dict[str, float]:
+def plan_metrics(
+    rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget
+) -> dict[str, float]:
     """Returns the metrics of a step's rounds. works: the work of each of the step's slots."""
-    costs = [sum(works[key].cost for round_ in rounds for key in round_[rank]) for rank in range(len(rounds[0]))]
     metrics = {"micro_batches": float(len(rounds))}
+    costs = []
+    for micro_batches in zip(*rounds, strict=True):
+        slots = itertools.chain(*micro_batches)
+        costs.append(sum(works[slot].cost for slot in slots))
     if len(costs) > 1:
-        metrics["rank_imbalance"] = max(costs) * len(costs) / sum(costs) - 1 if any(costs) else 0.0
+        metrics["rank_imbalance"] = 0.0
+        if any(costs):
+            metrics["rank_imbalance"] = max(costs) * len(costs) / sum(costs) - 1
     if budget.tokens:
         metrics["oversized_groups"] = float(sum(map(budget.is_exceeded_by, works.values())))
     return metrics
@@ -177,47 +227,69 @@ def warning(works: Mapping[int, Work], budget: Budget) -> str:
     if not budget.is_exceeded_by(largest):
         return ""
     return (
-        f"a group of {largest.tokens} tokens is above trainer.max_tokens_per_micro_batch {budget.tokens} and trains "
-        f"alone; if memory is short, shorten it: sampler.max_completion_length, sampler.num_generations"
+        f"a group of {largest.tokens} tokens is above trainer.max_tokens_per_micro_batch "
+        f"{budget.tokens} and trains alone; if memory is short, shorten it: "
+        "sampler.max_completion_length, sampler.num_generations"
     )
 
 
-def _is_full(waiting: Iterable[Work], ranks: int, budget: Budget) -> bool:
-    tokens = [work.tokens for work in waiting]
-    if not tokens:
+def _is_full(waiting: Collection[Work], ranks: int, budget: Budget) -> bool:
+    """Returns whether the waiting groups would fill a round if all had their average size."""
+    if not waiting:
         return False
-    per_rank = budget.groups if budget.tokens is None else budget.tokens * len(tokens) // sum(tokens)
-    return len(tokens) >= ranks * max(1, per_rank)
+    groups_per_rank = budget.groups
+    if budget.tokens is not None:
+        num_tokens = sum(work.tokens for work in waiting)
+        groups_per_rank = budget.tokens * len(waiting) // num_tokens
+    return len(waiting) >= ranks * max(1, groups_per_rank)
 
 
-def _in_rounds(packed: Iterable[list[list[int]]], works: Mapping[int, Work]) -> list[Round]:
-    """Returns the rounds of each rank's micro-batches."""
-    # if collectives end every micro-batch, the micro-batches of one round should take equally long
-    packed = [sorted(bins, key=lambda bin: -sum(works[key].cost for key in bin)) for bins in packed]
-    rounds_of_bins = itertools.zip_longest(*(bins or [[]] for bins in packed), fillvalue=[])
-    order = {key: place for place, key in enumerate(works)}
-    return [tuple(tuple(sorted(keys, key=order.__getitem__)) for keys in bins) for bins in rounds_of_bins]
+def _in_rounds(
+    micro_batches_of_ranks: Iterable[list[list[int]]], works: Mapping[int, Work]
+) -> list[Round]:
+    """Returns the rounds of each rank's micro-batches, the costliest of each rank first.
+
+    Where collectives end every micro-batch, those of one round should take equally long.
+    """
+    sorted_of_ranks = []
+    for micro_batches in micro_batches_of_ranks:
+        by_cost = sorted(micro_batches, key=lambda slots: -sum(works[slot].cost for slot in slots))
+        sorted_of_ranks.append(by_cost or [[]])
+    arrival = {slot: i for i, slot in enumerate(works)}
+    rounds = []
+    for micro_batches in itertools.zip_longest(*sorted_of_ranks, fillvalue=[]):
+        in_order = [tuple(sorted(slots, key=arrival.__getitem__)) for slots in micro_batches]
+        rounds.append(tuple(in_order))
+    return rounds
 
 
-def _assign(costs: dict[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
-    """Assigns each key, the costliest first, to the bin with the least cost among those with fewer than `most` keys."""
-    loads, bins = list(loads), [list[int]() for _ in loads]
-    for key in sorted(costs, key=lambda key: -costs[key]):
-        least = min((b for b in range(len(bins)) if len(bins[b]) < most), key=lambda b: loads[b])
-        bins[least].append(key)
-        loads[least] += costs[key]
+def _assign(costs: Mapping[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
+    """Assigns each slot, the costliest first, to the bin of least cost with room for it.
+
+    loads: the cost that each bin begins with. most: the largest number of slots in a bin.
+    """
+    loads = list(loads)
+    bins: list[list[int]] = [[] for _ in loads]
+    for slot in sorted(costs, key=lambda slot: -costs[slot]):
+        with_room = [b for b in range(len(bins)) if len(bins[b]) < most]
+        least = min(with_room, key=loads.__getitem__)
+        bins[least].append(slot)
+        loads[least] += costs[slot]
     return bins
 
 
-def _first_fit(keys: Iterable[int], works: Mapping[int, Work], budget: int) -> list[list[int]]:
-    """Puts each key into the first bin that has room for its tokens, else into a new one."""
-    bins, rooms = list[list[int]](), list[int]()
-    for key in keys:
-        tokens = works[key].tokens
-        found = next((place for place, room in enumerate(rooms) if tokens <= room), len(bins))
-        if found == len(bins):
-            bins.append([])
-            rooms.append(budget)
-        bins[found].append(key)
-        rooms[found] -= tokens
+def _first_fit(slots: Iterable[int], works: Mapping[int, Work], budget: int) -> list[list[int]]:
+    """Puts each slot into the first bin that has room for its tokens, else into a new one."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for slot in slots:
+        tokens = works[slot].tokens
+        for b, room in enumerate(rooms):
+            if tokens <= room:
+                bins[b].append(slot)
+                rooms[b] -= tokens
+                break
+        else:
+            bins.append([slot])
+            rooms.append(budget - tokens)
     return bins

@@ -1,14 +1,17 @@
 """Division of a batch of rollouts into optimizer steps. Pure functions.
 
-    batch of rollouts     prompts_per_step · steps_per_generation groups, all sampled before its last step
-    mini-batch            prompts_per_step of them: one optimizer step, with denominators of its own
-    pass                  every mini-batch once; num_iterations of them
+    batch of rollouts     prompts_per_step · steps_per_generation groups, all of which are sampled
+                          before its last step
+    mini-batch            prompts_per_step of them: one optimizer step with its own denominator
+    pass                  every mini-batch once; there are num_iterations passes
 
-    prompts_per_step 2, steps_per_generation 2, num_iterations 2:   (0 1) (2 3) │ (0 1) (2 3)      in order
-                                                                    (3 0) (1 2) │ (2 3) (1 0)      shuffled
+    prompts_per_step 2, steps_per_generation 2, num_iterations 2:
+                          (0 1) (2 3) │ (0 1) (2 3)      in order
+                          (3 0) (1 2) │ (2 3) (1 0)      shuffled
 
-In TRL's words prompts_per_step is the per-device batch times devices times gradient_accumulation_steps; in verl's it is
-ppo_mini_batch_size, the batch of rollouts is train_batch_size, and num_iterations is ppo_epochs.
+In TRL's words prompts_per_step is the per-device batch times devices times
+gradient_accumulation_steps. In verl's words it is ppo_mini_batch_size, the batch of rollouts is
+train_batch_size, and num_iterations is ppo_epochs.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,6 @@ from typing import Literal
 import numpy as np
 
 from common.config import Algorithm, Config
-from common.config.estimators import ESTIMATORS
 from common.types import Group, Tombstone
 from trainer.algorithm.losses import TOKEN_MEAN
 
@@ -28,7 +30,7 @@ class Step:
 
     iteration: int  # index of the pass: 0, 1, …
     mini_batch: int  # index of the mini-batch in the pass: 0, 1, …
-    places: tuple[int, ...]  # the groups' positions in the batch, counted from its first
+    slots: tuple[int, ...]  # the batch's slots whose groups it trains
     is_last: bool  # whether it is the last step on the batch
 
 
@@ -44,47 +46,49 @@ class TrainedStep:
 
 
 def steps(config: Config, batch: int) -> list[Step]:
-    """Returns the ordered optimizer steps on the run's batch-th batch of rollouts, equal on all ranks and on resume.
+    """Returns the optimizer steps on the run's batch-th batch of rollouts, in order.
 
-    Unshuffled, a pass trains the groups in stream order; shuffled, each pass permutes them by (seed, batch, pass).
+    The steps are equal on all ranks and after a restart. Unshuffled, a pass trains the groups in
+    the order of the stream. Shuffled, each pass permutes them by (seed, batch, pass).
     """
-    algorithm, size = config.algorithm, config.trainer.prompts_per_step
+    algorithm = config.algorithm
+    size = config.trainer.prompts_per_step
     planned: list[Step] = []
     for iteration in range(algorithm.num_iterations):
-        places = np.arange(config.prompts_per_batch)
+        order = np.arange(config.prompts_per_batch)
         if algorithm.shuffle_mini_batches:
             seed = [config.run.seed % 2**64, batch, iteration]
-            places = np.random.Generator(np.random.PCG64(seed)).permutation(places)
+            order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
         for mini_batch in range(algorithm.steps_per_generation):
-            mine = tuple(places[mini_batch * size : (mini_batch + 1) * size].tolist())
-            planned.append(Step(iteration, mini_batch, mine, len(planned) + 1 == algorithm.steps_per_batch))
+            slots = tuple(order[mini_batch * size : (mini_batch + 1) * size].tolist())
+            is_last = len(planned) + 1 == algorithm.steps_per_batch
+            planned.append(Step(iteration, mini_batch, slots, is_last))
     return planned
 
 
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
-    """Returns whether advantages depend on all groups of a batch of rollouts, not on each alone, as with a critic."""
+    """Returns whether a group's advantages depend on the other groups of the batch of rollouts."""
     return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
 
 
-def needs_all_arrays(algorithm: Algorithm) -> bool:
-    """Returns whether ranks read tokens or log-probs of other ranks' groups, not only their lengths and rewards."""
-    is_own = algorithm.adv_estimator not in ESTIMATORS  # a user's function gets the group
-    return algorithm.kl_in_reward or algorithm.needs_critic or algorithm.estimator.by_turn or is_own
-
-
 def corrects_later_steps(algorithm: Algorithm) -> bool:
-    """Returns whether later mini-batches, on updated weights, need the trainer's log-probs from before any update."""
-    return algorithm.vllm_importance_sampling_mode is not None and algorithm.steps_per_generation > 1
+    """Returns whether later mini-batches need the trainer's log-probs from before any update."""
+    corrects = algorithm.vllm_importance_sampling_mode is not None
+    return corrects and algorithm.steps_per_generation > 1
 
 
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
-    """Returns what must have arrived before the first backward of a step; micro_batch: groups train as they arrive.
+    """Returns which groups must have arrived before the first backward of a step.
 
-    Waiting changes nothing but time: a token mean, or a step that leaves dead groups out, has a denominator that is
-    known only with the step's last group, and the correction of the sampler's mismatch needs log-probs of the whole
-    batch before the first step updates the weights.
+    With "micro_batch", groups train as they arrive. Waiting changes nothing but time: the
+    denominator of a token mean, or of a step that leaves dead groups out, is known only with the
+    step's last group. The correction of the sampler's mismatch needs log-probs of the whole batch
+    from before the first step updates the weights.
     """
-    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches or corrects_later_steps(algorithm):
+    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches:
         return "batch"
-    counts_first = algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip"
-    return "mini_batch" if counts_first else "micro_batch"
+    if corrects_later_steps(algorithm):
+        return "batch"
+    if algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip":
+        return "mini_batch"
+    return "micro_batch"

@@ -1,6 +1,7 @@
-"""The actor-critic part of the training loop, which runs only if there is a critic.
+"""The actor-critic part of training, which runs only if there is a critic.
 
-    all groups of a batch ─► values, no gradient ─► GAE ─► policy backward, critic backward … ─► one step of both
+    all groups of a batch ─► values, without gradient ─► GAE
+      ─► for each micro-batch policy backward, critic backward ─► one step of both
 
 With group_ppo, segments replace GAE, and values may be joined by the policy's exact score norms.
 """
@@ -17,19 +18,22 @@ from model.packing import PackedRow, common_packing
 from trainer.algorithm.advantages import ByGroup
 from trainer.algorithm.critic_advantages import estimate, estimate_segments, value_metrics
 from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_metrics
-from trainer.data.experience import Experience, with_estimates
-from trainer.data.tensors import unmasked_completions, value_batch, value_row
+from trainer.data.tensors import value_batch, value_row
+from trainer.data.training_group import TrainingGroup, set_estimates
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 
-Experiences = Sequence[Experience]
-
 
 class ActorCritic:
+    """A policy and its critic, which are scored, trained and stepped together."""
+
     def __init__(self, config: Config, policy: PolicyEngine, critic: Critic, exchange: Exchange):
-        self.config, self.policy, self.critic, self.exchange = config, policy, critic, exchange
+        self.config = config
+        self.policy = policy
+        self.critic = critic
+        self.exchange = exchange
         self._packing = common_packing(policy.packing, critic.packing)
         critic.watch_gradients()
         policy.watch_gradients()
@@ -37,26 +41,34 @@ class ActorCritic:
         self._batch_metrics: dict[str, float] = {}
         self._step_metrics: dict[str, float] = {}
 
-    def score(self, batch: Experiences, parts: Sequence[Experiences], threshold: float) -> list[Experience]:
-        """Returns the batch with advantages, and with the critic's targets.
+    def score(
+        self,
+        batch: Sequence[TrainingGroup],
+        micro_batches: Sequence[Sequence[TrainingGroup]],
+        threshold: float,
+    ) -> None:
+        """Sets the advantages and the critic's targets of every group of the batch.
 
-        parts: this rank's part of every micro-batch; as many on every rank, because ZeRO-3 gathers in each forward.
-        threshold: τ of group_ppo for this batch.
+        micro_batches: this rank's groups of every micro-batch. There are as many on every rank,
+        because ZeRO 3 gathers weights in each forward. threshold: τ of group_ppo for this batch.
         """
-        algorithm, groups = self.config.algorithm, [e.group for e in batch]
-        values = self._of_every_token(batch, parts, self.critic.evaluate)
+        algorithm = self.config.algorithm
+        groups = [group.group for group in batch]
+        values = self._score_every_token(batch, micro_batches, self.critic.evaluate)
         if algorithm.adv_estimator == "gae":
             estimates = estimate(groups, values, self.config)
         else:
-            exact = algorithm.group_params.score == "exact"
-            scores = self._of_every_token(batch, parts, self.policy.score_norms) if exact else None
+            scores = None
+            if algorithm.group_params.score == "exact":
+                scores = self._score_every_token(batch, micro_batches, self.policy.score_norms)
             estimates = estimate_segments(groups, values, scores, threshold, self.config)
-        self._threshold, self._segments = threshold, estimates.segments
+        set_estimates(batch, estimates)
+        self._threshold = threshold
+        self._segments = estimates.segments
         self._batch_metrics = value_metrics(groups, estimates, self.config)
         if estimates.segments:
-            loss = algorithm.group_params.segment_loss
-            self._batch_metrics |= token_group_metrics(estimates.segments, threshold, loss)
-        return with_estimates(batch, estimates)
+            segment_loss = algorithm.group_params.segment_loss
+            self._batch_metrics |= token_group_metrics(estimates.segments, threshold, segment_loss)
 
     def next_threshold(self) -> float | None:
         """Returns τ for the next batch; None without segments."""
@@ -64,43 +76,60 @@ class ActorCritic:
             return None
         return next_threshold(self._threshold, self._segments, self.config.algorithm.group_params)
 
-    def _of_every_token(
-        self, batch: Experiences, parts: Sequence[Experiences], score: Callable[[PackedRow], Tensor]
+    def _score_every_token(
+        self,
+        batch: Sequence[TrainingGroup],
+        micro_batches: Sequence[Sequence[TrainingGroup]],
+        score: Callable[[PackedRow], Tensor],
     ) -> ByGroup:
-        """Returns `score`'s results for every sampled token of completions that train, on every rank; 0 for others.
+        """Returns `score`'s results for the sampled tokens of all completions, on every rank.
 
-        Every dp_rank scores its own part and has zeros elsewhere, so that the sum over dp_ranks holds all results.
+        The tokens of masked completions have 0. Every dp_rank scores its own groups and has zeros
+        elsewhere, so that the sum over dp_ranks holds all results.
         """
-        groups = [experience.group for experience in batch if isinstance(experience.group, Group)]
-        scores = {g.group_id: [np.zeros(r.num_sampled) for r in g.rollouts] for g in groups}
-        for part in parts:
-            row = value_row(part, self.config.algorithm, self._packing)
-            by_completion = iter(score(row).split(row.lengths))
-            for group in (experience.group for experience in part):
-                for i in unmasked_completions(group, self.config.algorithm):
-                    scores[group.group_id][i][:] = next(by_completion).numpy()
-        if arrays := [array for arrays_of_group in scores.values() for array in arrays_of_group]:
-            total = self.exchange.sum_over_dp(torch.from_numpy(np.concatenate(arrays)))
-            for array, summed in zip(arrays, total.split(list(map(len, arrays))), strict=True):
-                array[:] = summed.numpy()
+        scores: ByGroup = {}
+        for group in batch:
+            if isinstance(group.group, Group):
+                scores[group.group_id] = [np.zeros(r.num_sampled) for r in group.rollouts]
+        for groups in micro_batches:
+            row = value_row(groups, self._packing)
+            scores_of_completions = iter(score(row).split(row.lengths))
+            for group in groups:
+                for i in group.sampled_tokens.completions:
+                    scores[group.group_id][i][:] = next(scores_of_completions).numpy()
+        arrays = [array for of_group in scores.values() for array in of_group]
+        if not arrays:
+            return scores
+        total = self.exchange.sum_over_dp(torch.from_numpy(np.concatenate(arrays)))
+        totals = total.split([len(array) for array in arrays])
+        for array, of_completion in zip(arrays, totals, strict=True):
+            array[:] = of_completion.numpy()
         return scores
 
-    def backward(self, own: Experiences, num_tokens: int) -> None:
-        """Runs the critic's forward and backward on this rank's part of a micro-batch. num_tokens: of the step."""
-        self.critic.backward(value_batch(own, num_tokens, self.config.algorithm, self._packing))
+    def backward(self, groups: Sequence[TrainingGroup], num_step_tokens: int) -> None:
+        """Runs the critic's forward and backward on this rank's groups of a micro-batch.
+
+        num_step_tokens: the number of tokens in the step at which the critic learns.
+        """
+        self.critic.backward(value_batch(groups, num_step_tokens, self._packing))
 
     def step(self, critic_only: bool) -> StepResult:
         """Steps both models, or neither if a gradient of either is not finite on any rank.
 
-        DeepSpeed finds this out for one model at a time and too late: the first would have stepped already. So both
-        models are checked first, and a bad one makes the other's gradients NaN too; then each skips in its own way.
+        DeepSpeed finds this out for one model at a time and too late: the first would have stepped
+        already. So both models are checked first. A bad one makes the other's gradients NaN too,
+        and then each skips in its own way.
         """
-        models: list[DeepSpeedModel] = [self.critic] if critic_only else [self.critic, self.policy]
-        if not all([model.gradients_are_finite() for model in models]):
+        models: list[DeepSpeedModel] = [self.critic]
+        if not critic_only:
+            models.append(self.policy)
+        are_finite = [model.gradients_are_finite() for model in models]
+        if not all(are_finite):
             for model in models:
                 model.poison()
         results = [model.step() for model in models]
-        of_critic, last = results[0], results[-1]
+        of_critic = results[0]
+        of_last = results[-1]
         sums = self.exchange.sum_named(self.critic.sums.drain())
         self._step_metrics = {
             "value_loss": sums["loss"],
@@ -108,7 +137,12 @@ class ActorCritic:
             "critic/grad_norm": of_critic.grad_norm,
             "critic/learning_rate": of_critic.learning_rate,
         }
-        return StepResult(all(r.applied for r in results), last.grad_norm, last.learning_rate, critic_only)
+        return StepResult(
+            applied=all(result.applied for result in results),
+            grad_norm=of_last.grad_norm,
+            learning_rate=of_last.learning_rate,
+            critic_only=critic_only,
+        )
 
     def metrics(self) -> dict[str, float]:
         return self._batch_metrics | self._step_metrics

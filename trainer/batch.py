@@ -1,0 +1,156 @@
+"""One batch of rollouts on a rank: its groups are taken from the stream, scored and planned.
+
+take groups ─► advantages ─► with a critic values, with a correction log-probs of all groups
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from common.config import Config
+from common.processes.watchdog import report_progress
+from trainer.data import micro_batches
+from trainer.data.micro_batches import Budget, Round, Work
+from trainer.data.mini_batches import corrects_later_steps, needs_batch_statistics
+from trainer.data.slots import Slots
+from trainer.data.tensors import policy_row
+from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards, trainable
+from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.models import Models
+from trainer.engine.ranks import Exchange
+from trainer.group_receiver import GroupReceiver
+from trainer.save.checkpoint import Progress
+
+
+class Batch:
+    """The groups of one batch of rollouts. Every rank calls every method."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Models,
+        exchange: Exchange,
+        receiver: GroupReceiver,
+        seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
+        progress: Progress,
+        budget: Budget,
+    ):
+        """Starts the batch that follows `progress`, without taking any group of it yet."""
+        self.config = config
+        self.models = models
+        self.exchange = exchange
+        self._receiver = receiver
+        self._seconds = seconds
+        self._progress = progress
+        self.first_version = progress.policy_version  # before any update on the batch
+        self.slots = Slots(config, progress.cursor)
+        self.budget = budget  # of a micro-batch
+        self.groups_at_once = budget.groups_at_once(exchange.dp_size)
+        self.rounds: dict[tuple[int, ...], list[Round]] = {}  # by a step's slots, for all passes
+        self._is_scored = False
+
+    # ---- taking and scoring
+
+    def take(self, num_slots: int) -> None:
+        """Fills slots, then scores the groups whose advantages and log-probs can be known now."""
+        self.slots.fill(num_slots, self.groups_at_once, self._receiver)
+        groups = trainable(self.slots.taken, self.config.algorithm)
+        if not needs_batch_statistics(self.config.algorithm):
+            new = [group for group in groups if group.advantages is None]
+            set_advantages_from_rewards(new, self.config)
+        if not self._is_scored and self.slots.num_filled == self.slots.size:
+            self._is_scored = True
+            self._score(groups)
+
+    def _score(self, groups: Sequence[TrainingGroup]) -> None:
+        """Computes what depends on all groups of the batch. groups: those that may train."""
+        if self.models.actor_critic:
+            self._score_values(self.models.actor_critic, groups)
+        elif needs_batch_statistics(self.config.algorithm):
+            set_advantages_from_rewards(groups, self.config)
+        if corrects_later_steps(self.config.algorithm):
+            self._score_proximal(groups)
+
+    def _score_values(self, actor_critic: ActorCritic, groups: Sequence[TrainingGroup]) -> None:
+        """Sets advantages and value targets by the critic's values."""
+        start = time.monotonic()
+        report_progress("scoring a batch of rollouts with the critic")
+        rounds = self.plan(range(self.slots.size))
+        own_micro_batches = [self.own_groups(round_) for round_ in rounds]
+        params = self.config.algorithm.group_params
+        threshold = params.group_variance_threshold
+        if params.threshold_lr and self._progress.threshold:
+            threshold = self._progress.threshold
+        actor_critic.score(groups, own_micro_batches, threshold)
+        self._seconds["timing/values_s"] += time.monotonic() - start
+
+    def _score_proximal(self, groups: Sequence[TrainingGroup]) -> None:
+        """Sets the trainer's log-probs of the batch from before any update on it.
+
+        Every rank gets those of all groups, because shuffling moves groups to other ranks.
+        """
+        start = time.monotonic()
+        for round_ in self.plan(range(self.slots.size)):
+            report_progress("scoring a batch of rollouts with the weights that sampled it")
+            own_groups = self.own_groups(round_)
+            row = policy_row(own_groups, self.models.packing)
+            logprobs = self.models.policy.score(row, self.config.sampler.temperature)
+            trained = [group for group in own_groups if group.trains_policy]
+            if not trained:
+                continue  # the row is a filler
+            lengths = [group.policy_tokens.num_tokens for group in trained]
+            for group, of_group in zip(trained, logprobs.split(lengths), strict=True):
+                group.proximal_logprobs = of_group
+        trained = [group for group in groups if group.trains_policy]
+        shared = self._on_all_ranks(trained, [group.proximal_logprobs for group in trained])
+        for group, logprobs in zip(trained, shared, strict=True):
+            group.proximal_logprobs = logprobs
+        self._seconds["timing/score_s"] += time.monotonic() - start
+
+    # ---- planning
+
+    def works(self, slots: Iterable[int]) -> dict[int, Work]:
+        """Returns the work of the group that trains in each slot."""
+        works = {}
+        for slot in slots:
+            works[slot] = micro_batches.work_of_slot(
+                self.slots.trainable([slot]),
+                self.config.algorithm,
+                self.models.packing,
+                self.models.policy.dims,
+            )
+        return works
+
+    def plan(self, slots: Iterable[int]) -> list[Round]:
+        return micro_batches.plan(self.works(slots), self.exchange.dp_size, self.budget)
+
+    def own_groups(self, round_: Round) -> list[TrainingGroup]:
+        """Returns the groups of this rank's micro-batch of a round."""
+        return self.slots.trainable(round_[self.exchange.dp_rank])
+
+    # ---- what later passes need
+
+    def share_logprobs(self, slots: Iterable[int]) -> None:
+        """Gives every rank the log-probs that one rank found of each group of these slots."""
+        groups = [group for group in self.slots.trainable(slots) if group.trains_policy]
+        sampled = self._on_all_ranks(groups, [group.sampled_logprobs for group in groups])
+        for group, logprobs in zip(groups, sampled, strict=True):
+            group.sampled_logprobs = logprobs
+        if self.models.reference:
+            ref = self._on_all_ranks(groups, [group.ref_logprobs for group in groups])
+            for group, logprobs in zip(groups, ref, strict=True):
+                group.ref_logprobs = logprobs
+
+    def _on_all_ranks(
+        self, groups: Sequence[TrainingGroup], logprobs: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Returns each group's log-probs [N] on every rank. Before, only one rank has each."""
+        lengths = [group.policy_tokens.num_tokens for group in groups]
+        known = [torch.zeros(0)]
+        for of_group, length in zip(logprobs, lengths, strict=True):
+            known.append(torch.zeros(length) if of_group is None else of_group.cpu())
+        total = self.exchange.sum_over_dp(torch.cat(known))  # exact, because other ranks add 0
+        return list(total.split(lengths))

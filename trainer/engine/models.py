@@ -1,0 +1,24 @@
+"""The models of a trainer's rank."""
+
+from dataclasses import dataclass
+
+from model.layout import packing_of
+from model.packing import Packing, common_packing
+from model.reference import Reference
+from trainer.engine.actor_critic import ActorCritic
+from trainer.engine.policy import PolicyEngine
+from trainer.engine.sharded_reference import ShardedReference
+
+
+@dataclass(frozen=True)
+class Models:
+    policy: PolicyEngine
+    reference: Reference | ShardedReference | None = None  # None: the trainer does not score it
+    actor_critic: ActorCritic | None = None  # None: there is no critic
+
+    @property
+    def packing(self) -> Packing:
+        """Returns the packing of the rows that policy and reference share."""
+        if self.reference is None:
+            return self.policy.packing
+        return common_packing(self.policy.packing, packing_of(self.reference.model))
