@@ -14,7 +14,7 @@ from torch.utils import cpp_extension
 from common.errors import UserError
 from common.paths import ROOT
 from tests.support.speed import limit
-from trainer.engine.build_locks import KernelLock, guard_ops, require_folder
+from trainer.engine.build_locks import KernelLock, guard_ops, require_ops_folder
 
 BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensions")) / "deepspeed_shm_comm"
 LOAD = (ROOT / "launch.sh").read_text().partition("build_cpu_op()")[2].split("'")[1]  # as the setup does
@@ -83,7 +83,7 @@ def test_an_unwritable_folder_is_named_with_the_variable(tmp_path: Path, monkeyp
     (tmp_path / "ops").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     with pytest.raises(UserError, match=r"ops.* File exists.*; export TORCH_EXTENSIONS_DIR=/a/folder/of/yours"):
-        require_folder()
+        require_ops_folder()
 
 
 @pytest.mark.parametrize("name", ["a b", "it's (ü) & #1 %2;x[3]*"])

@@ -1,6 +1,7 @@
-"""One decision of all ranks on the kinds of attention that are no longer compiled.
+"""An agreement between all ranks on which kinds of attention are no longer compiled.
 
-A rank knows only what did not compile on its own GPU, for the rows that it had. GPUs and rows of ranks may differ.
+A rank knows only what failed to compile on its own GPU, for the rows that it had. GPUs and rows of
+ranks may differ.
 """
 
 from collections.abc import Iterable
@@ -13,12 +14,16 @@ _agreed: set[str] = set()
 
 
 def agree_on_kinds(exchange: Exchange, kinds: Iterable[str]) -> None:
-    """Abandons on every rank the kinds that one of them gives, or has abandoned. Every rank calls it."""
+    """Stops compiling, on every rank, the kinds that any rank gives or has abandoned.
+
+    Every rank calls it, each with its own kinds.
+    """
     kinds_here = {*kinds, *compiled.abandoned_kinds()}
-    if not exchange.any_rank(not kinds_here <= _agreed):
+    is_news = not kinds_here <= _agreed
+    if not exchange.any_rank(is_news):
         return
     texts = exchange.gather("\n".join(sorted(kinds_here)))
-    kinds_of_all_ranks = exchange.broadcast_text("\n".join(texts))
-    agreed = set(filter(None, kinds_of_all_ranks.splitlines()))
-    _agreed.update(agreed)
-    abandon(agreed)
+    text = exchange.broadcast_text("\n".join(texts))
+    kinds_of_all_ranks = {kind for kind in text.splitlines() if kind}
+    _agreed.update(kinds_of_all_ranks)
+    abandon(kinds_of_all_ranks)

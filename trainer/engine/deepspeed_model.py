@@ -43,7 +43,7 @@ from model.transformers_internals import decoder_of, showing_layers_with_adapter
 from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
 from trainer.data.tensors import filler_row
-from trainer.engine.build_locks import guard_ops, require_folder
+from trainer.engine.build_locks import guard_ops, require_ops_folder
 from trainer.engine.deepspeed_config import Optimized, deepspeed_config
 from trainer.engine.deepspeed_insides import (
     Cutting,
@@ -59,9 +59,9 @@ from trainer.engine.deepspeed_insides import (
 )
 from trainer.engine.exported import Exported
 from trainer.engine.flat_gradients import FlatGradients, add_up_in_buckets
-from trainer.engine.off_grid import off_the_grid
+from trainer.engine.master_weights import dither_master_weights
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
-from trainer.engine.ranks import patience
+from trainer.engine.ranks import collective_timeout
 
 ToHost = Callable[[str, Tensor], Any]  # (name, tensor on its device) -> tensor on the CPU, or what is wanted of it
 
@@ -95,8 +95,8 @@ def init_distributed(config: Config) -> None:
     guard_ops()
     if not devices.count():
         devices.add_in_order()
-        require_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
-    timeout = max(patience(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # imports may take long
+        require_ops_folder() if NO_BUFFERS not in os.environ else without_shared_buffers()
+    timeout = max(collective_timeout(config), timedelta(seconds=2 * config.channel.connect_timeout_s))  # imports may take long
     try:
         with waiting_for("all ranks to start", timeout.total_seconds(), is_said=local_rank == "0"):
             deepspeed.init_distributed(dist_backend=chosen, timeout=timeout, verbose=False)
@@ -189,7 +189,7 @@ class DeepSpeedModel(abc.ABC):
     def _prepare_training(self) -> None:
         if self.config.model.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        set_masters(self.model, self.stage, off_the_grid)
+        set_masters(self.model, self.stage, dither_master_weights)
         clip_with(self.ds, self._clip)
         self._clipped_norm = math.nan
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.device)

@@ -1,20 +1,24 @@
-"""Communication of ranks besides gradients: rank 0 hands out groups, sums are added up, the end of a run is announced.
+"""Communication between ranks, except for gradients: groups, sums, decisions, the end of a run.
 
-It uses gloo, on CPU memory, in a process group of its own: the messages are small, and gloo works where NCCL does not.
-Groups are sent as the wire's own frames; nothing is pickled. Every rank calls every method, in the same order.
+It uses gloo, on CPU memory, in a process group of its own, because the messages are small and gloo
+works where NCCL does not. Groups are sent as the frames in which they came over the wire. Nothing
+is pickled. Every rank calls every method, in the same order.
 
-While rank 0 waits in `broadcast` or `run_on_rank_0`, all ranks wait: no rank starts a collective of the model while
-another waits for other processes. Every few seconds rank 0 announces what it still waits for, and learns whether
-another rank was asked to end. The other ranks have no other time limit: a wait may be as long as it has a reason.
+While rank 0 waits in `broadcast` or `run_on_rank_0`, all ranks wait: no rank starts a collective of
+the model while another rank waits for other processes. Every few seconds rank 0 announces what it
+still waits for, and learns whether another rank was asked to end. The other ranks have no other
+time limit, because such a wait may be long for a reason.
 
-    rank = dp_rank · ranks_per_row + place        trainer.sequence_parallel_size 2,     rank     0 1 2 3
-                                                  or trainer.tensor_parallel_size 2     dp_rank  0 0 1 1
+    rank = dp_rank · ranks_per_row + rank_in_row
 
-Ranks of one dp_rank train the same micro-batches and find the same numbers, of which one counts in a sum.
+    trainer.sequence_parallel_size 2     rank     0 1 2 3
+    or trainer.tensor_parallel_size 2    dp_rank  0 0 1 1
+
+Ranks of one dp_rank train the same micro-batches and compute the same numbers, so a sum counts one
+of them.
 """
 
 import datetime
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,56 +33,60 @@ from common.processes.watchdog import progress_heard_by, report_progress
 from model.packing import SequenceGroup
 
 T = TypeVar("T")
-_TELL_EVERY_S = 5.0  # seconds between rank 0's announcements that it still waits, or less with a short timeout
-_STOP_TOGETHER, _STILL_WAITING = -1, -2  # in place of an exit code; the first: all save a last checkpoint
+# the most seconds between two announcements of rank 0 that it still waits
+_ANNOUNCE_EVERY_S = 5.0
+# codes that rank 0 announces where an exit code could stand
+_STOP_TOGETHER = -1  # the run is interrupted, and all ranks save a last checkpoint
+_STILL_WAITING = -2
 
 
 class Exchange:
-    """The exchange made by `connect`. group: all ranks, by gloo. sequence_group: this dp_rank's ranks, None for one."""
+    """Collectives over all ranks, on CPU memory, and this rank's numbers. `connect` creates it.
+
+    group: gloo's process group of all ranks. sequence_group: the ranks that share this rank's rows,
+    or None.
+    """
 
     def __init__(self, config: Config, group: Any, sequence_group: SequenceGroup | None):
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.stall_timeout_s = config.channel.stall_timeout_s
-        self._tell_every_s = min(_TELL_EVERY_S, self.stall_timeout_s / 4)
-        self.ranks_per_row, self.dp_size = config.ranks_per_row, config.dp_size(self.world_size)
-        self.dp_rank, self._place = divmod(self.rank, self.ranks_per_row)
-        self._group, self.sequence_group = group, sequence_group
+        self._announce_every_s = min(_ANNOUNCE_EVERY_S, self.stall_timeout_s / 4)
+        self.ranks_per_row = config.ranks_per_row
+        self.dp_size = config.dp_size(self.world_size)
+        self.dp_rank, self._rank_in_row = divmod(self.rank, self.ranks_per_row)
+        self._group = group
+        self.sequence_group = sequence_group
 
     def broadcast(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-        """Returns on every rank the frames of rank 0's work, which may take as long as it reports progress.
+        """Runs `work` on rank 0 and returns its frames on every rank.
 
-        An error of the work ends rank 0. The other ranks raise Interrupted if the error was that, else PeerEnded.
+        The work may take as long as it reports progress. Its exception is raised on rank 0. The
+        other ranks then raise Interrupted if the exception was Interrupted, else PeerEnded.
         """
-        frames = self._run_announced(work) if self.rank == 0 else []
-        while (sizes := self._broadcast(torch.tensor([0, *map(len, frames)], dtype=torch.int64)))[0] == _STILL_WAITING:
-            report_progress(self.broadcast_text(None))
-            self.any_rank(exits.interrupted())
-        if sizes[0] == _STOP_TOGETHER:
-            raise Interrupted
-        if sizes[0]:
-            raise PeerEnded("rank 0 ended", int(sizes[0]))
-        data = self._broadcast(_tensor(frames)).numpy().tobytes()
-        ends = itertools.accumulate(sizes[1:].tolist(), initial=0)
-        return [data[start:end] for start, end in itertools.pairwise(ends)]
+        frames: Sequence[bytes] = []
+        if self.rank == 0:
+            frames = self._run_announced(work)
+        return self._broadcast_frames(frames)
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T | None:
-        """Runs work on rank 0, while others wait as in `broadcast`. Returns its result, and None on other ranks."""
-        found: list[T] = []
+        """Runs `work` on rank 0, and returns its result there. The other ranks wait, and get None.
 
-        def frames() -> list[bytes]:
-            found.append(work())
-            return []
-
+        Exceptions are treated as in `broadcast`.
+        """
         if self.world_size == 1:
             return work()
-        self.broadcast(frames)
-        return found[0] if found else None
+        result = None
+        if self.rank == 0:
+            result = self._run_announced(work)
+        self._broadcast_frames([])
+        return result
 
     def _run_announced(self, work: Callable[[], T]) -> T:
-        """Runs work on rank 0, and tells the other ranks that it still runs, or that it has failed."""
-        is_due = exits.every(self._tell_every_s)
+        """Runs work on rank 0, and tells the other ranks that it still runs or that it failed."""
+        is_due = exits.every(self._announce_every_s)
 
-        def say(doing: str) -> None:
+        def announce(doing: str) -> None:
             if is_due():
                 self._announce(_STILL_WAITING)
                 self.broadcast_text(doing)
@@ -86,21 +94,48 @@ class Exchange:
                     exits.ask_to_end()  # `work` checks for it
 
         try:
-            with progress_heard_by(say):
+            with progress_heard_by(announce):
                 return work()
+        except Interrupted:
+            self._announce(_STOP_TOGETHER)
+            raise
         except BaseException as error:
-            self._announce(_STOP_TOGETHER if isinstance(error, Interrupted) else exits.code_of(error, of_a_bug=1))
+            self._announce(exits.code_of(error, of_a_bug=1))
             raise
 
     def _announce(self, code: int) -> None:
         self._broadcast(torch.tensor([code], dtype=torch.int64))
 
+    def _broadcast_frames(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Returns rank 0's frames on every rank. Ranks answer its announcements until they come."""
+        header = torch.tensor([0, *map(len, frames)], dtype=torch.int64)
+        code, *lengths = self._broadcast(header).tolist()
+        while code == _STILL_WAITING:
+            report_progress(self.broadcast_text(None))
+            self.any_rank(exits.interrupted())
+            code, *lengths = self._broadcast(header).tolist()
+        if code == _STOP_TOGETHER:
+            raise Interrupted
+        if code != 0:
+            raise PeerEnded("rank 0 ended", code)
+        joined = self._broadcast(_to_tensor(frames)).numpy().tobytes()
+        received = []
+        start = 0
+        for length in lengths:
+            received.append(joined[start : start + length])
+            start += length
+        return received
+
     def send_parts(self, parts: Sequence[Sequence[bytes]]) -> None:
         """Sends each rank its entry of `parts`, on rank 0. The other ranks call `receive_part`."""
-        tensors = {rank: _tensor(part) for rank, part in enumerate(parts) if rank and any(part)}
-        sending = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
-        for work in filter(None, sending):  # None: the sender is of another group
-            work.wait()
+        tensors = {}
+        for rank, frames in enumerate(parts):
+            if rank != 0 and any(frames):
+                tensors[rank] = _to_tensor(frames)
+        sends = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
+        for send in sends:
+            if send is not None:  # None: this process is not in the process group
+                send.wait()
 
     def receive_part(self, size: int) -> memoryview:
         """Receives `size` bytes from rank 0."""
@@ -111,40 +146,58 @@ class Exchange:
 
     def agree(self, value: bool) -> bool:
         """Returns rank 0's decision, on every rank."""
-        return bool(self._broadcast(torch.tensor([value]))[0]) if self.world_size > 1 else value
+        if self.world_size == 1:
+            return value
+        return bool(self._broadcast(torch.tensor([value]))[0])
 
     def any_rank(self, value: bool) -> bool:
         """Returns whether `value` is true on some rank."""
         return self.sum_over_ranks([value])[0] > 0
 
     def broadcast_text(self, value: str | None) -> str:
-        """Returns rank 0's text, on every rank."""
+        """Returns rank 0's text, on every rank. value: anything on the other ranks."""
+        if value is None:
+            value = ""
         if self.world_size == 1:
-            return value or ""
-        return self._broadcast(_tensor([(value or "").encode(), b"\0"])).numpy().tobytes()[:-1].decode()
+            return value
+        frames = [value.encode(), b"\0"]
+        return self._broadcast(_to_tensor(frames)).numpy().tobytes()[:-1].decode()
 
     def gather(self, text: str) -> list[str]:
         """Returns the texts of all ranks, in rank order, on rank 0; [] on other ranks."""
         if self.world_size == 1:
             return [text]
         data = text.encode()
-        own_length = [len(data) * (rank == self.rank) for rank in range(self.world_size)]
-        lengths = [int(length) for length in self.sum_over_ranks(own_length)]
-        own = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
-        dist.gather(own, parts, group=self._group, group_dst=0)
-        return [p[:n].numpy().tobytes().decode() for p, n in zip(parts or [], lengths, strict=False)]
+        lengths_here = [0] * self.world_size
+        lengths_here[self.rank] = len(data)
+        lengths = [int(length) for length in self.sum_over_ranks(lengths_here)]
+        padded = data.ljust(max(lengths) + 1, b"\0")
+        tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        if self.rank != 0:
+            dist.gather(tensor, None, group=self._group, group_dst=0)
+            return []
+        received = [torch.empty_like(tensor) for _ in lengths]
+        dist.gather(tensor, received, group=self._group, group_dst=0)
+        texts = []
+        for padded_text, length in zip(received, lengths, strict=True):
+            texts.append(padded_text[:length].numpy().tobytes().decode())
+        return texts
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Returns elementwise sums over ranks, in float64."""
         return self._sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Returns elementwise sums over data-parallel ranks, on the CPU and in the dtype of `values`."""
-        return self._sum(values.clone() if self._place == 0 else torch.zeros_like(values))
+        """Returns elementwise sums over data-parallel ranks, on the CPU, in the dtype of values."""
+        if self._rank_in_row == 0:
+            return self._sum(values.clone())
+        return self._sum(torch.zeros_like(values))
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns sums over data-parallel ranks by name, in float64. Every rank gives the same names in one order."""
+        """Returns sums over data-parallel ranks by name, in float64.
+
+        All ranks give the same names in the same order.
+        """
         total = self.sum_over_dp(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
@@ -163,22 +216,33 @@ class Exchange:
         return tensor
 
 
-def _tensor(parts: Sequence[bytes]) -> Tensor:
-    """Returns the joined parts as a uint8 tensor [bytes]; a single zero if they are empty."""
-    return torch.frombuffer(bytearray().join(parts) or bytearray(1), dtype=torch.uint8)
+def _to_tensor(frames: Sequence[bytes]) -> Tensor:
+    """Returns the joined frames as a uint8 tensor [bytes]; a single zero if they are empty."""
+    joined = bytearray().join(frames)
+    if not joined:  # torch makes no tensor of an empty buffer
+        joined = bytearray(1)
+    return torch.frombuffer(joined, dtype=torch.uint8)
 
 
-def patience(config: Config) -> datetime.timedelta:
-    """Returns how long a rank waits in a collective: longer than another rank's watchdog, which says what it did."""
+def collective_timeout(config: Config) -> datetime.timedelta:
+    """Returns how long a rank waits in a collective.
+
+    It is longer than the watchdog of another rank waits, which then says what that rank was doing.
+    """
     return datetime.timedelta(seconds=2 * config.channel.stall_timeout_s)
 
 
 def connect(config: Config) -> Exchange:
-    """Creates process groups for an Exchange. Every rank calls it equally often."""
-    group = dist.new_group(backend="gloo", timeout=patience(config))
-    size, rank, world_size = config.trainer.sequence_parallel_size, dist.get_rank(), dist.get_world_size()
+    """Creates the process groups of an Exchange. Every rank calls it equally often."""
+    timeout = collective_timeout(config)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    size = config.trainer.sequence_parallel_size
     if size == 1:
         return Exchange(config, group, None)
-    groups = [list(range(first, first + size)) for first in range(0, world_size, size)]
-    made = [dist.new_group(ranks, timeout=patience(config)) for ranks in groups]
-    return Exchange(config, group, SequenceGroup(rank % size, size, made[rank // size]))
+    sequence_groups = []
+    for first_rank in range(0, dist.get_world_size(), size):
+        ranks = list(range(first_rank, first_rank + size))
+        sequence_groups.append(dist.new_group(ranks, timeout=timeout))
+    row_index, rank_in_row = divmod(dist.get_rank(), size)
+    sequence_group = SequenceGroup(rank_in_row, size, sequence_groups[row_index])
+    return Exchange(config, group, sequence_group)
