@@ -33,8 +33,8 @@ from sampler.prompts.reading import reader, stop_conditions
 from sampler.turns.episode import as_rollout
 from sampler.turns.episodes import Sampled, submit_rewards
 from trainer.algorithm.losses import loss, token_objective
-from trainer.data.experience import Experience, score_rewards
 from trainer.data.tensors import micro_batch, step_denominator
+from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
 
 G = 4  # completions
 
@@ -88,13 +88,15 @@ def sampled_group(model: Any, tokenizer: Any, config: Config) -> Group:
 
 def train(model: Any, group: Group, config: Config) -> None:
     """Follows a group to a gradient: the stops of the trainer's process."""
-    [experience] = score_rewards([Experience(group)], config)
-    assert experience.advantages is not None
-    advantages = "  ".join(f"{np.ravel(a)[0]:+.3f}" for a in experience.advantages)
+    taken = TrainingGroup(group, config.algorithm)
+    set_advantages_from_rewards([taken], config)
+    assert taken.advantages is not None
+    of_completions = taken.advantages.split(taken.policy_tokens.lengths)
+    advantages = "  ".join(f"{float(of_tokens[0]):+.3f}" for of_tokens in of_completions)
     stop("6. advantages", "trainer/link/inbox.py, trainer/data/slots.py, trainer/algorithm/advantages.py",
          f"{config.algorithm.adv_estimator}: {advantages}")  # fmt: skip
-    algorithm, denominator = config.algorithm, step_denominator([experience], 1, config)
-    batch = micro_batch([experience], denominator, algorithm, packing_of(model))
+    algorithm, denominator = config.algorithm, step_denominator([taken], 1, config)
+    batch = micro_batch([taken], denominator, algorithm, packing_of(model))
     prompt, tokens = len(group.prompt_ids), sum(batch.row.lengths)
     stop("7. a micro-batch", "trainer/data/micro_batches.py, tensors.py, model/packing.py",
          f"row {list(batch.row.input_ids.shape)} for {len(batch.row.lengths)} sequences of {prompt} + C tokens",

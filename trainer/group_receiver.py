@@ -25,20 +25,17 @@ class GroupReceiver:
         """Returns the groups with these ids, in this order, once all of them have arrived."""
         receive = functools.partial(self._receive_on_rank_0, group_ids)
         received = self._exchange.run_on_rank_0(receive)
-        if self._exchange.world_size == 1:
-            assert received is not None
-            return [one.group for one in received]
-        if received is not None:
+        if received is None:
+            return [self._receive_from_rank_0() for _ in group_ids]
+        if self._exchange.world_size > 1:
             for one in received:
-                self._exchange.broadcast_frames(one.frames)
-            return [one.group for one in received]
-        groups = []
-        for _ in group_ids:
-            frames = self._exchange.broadcast_frames()
-            _, group = wire.decode(frames)
-            assert isinstance(group, Group | Tombstone)
-            groups.append(group)
-        return groups
+                self._exchange.broadcast_frames(one.frames, wire.NUM_FRAMES)
+        return [one.group for one in received]
+
+    def _receive_from_rank_0(self) -> Group | Tombstone:
+        _, group = wire.decode(self._exchange.broadcast_frames([], wire.NUM_FRAMES))
+        assert isinstance(group, Group | Tombstone)
+        return group
 
     def _receive_on_rank_0(self, group_ids: Sequence[int]) -> list[wire.Received]:
         assert self._rank_zero is not None

@@ -17,6 +17,7 @@ from common.types import EvalRequest, EvalResult, Group, Tombstone
 from common.wire.group_frames import ArrayReader, Frame, GroupBody, array_writer
 
 PROTO = 4
+NUM_FRAMES = 3  # of a message
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
@@ -110,7 +111,7 @@ def _with_whole_characters(value: Any) -> Any:
 
 def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
     """Returns the envelope and the message. Raises WireError for anything that `encode` did not make."""
-    require(len(frames) == 3, "frame_count", f"{len(frames)} frames, expected 3")
+    require(len(frames) == NUM_FRAMES, "frame_count", f"{len(frames)} frames, expected {NUM_FRAMES}")
     header, arrays, digest = frames
     require(_digest(header, arrays) == digest, "digest")
     read = ArrayReader(arrays)
@@ -124,15 +125,6 @@ def decode(frames: Sequence[Frame]) -> tuple[Envelope, WireMessage]:
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise WireError("malformed", str(error)) from None
     return Envelope(decoded.run_id, decoded.incarnation, decoded.sampler_id), message
-
-
-def decode_outline(header: bytes) -> tuple[Group | Tombstone, int]:
-    """Returns (the group without its arrays: see `ArrayReader`, their bytes) of a header that `decode` accepted."""
-    read = ArrayReader(None)
-    body = msgspec.msgpack.decode(header, type=_Header, dec_hook=read).body
-    message = body.group if isinstance(body, GroupBody) else body
-    assert isinstance(message, Group | Tombstone), f"a {type(body).__name__} is no group"
-    return message, read.num_bytes
 
 
 def _digest(header: Frame, arrays: Frame) -> bytes:

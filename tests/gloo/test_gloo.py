@@ -162,7 +162,7 @@ def mini_batches(name: str) -> list[list[Group]]:
         return [[gloo_data.group(g) for g in ALIVE[name][0]]]
     if algorithm.get("shuffle_mini_batches"):  # that this is a partition of every pass is tested beside the function
         planned = steps(gloo_data.settings(Path("unused"), name, 1, **VARIANTS[name]), batch=0)
-        return [[BATCH_OF_EIGHT[place] for place in step.places] for step in planned]
+        return [[BATCH_OF_EIGHT[slot] for slot in step.slots] for step in planned]
     return [batch(i) for i in range(algorithm.get("steps_per_generation", 1))] * algorithm.get("num_iterations", 1)
 
 

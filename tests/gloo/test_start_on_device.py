@@ -327,7 +327,7 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
 
     scores = {"policy": engine.score(rows[0], config.sampler.temperature), "norms": engine.score_norms(rows[0])}
     if config.reference.path:
-        reference = trainer.batch.models.reference
+        reference = trainer.step_trainer.models.reference
         reference.replace(str(worker.folder / "critic"))
         scores["reference"] = reference.score(rows[0]).cpu()
     worker.write(f"{name}/scores", scores)

@@ -44,8 +44,8 @@ def _steps(folder: Path, model: Path, on_gpu: bool) -> list[Step]:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     from tests.support.configs import config_in
     from tests.support.tiny import random_group
+    from tests.support.training_groups import with_rewards
     from trainer.algorithm.losses import Denominator
-    from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
@@ -62,7 +62,7 @@ def _steps(folder: Path, model: Path, on_gpu: bool) -> list[Step]:
     made = []
     for step in range(_STEPS):
         groups = [random_group(2 * step + i, 300, [1.0, 0.0, 0.5, 0.0], longest=64) for i in range(2)]
-        scored = score_rewards([Experience(group) for group in groups], config)
+        scored = with_rewards(groups, config)
         engine.backward(micro_batch(scored, denominator, config.algorithm, engine.packing))
         sums: Any = engine.sums.drain()
         made.append(Step(float(sums["loss"]), engine.step().grad_norm))

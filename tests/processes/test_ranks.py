@@ -83,7 +83,7 @@ def test_a_signal_while_a_model_is_built_ends_what_builds_it(number: int) -> Non
 def test_a_bug_on_rank_0_that_the_others_hear_of_is_not_called_temporary(tmp_path: Path) -> None:
     exchange = "from trainer.engine.ranks import connect; from tests.support.configs import config_of"
     meet = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meet', rank=rank, world_size=2)"
-    body = f"import torch.distributed as dist; {exchange}; {meet}; connect(config_of()).broadcast(lambda: 1 / 0)"
+    body = f"import torch.distributed as dist; {exchange}; {meet}; connect(config_of()).run_on_rank_0(lambda: 1 / 0)"
     assert start(tmp_path, body)[0].wait(timeout=120) == 1
 
 

@@ -97,7 +97,7 @@ class GlooWorker(Worker):
         for _ in range(2):
             trainer.publish(evaluate=False)
             trainer.train_batch()
-            due.append(trainer._is_due(trainer._evaluated_version))
+            due.append(trainer.schedule.is_due(trainer.progress))
             hashes.append([state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)])
         self.tell_steps("warm_up", trainer, hashes=hashes, due=due)
 

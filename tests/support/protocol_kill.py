@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ from tests.support.protocol_helpers import (
 )
 from tests.support.protocol_weights import number, publish, trained_on
 from tests.support.speed import overdue
-from trainer.data.slots import Slots, fill
+from trainer.data.slots import Slots
 from trainer.link.inbox import Inbox
 from trainer.link.ledger import Ledger
 
@@ -149,9 +150,10 @@ def sampled(folder: Path) -> dict[str, int]:
 
 def train_step(inbox: Inbox, config: Config, state: State, rounding: str) -> State:
     step, batch = state["step"], Slots(config, state["cursor"])
-    # with trainer.micro_batch after each
-    fill(batch, PER_STEP, at_once=1, receive=partial(receive, inbox), refill=inbox.refill)
-    for group in batch.groups:
+    stream = SimpleNamespace(receive=partial(receive, inbox), refill=inbox.refill)
+    batch.fill(PER_STEP, 1, stream)  # with trainer.micro_batch after each
+    groups = [taken.group for taken in batch.taken]
+    for group in groups:
         assert isinstance(group, Group)
         assert step - 1 <= group.policy_version <= step, "older than max_staleness"
         expected = tokens(group.group_id, number(state["weights"][group.policy_version - step - 1]))
@@ -159,10 +161,10 @@ def train_step(inbox: Inbox, config: Config, state: State, rounding: str) -> Sta
         assert group.images == images(group.group_id), "it shows another image"
         assert bool(group.rollouts[1].observed) == in_turns(group.group_id), "it has lost its turns, or found some"
         assert group.rollouts[1].forks == forks(group.group_id), "its history is another"
-    alive = [e.group.group_id for e in batch.training()]
+    alive = [g.group_id for g in batch.trainable(range(batch.num_filled))]
     assert len(alive) == PER_STEP and not any(map(is_dead, alive)), "a slot is empty, or has a dead group"
     failpoint("trainer.stepped")
-    ids = [group.group_id for group in batch.groups]
+    ids = [group.group_id for group in groups]
     after = [state["weights"][-1], trained_on(state["weights"][-1], f"{ids} {rounding}")]
     return {"cursor": ids[-1] + 1, "step": step + 1, "trained": [*state["trained"], *ids], "weights": after}
 

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from rewards import Scores, score_completions
 from sampler.engine.completions import Completion
 from sampler.turns.episode import as_rollout
 from sampler.turns.failures import with_failures
-from trainer.data.experience import score_rewards
-from trainer.data.slots import Slots, fill
+from trainer.data.slots import Slots
 from trainer.data.tensors import micro_batch, step_denominator
+from trainer.data.training_group import set_advantages_from_rewards
 from trainer.link.ledger import Ledger
 from trainer.record.stats import rollout_metrics
 
@@ -166,14 +167,16 @@ class World:
     def _gradient(self) -> float:
         """Returns the gradient of one batch by the trainer's slots, advantages and weights."""
         slots = Slots(self.config, self.ledger.cursor)
-        fill(slots, slots.size, slots.size, self._receive, self.ledger.refill)
-        taken = slots.at(range(slots.size))
-        self.rewards.append(rollout_metrics(slots.groups, 0, self.config)["reward"])
-        rollouts = [r for group in slots.groups if isinstance(group, Group) for r in group.rollouts]
+        slots.fill(slots.size, slots.size, SimpleNamespace(receive=self._receive, refill=self.ledger.refill))
+        taken = slots.taken_for(range(slots.size))
+        groups = [one.group for one in slots.taken]
+        self.rewards.append(rollout_metrics(groups, 0, self.config)["reward"])
+        rollouts = [r for one in slots.taken for r in one.rollouts]
         self.trained += [round(-1.0 - float(r.old_logprobs[0])) for r in rollouts]
         denominator = step_denominator(taken, slots.size, self.config)
-        experiences = score_rewards(slots.training(), self.config)
-        batch = micro_batch(experiences, denominator, self.config.algorithm)
+        trained = slots.trainable(range(slots.size))
+        set_advantages_from_rewards(trained, self.config)
+        batch = micro_batch(trained, denominator, self.config.algorithm)
         self.ledger.advance(self.ledger.cursor + slots.num_taken)
         if batch.is_filler:
             return 0.0

@@ -20,11 +20,11 @@ from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import share as loss_and_gradient
-from trainer.batch_training import BatchTraining
 from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
 from trainer.save.checkpoint import Progress
+from trainer.step import StepTrainer
 
 MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)
 START = Progress("run", 0, 0, 0, 0, 0, 0, {})
@@ -69,22 +69,21 @@ class Run:
             return [make(g) for g in ids]
 
         lent = lent_cores(of, exchange, iter(samplers_are_idle).__next__, lambda: False)
-        nothing = {"refill": lambda _: None, "begin_batch": lambda _: None, "deliver": lambda _: {}}
-        source = SimpleNamespace(receive=receive, **nothing)
+        source = SimpleNamespace(receive=receive, refill=lambda _: None)
         models: Any = SimpleNamespace(policy=policy, packing="shared")
-        models.reference, models.critic = scorer, critic
+        models.reference, models.actor_critic = scorer, critic
         self.of = of
-        self.training = BatchTraining(of, models, exchange, source, defaultdict(float), lent)  # type: ignore[arg-type]
-        self.training.prepare(START)
+        self.training = StepTrainer(of, models, exchange, source, defaultdict(float), lent)  # type: ignore[arg-type]
+        self.training.begin_batch(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:
-        self.events.append(("train", list(batch.tokens_of)))
+        self.events.append(("train", [group.group_id for group in batch.groups]))
         self.batches.append(batch)
         return batch.row.target_ids / -10 - version
 
     def step(self, index: int = 0, progress: Progress = START) -> list[tuple[str, list[int]]]:
         before = len(self.events)
-        self.training.train(steps(self.of, 0)[index], progress)
+        self.training.backward(steps(self.of, 0)[index], progress)
         return self.events[before:]
 
 
@@ -122,7 +121,7 @@ def test_memory_that_runs_out_halves_micro_batches_once_and_the_step_begins_anew
 
     run.training.models.policy.backward = backward  # type: ignore[method-assign]
     run.step()
-    assert sorted(group_id for batch in run.batches for group_id in batch.tokens_of) == [0, 1, 2, 3]
+    assert sorted(group.group_id for batch in run.batches for group in batch.groups) == [0, 1, 2, 3]
     said = capsys.readouterr().err
     assert "with micro-batches of 120 tokens: the step begins anew with 60" in said
     limit = 0

@@ -162,5 +162,5 @@ def test_a_recorded_run_and_other_ranks_never_borrow() -> None:
     exchange: Any = SimpleNamespace()
     for recorder, expected in ((None, True), (object(), False)):
         first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_are_idle=lambda: True))
-        assert GroupReceiver(config(4), first, exchange).samplers_are_idle() is expected
-    assert GroupReceiver(config(4), None, exchange).samplers_are_idle() is False
+        assert GroupReceiver(first, exchange).samplers_are_idle() is expected
+    assert GroupReceiver(None, exchange).samplers_are_idle() is False

@@ -15,21 +15,17 @@ from common.types import Group, Rollout, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
+from tests.support.training_groups import num_tokens, taken, with_estimates
 from tests.unit.test_tensors import cut, group, rollout, steps
 from trainer.algorithm.advantages import shaped_rewards
-from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate, value_metrics
+from trainer.algorithm.critic_advantages import ByGroup, estimate, value_metrics
 from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
 from trainer.algorithm.losses import Denominator, value_errors
-from trainer.data.experience import Experience, with_estimates
-from trainer.data.tensors import micro_batch, num_tokens, unmasked_completions, value_batch, value_row
+from trainer.data.tensors import micro_batch, value_batch, value_row
 
 
 def settings(**algorithm: Any) -> Config:
     return config_of(sampler={"max_completion_length": 12}, algorithm={"adv_estimator": "gae"} | algorithm)
-
-
-def known(groups: Sequence[Group | Tombstone], estimates: Estimates) -> list[Experience]:
-    return with_estimates([Experience(g) for g in groups], estimates)
 
 
 def test_a_group_by_hand_whose_advantages_are_whitened_over_tokens_and_its_returns_not() -> None:
@@ -48,9 +44,9 @@ def test_equal_rewards_train_policy_and_critic_because_there_is_no_group_baselin
     config = settings(whiten_advantages=False)
     g = group(rollout([1], 1.0), rollout([2], 1.0))
     found = estimate([g, Tombstone(1, 0, "timeout")], {0: [np.zeros(1), np.full(1, 0.75)]}, config)
-    batch = micro_batch(known([g], found), Denominator("grpo", 2, 2, 12), config.algorithm)
+    batch = micro_batch(with_estimates([g], found, config.algorithm), Denominator("grpo", 2, 2, 12), config.algorithm)
     assert batch.advantages.tolist() == [1.0, 0.25]
-    of_values = value_batch(known([g], found), 2, config.algorithm)
+    of_values = value_batch(with_estimates([g], found, config.algorithm), 2)
     assert of_values.returns.tolist() == [1.0, 1.0]
     assert of_values.old_values.tolist() == [0.0, 0.75]
     assert of_values.weights.tolist() == [0.5, 0.5]
@@ -63,8 +59,8 @@ def test_a_masked_completion_counts_nowhere() -> None:
     found = estimate([g], values, config)
     whitened = np.concatenate([found.advantages[0][0], found.advantages[0][2]])
     assert whitened.mean() == pytest.approx(0.0, abs=1e-12)
-    assert value_batch(known([g], found), 3, config.algorithm).returns.tolist() == [1.0, 1.0, 0.0]
-    assert value_row([Experience(g)], config.algorithm, "shared").target_ids.tolist() == [1, 2, 6]
+    assert value_batch(with_estimates([g], found, config.algorithm), 3).returns.tolist() == [1.0, 1.0, 0.0]
+    assert value_row(taken([g], config.algorithm), "shared").target_ids.tolist() == [1, 2, 6]
     assert value_metrics([g], found, config)["returns/mean"] == pytest.approx(2 / 3)
 
 
@@ -87,7 +83,7 @@ def test_without_groups_there_is_a_filler_of_weight_zero_and_no_metric() -> None
     config, step = settings(), [Tombstone(0, 0, "timeout")]
     found = estimate(step, {}, config)
     assert value_metrics(step, found, config) == {}
-    batch = value_batch(known(step, found), 1, config.algorithm)
+    batch = value_batch(with_estimates(step, found, config.algorithm), 1)
     assert batch.weights.tolist() == [0.0] and batch.row.input_ids.tolist() == [[0, 0]]
 
 
@@ -107,14 +103,15 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     """The critic's loss on a rank's part of the step; by a key of the token the policy's advantage and the gradient."""
     a = config.algorithm
     found = estimate(step, {g.group_id: values_of(g) for g in step}, config)
-    total = max(1, num_tokens([Experience(g) for g in step], a))
-    policy = micro_batch(known(mine, found), Denominator("dapo", 1, total, 12), a)
-    batch = value_batch(known(mine, found), total, a)
+    total = max(1, num_tokens(step, a))
+    own = with_estimates(mine, found, a)
+    policy = micro_batch(own, Denominator("dapo", 1, total, 12), a)
+    batch = value_batch(own, total)
     values = (batch.old_values.double() + (batch.returns * 1e4).sin() * 0.5).requires_grad_()
     errors, _ = value_errors(values, batch.old_values.double(), batch.returns.double(), 0.2)
     loss = (batch.weights.double() * errors).sum()
     (slopes,) = torch.autograd.grad(loss, values)
-    keys = [k for g in mine for i in unmasked_completions(g, a) for k in g.rollouts[i].old_logprobs.tolist()]
+    keys = policy.old_logprobs.tolist()
     pairs = zip(policy.advantages.tolist(), slopes.tolist(), strict=True)
     return loss.item(), dict(zip(keys, map(list, pairs), strict=False))
 

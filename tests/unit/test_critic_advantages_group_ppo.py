@@ -1,6 +1,5 @@
 """What GROUP PPO hands to policy and critic: positions, denominators, and the row that the head sees."""
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,20 +14,11 @@ from common.types import Group, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
+from tests.support.training_groups import num_tokens, with_estimates
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate_segments
 from trainer.algorithm.losses import Denominator
-from trainer.batch_training import BatchTraining
-from trainer.data.experience import Experience, with_estimates
-from trainer.data.tensors import (
-    MicroBatch,
-    ValueBatch,
-    micro_batch,
-    num_tokens,
-    num_trained_tokens,
-    num_value_tokens,
-    policy_row,
-    value_batch,
-)
+from trainer.batch import Batch
+from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch, policy_row, value_batch
 
 GROUPS: list[Group | Tombstone] = [
     random_group(0, 50, [1.0, 0.0, 0.5]),
@@ -36,7 +26,6 @@ GROUPS: list[Group | Tombstone] = [
     random_group(2, 50, [0.0, 2.0, 0.0]),
 ]
 ALIVE = [g for g in GROUPS if isinstance(g, Group)]
-EXPERIENCES = [Experience(g) for g in GROUPS]
 
 
 def settings(loss_type: str = "dapo", **params: Any) -> Config:
@@ -50,10 +39,12 @@ def random_values() -> ByGroup:
 
 
 def batches(config: Config, found: Estimates) -> tuple[MicroBatch, ValueBatch]:
-    algorithm, known = config.algorithm, with_estimates(EXPERIENCES, found)
-    denominator = Denominator(algorithm.loss_type, 9, num_tokens(known, algorithm), 12)
-    learned = num_value_tokens(known, algorithm)
-    return micro_batch(known, denominator, algorithm), value_batch(known, learned, algorithm)
+    algorithm = config.algorithm
+    known = with_estimates(GROUPS, found, algorithm)
+    num_trained = sum(group.policy_tokens.num_tokens for group in known)
+    num_learned = sum(group.value_tokens.num_tokens for group in known)
+    denominator = Denominator(algorithm.loss_type, 9, num_trained, 12)
+    return micro_batch(known, denominator, algorithm), value_batch(known, num_learned)
 
 
 def segments(config: Config, values: ByGroup) -> Estimates:
@@ -73,7 +64,7 @@ def test_the_head_sees_segment_ends_and_the_critic_segment_starts() -> None:
     ends = [[last for _, last in c.segments] for c in cuts]
     starts = [[first for first, _ in c.segments] for c in cuts]
     assert any(len(c.segments) < len(r.completion_ids) for c, (r, _) in zip(cuts, rollouts, strict=True))
-    tokens = sum(len(g.prompt_ids) for g in ALIVE) + num_tokens(EXPERIENCES, config.algorithm)
+    tokens = sum(len(g.prompt_ids) for g in ALIVE) + num_tokens(GROUPS, config.algorithm)
     for row, positions in ((policy.row, ends), (critic.row, starts)):
         assert row.lengths == tuple(map(len, positions)) and row.input_ids.shape == (1, tokens)
         expected = [int(r.completion_ids[t]) for (r, _), of in zip(rollouts, positions, strict=True) for t in of]
@@ -100,7 +91,7 @@ def test_with_segment_loss_every_token_carries_its_segments_advantage() -> None:
     values = random_values()
     whole, ends = (segments(settings(segment_loss=loss, group_max_size=3), values) for loss in ("segment", "endpoint"))
     policy, critic = batches(settings(segment_loss="segment", group_max_size=3), whole)
-    assert len(policy.advantages) == num_tokens(EXPERIENCES, settings().algorithm)
+    assert len(policy.advantages) == num_tokens(GROUPS, settings().algorithm)
     assert len(critic.returns) == sum(len(a) for of in ends.advantages.values() for a in of)
     for g in ALIVE:
         for tokens, starts in zip(whole.advantages[g.group_id], whole.value_positions[g.group_id], strict=True):  # type: ignore[index]
@@ -120,16 +111,17 @@ def test_given_scores_replace_the_sampled_ones() -> None:
 def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_alone() -> None:
     config = settings()
     algorithm = config.algorithm.model_copy(update={"beta": 0.04})
-    known = with_estimates(EXPERIENCES, segments(config, random_values()))
-    row = policy_row(known, algorithm, "shared")
-    lengths = [num_trained_tokens(e, algorithm) for e in known]
-    assert sum(lengths) == len(row.target_ids) < num_tokens(EXPERIENCES, algorithm)
+    known = with_estimates(GROUPS, segments(config, random_values()), algorithm)
+    row = policy_row(known, "shared")
+    lengths = [group.num_trained_tokens for group in known]
+    assert sum(lengths) == len(row.target_ids) < num_tokens(GROUPS, algorithm)
     scored = torch.arange(sum(lengths)).float()  # as a reference would, of the row's targets
-    known = [dataclasses.replace(e, ref_logprobs=x) for e, x in zip(known, scored.split(lengths), strict=True)]
+    for group, of_group in zip(known, scored.split(lengths), strict=True):
+        group.ref_logprobs = of_group
     batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm, awaits_reference=True)
     assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
     assert torch.equal(batch.row.target_ids, row.target_ids)
-    assert {g: x.tolist() for g, x in batch.by_group(scored).items()} == {
+    assert {g.group_id: x.tolist() for g, x in batch.split(scored)} == {
         0: scored[: lengths[0]].tolist(), 2: scored[lengths[0] :].tolist()
     }  # fmt: skip
 
@@ -140,12 +132,11 @@ def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(rate: flo
     seen = list[float]()
     training = SimpleNamespace(
         config=settings(group_variance_threshold=3.0, threshold_lr=rate),
-        slots=SimpleNamespace(size=0, training=list, replace=lambda _: None),
+        slots=SimpleNamespace(size=0),
         _progress=SimpleNamespace(threshold=0.7),
-        _settings=SimpleNamespace(rewards=None),
-        _plan=lambda _: [],
+        plan=lambda _: [],
         _seconds=defaultdict(float),
     )
     critic = SimpleNamespace(score=lambda *given: seen.append(given[-1]))
-    BatchTraining._score_values(training, critic)  # type: ignore[arg-type]
+    Batch._score_values(training, critic, [])  # type: ignore[arg-type]
     assert seen == [used]

@@ -14,11 +14,11 @@ from model import attention
 from tests.support.configs import config_of
 from tests.support.device_waits import DeviceWaits
 from tests.support.tiny import random_group
+from tests.support.training_groups import with_rewards
 from tests.unit.test_attention import VOCAB, make_model
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import by_cause
 from trainer.algorithm.sums import TOKEN_SUMS, VALUE_SUMS, Sums
-from trainer.data.experience import Experience, score_rewards
 from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch
 from trainer.engine import policy
 from trainer.engine.critic import Critic, ValueModel
@@ -81,8 +81,8 @@ def engine_of(config: Config) -> PolicyEngine:
 def batch_of(config: Config, versions: Sequence[int]) -> MicroBatch:
     """One group of each of these versions."""
     made = [random_group(i, VOCAB, [1.0, 0.0, 0.5], beta=config.algorithm.beta) for i in range(len(versions))]
-    groups = [Experience(replace(g, policy_version=v)) for g, v in zip(made, versions, strict=True)]
-    scored = score_rewards(groups, config)
+    groups = [replace(g, policy_version=v) for g, v in zip(made, versions, strict=True)]
+    scored = with_rewards(groups, config)
     return micro_batch(scored, Denominator(config.algorithm.loss_type, 6, 40, 12), config.algorithm)
 
 

@@ -24,9 +24,9 @@ from common.config import Config
 from common.types import Group
 from tests.support.tiny import random_group
 from tests.unit.test_batch_training import START, Run, config
-from trainer.data.experience import Experience
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
+from trainer.data.training_group import TrainingGroup
 
 TOKENS = 120  # of a micro-batch: about five of the groups below
 CORRECTED = {"vllm_importance_sampling_mode": "token_truncate"}
@@ -101,12 +101,13 @@ class FakeCritic:
         self._backward = backward
         self.critic = SimpleNamespace(drop_gradients=self.trained.clear)
 
-    def score(self, batch: Sequence[Experience], *_: Any) -> list[Experience]:
-        return [replace(e, advantages=[np.array(0.5)] * 3) for e in batch]
+    def score(self, batch: Sequence[TrainingGroup], *_: Any) -> None:
+        for group in batch:
+            group.set_advantages([np.array(0.5)] * 3)
 
-    def backward(self, own: Sequence[Experience], _num_tokens: int) -> None:
+    def backward(self, own: Sequence[TrainingGroup], _num_tokens: int) -> None:
         self._backward()
-        self.trained += [e.group.group_id for e in own]
+        self.trained += [group.group_id for group in own]
 
 
 @dataclass
@@ -190,10 +191,10 @@ class Simulation:
         run.step(index, replace(START, step=index, policy_version=version))
         found = Trained(critic=list(critic.trained) if critic else [])
         for batch in run.batches:
-            assert found.values.keys().isdisjoint(batch.tokens_of)
+            assert found.values.keys().isdisjoint(group.group_id for group in batch.groups)
             for name, values in effective(batch, version).items():
-                for group_id, of_group in batch.by_group(values).items():
-                    found.values.setdefault(group_id, {})[name] = str(of_group.tolist())
+                for group, of_group in batch.split(values):
+                    found.values.setdefault(group.group_id, {})[name] = str(of_group.tolist())
         run.batches.clear()
         if critic:
             critic.trained.clear()
@@ -290,8 +291,8 @@ def test_a_later_pass_whose_log_probs_are_lost_takes_none_from_weights_that_have
     scorer = SimpleNamespace(score=lambda row: row.target_ids / -7)
     run = Run(settings("all in two passes"), make=unscored, scorer=scorer)
     run.step(0)
-    for group_id in range(16):
-        run.training.slots.update(group_id, proximal_logprobs=None)
+    for group in run.training.batch.slots.taken:
+        group.proximal_logprobs = None
     with pytest.raises(AssertionError, match="lost"):
         run.step(1, replace(START, step=1, policy_version=1))
 

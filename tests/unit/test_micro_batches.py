@@ -180,13 +180,13 @@ def config(prompts: int, mini_batches: int, passes: int, shuffle: bool = False, 
 
 def test_without_mini_batches_a_batch_is_one_step() -> None:
     (step,) = steps(config(3, 1, 1), batch=7)
-    assert (step.iteration, step.mini_batch, step.places, step.is_last) == (0, 0, (0, 1, 2), True)
+    assert (step.iteration, step.mini_batch, step.slots, step.is_last) == (0, 0, (0, 1, 2), True)
 
 
 def test_in_order_a_pass_trains_the_groups_as_the_stream_has_them() -> None:
     planned = steps(config(2, 2, 2), batch=7)
     assert [(s.iteration, s.mini_batch) for s in planned] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [s.places for s in planned] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [s.slots for s in planned] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert [s.is_last for s in planned] == [False, False, False, True]
 
 
@@ -195,14 +195,14 @@ def test_each_pass_deals_every_group_once(prompts: int, mini_batches: int, passe
     planned = steps(config(prompts, mini_batches, passes, shuffle=True, seed=seed), batch)
     assert len(planned) == mini_batches * passes
     for _, of_pass in itertools.groupby(planned, key=lambda s: s.iteration):
-        parts = [s.places for s in of_pass]
+        parts = [s.slots for s in of_pass]
         assert [len(part) for part in parts] == [prompts] * mini_batches
         assert sorted(itertools.chain(*parts)) == list(range(prompts * mini_batches))
 
 
 def test_shuffling_is_a_function_of_seed_batch_and_pass_alone() -> None:
     def dealt(seed: int, batch: int) -> list[tuple[int, ...]]:
-        return [s.places for s in steps(config(8, 4, 2, shuffle=True, seed=seed), batch)]
+        return [s.slots for s in steps(config(8, 4, 2, shuffle=True, seed=seed), batch)]
 
     assert dealt(0, 5) == dealt(0, 5)
     first, second = dealt(0, 5)[:4], dealt(0, 5)[4:]

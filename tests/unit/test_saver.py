@@ -11,6 +11,7 @@ from common.errors import Interrupted, OutOfTime
 from common.processes import exits
 from tests.support.configs import config_of
 from tests.support.raising import raising
+from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.loop import Trainer
 from trainer.save import saver as saver_module
 from trainer.save.checkpoint import Progress
@@ -96,18 +97,17 @@ def test_time_is_counted_from_the_start_of_launch_sh(monkeypatch: pytest.MonkeyP
 # ---- when the trainer evaluates: at the start, after a resume, and beside steps that leave the policy alone
 
 
-def trainer(
+def evaluations(
     version: int, steps: int, evaluated: int | None = None, done: tuple[int, ...] = (), every: int = 2, passes: int = 1
-) -> Any:
-    """Batches of `passes` steps, 10 batches; `evaluated` by this process, `done` are on record."""
-    found = object.__new__(Trainer)
+) -> tuple[EvaluationSchedule, Progress, tuple[int, ...]]:
+    """Returns the schedule of 10 batches of `passes` steps, their progress, and versions on record.
+
+    evaluated: the version that this process evaluated last.
+    """
     given = {"trainer": {"max_steps": 10 * passes}, "algorithm": {"num_iterations": passes}}
-    found.config = config_of(data={"eval": "e"}, eval={"steps": every}, **given)
-    found.progress = Progress("run", steps // passes, 0, version, steps, 0, 0, {})
-    found._evaluated_version = version if evaluated is None else evaluated
-    log = SimpleNamespace(evaluations=lambda: [{"step": v} for v in done])
-    found.rank_zero = SimpleNamespace(log=log)  # type: ignore[assignment]
-    return found
+    config = config_of(data={"eval": "e"}, eval={"steps": every}, **given)
+    schedule = EvaluationSchedule(config, version if evaluated is None else evaluated)
+    return schedule, Progress("run", steps // passes, 0, version, steps, 0, 0, {}), done
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,8 @@ def trainer(
     ],
 )
 def test_a_resumed_run_evaluates_its_version_if_due_and_not_on_record(given: dict[str, Any], expected: bool) -> None:
-    assert trainer(**given)._evaluates_at_start() == expected
+    schedule, progress, recorded = evaluations(**given)
+    assert schedule.is_due_at_start(progress, recorded) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,5 +146,5 @@ def test_a_resumed_run_evaluates_its_version_if_due_and_not_on_record(given: dic
     ],
 )
 def test_a_version_is_evaluated_once_at_or_behind_a_multiple(given: dict[str, Any], expected: bool) -> None:
-    found = trainer(**given)
-    assert found._is_due(found._evaluated_version) == expected
+    schedule, progress, _ = evaluations(**given)
+    assert schedule.is_due(progress) == expected

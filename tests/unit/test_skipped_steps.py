@@ -21,13 +21,18 @@ from trainer.save.checkpoint import Progress
 
 def trainer(folder: Path, progress: Progress | None = None) -> Any:
     progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
-    nothing = SimpleNamespace(slots=SimpleNamespace(groups=[], num_taken=0))
-    return SimpleNamespace(config=make_config(folder), progress=progress, batch=nothing, actor_critic=None)
+    run = object.__new__(Trainer)
+    run.config = make_config(folder)
+    run.progress = progress
+    run.actor_critic = None
+    batch = SimpleNamespace(slots=SimpleNamespace(taken=[], num_taken=0))
+    run.step_trainer = SimpleNamespace(batch=batch)  # type: ignore[assignment]
+    return run
 
 
 def advance(of: Any, applied: bool) -> None:
     norm = 1.0 if applied else math.nan
-    Trainer._advance(of, StepResult(applied, norm, 1e-6), {"loss": norm, "tokens": 0.0}, last=True)
+    of._advance(StepResult(applied, norm, 1e-6), {"loss": norm, "tokens": 0.0}, is_last=True)
 
 
 def test_three_in_a_row_stop_the_run_with_loss_norm_and_version(

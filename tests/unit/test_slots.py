@@ -13,7 +13,7 @@ from common.types import Group, Tombstone
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout
 from trainer.data.mini_batches import steps
-from trainer.data.slots import Slots, fill
+from trainer.data.slots import Slots
 
 FIRST = 10  # the cursor: where the batch begins in the stream
 
@@ -51,20 +51,20 @@ class Source:
 def filled(config: Config, kinds: str) -> Slots:
     slots = Slots(config, FIRST)
     source = Source(kinds, slots.size)
-    fill(slots, slots.size, at_once=2, receive=source.receive, refill=source.refill)
+    slots.fill(slots.size, 2, source)
     return slots
 
 
 def ids(slots: Slots) -> list[list[int]]:
-    return [[e.group.group_id for e in slots.at([place])] for place in range(slots.num_filled)]
+    return [[g.group_id for g in slots.taken_for([slot])] for slot in range(slots.num_filled)]
 
 
 def trained(slots: Slots) -> list[Group | Tombstone]:
-    return [e.group for e in slots.training()]
+    return [g.group for g in slots.trainable(range(slots.num_filled))]
 
 
 def dead_ids(slots: Slots) -> set[int]:
-    return {e.group.group_id for e in slots.at(range(slots.num_filled)) if e.is_dead}
+    return {g.group_id for g in slots.taken_for(range(slots.num_filled)) if g.is_dead}
 
 
 def test_the_example_in_the_docstring() -> None:
@@ -88,7 +88,7 @@ def test_at_the_bound_the_last_slots_stay_empty_and_what_was_taken_is_still_coun
     slots = filled(config(3, dead_groups="resample", max_resamples=1), "DDaD!Da")
     assert ids(slots) == [[10, 11, 12], [13, 14, 15], []]
     assert (slots.num_taken, slots.num_refilled, slots.num_empty) == (6, 3, 2)
-    assert [g.group_id for g in slots.groups] == [10, 11, 12, 13, 14, 15]
+    assert [g.group_id for g in slots.taken] == [10, 11, 12, 13, 14, 15]
 
 
 def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_did() -> None:
@@ -123,14 +123,14 @@ def test_a_group_whose_advantages_are_all_masked_leaves_its_slot(
 
     cut, trains = group(FIRST, *completions), group(FIRST + 1, (1.0, "stop"), (1.0, "stop"), (0.0, "length"))
     slots = Slots(settings("resample"), FIRST)
-    assert slots.add([cut]) == 1 and slots.num_filled == 0
+    assert slots.add(cut) == 1 and slots.num_filled == 0
     slots.add([trains])
     assert ids(slots) == [[FIRST, FIRST + 1]] and trained(slots) == [trains]
     [step] = steps(settings("resample"), batch=0)
     assert slots.dead_group_metrics(step) == {"dead_groups": 1.0, "resampled_groups": 1.0, "empty_slots": 0.0}
     for others in (settings("keep"), settings("skip"), settings("resample", masks=False)):
         slots = Slots(others, FIRST)  # a group is dead by its rewards alone
-        slots.add([cut])
+        slots.add(cut)
         assert slots.num_filled == 1 and trained(slots) == [cut] and not dead_ids(slots)
 
 
@@ -140,7 +140,7 @@ def test_equal_sums_of_unequal_rewards_are_alive_if_each_function_is_normalized(
     rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
     settings = config_of(rewards={"reward_weights": [1.0, 3.0]}, algorithm={"multi_objective_aggregation": how})
     slots = Slots(settings, FIRST)
-    slots.add([make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards))])
+    slots.add(make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards)))
     assert dead_ids(slots) == expected
 
 
@@ -155,9 +155,9 @@ def test_a_resampled_batch_is_the_next_alive_groups(kinds: str, size: int, resam
     slots, source = Slots(config(size, dead_groups="resample", max_resamples=resamples), FIRST), Source(kinds, size)
     while slots.num_filled < size:
         at_once = amounts[len(source.received) % len(amounts)]
-        fill(slots, min(size, slots.num_filled + at_once), at_once, source.receive, source.refill)
+        slots.fill(min(size, slots.num_filled + at_once), at_once, source)
     assert [g.group_id for g in trained(slots) if isinstance(g, Group)] == expected
     assert source.received == list(range(FIRST, FIRST + taken)), "in order, each once"
     assert (slots.num_taken, slots.num_empty) == (taken, size - len(expected))
     assert source.admitted == FIRST + size + slots.num_refilled == max(FIRST + size, FIRST + taken)
-    assert [g.group_id for g in slots.groups] == source.received
+    assert [g.group_id for g in slots.taken] == source.received

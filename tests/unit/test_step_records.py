@@ -22,9 +22,9 @@ from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import CAUSES, MEASURES
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
-from trainer.data.experience import Experience
 from trainer.data.mini_batches import Step, TrainedStep
 from trainer.data.tensors import micro_batch
+from trainer.data.training_group import TrainingGroup
 from trainer.engine.deepspeed_model import StepResult
 from trainer.record import throughput
 from trainer.record.stats import turn_texts
@@ -154,6 +154,8 @@ def test_a_cause_that_no_token_measured_is_absent() -> None:
 def test_every_token_of_a_micro_batch_carries_the_version_that_sampled_it() -> None:
     old = dataclasses.replace(group(rollout([7, 7], 1.0), rollout([7], 0.0)), policy_version=4)
     new = dataclasses.replace(group(rollout([7], 1.0), rollout([7, 7], 0.0), group_id=1), policy_version=5)
-    known = [Experience(g, advantages=np.array([1.0, -1.0])) for g in (old, new)]
+    known = [TrainingGroup(g, Algorithm()) for g in (old, new)]
+    for g in known:
+        g.set_advantages(np.array([1.0, -1.0]))
     batch = micro_batch(known, Denominator("grpo", 4, 6, 2), Algorithm())
     assert batch.policy_versions.tolist() == [4, 4, 4, 5, 5, 5]

@@ -15,10 +15,10 @@ from common.types import Group, Rollout, Tombstone
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
 from tests.support.tiny import random_group
+from tests.support.training_groups import num_tokens, with_rewards
 from trainer.algorithm.losses import Denominator, loss, token_objective
 from trainer.data import tensors
-from trainer.data.experience import Experience, score_rewards
-from trainer.data.mini_batches import needs_all_arrays, needs_batch_statistics, waits_for
+from trainer.data.mini_batches import needs_batch_statistics, waits_for
 from trainer.data.tensors import MicroBatch
 
 EOS = 2
@@ -37,15 +37,8 @@ def group(*rollouts: Rollout, prompt: list[int] | None = None, group_id: int = 0
 
 def micro_batch(groups: Sequence[Group | Tombstone], num_completions: int, **algorithm: Any) -> MicroBatch:
     config = config_of(algorithm={"scale_rewards": "group", "beta": 0.0} | algorithm)
-    return tensors.micro_batch(scored(groups, config), Denominator("grpo", num_completions, 1, 8), config.algorithm)
-
-
-def scored(groups: Sequence[Group | Tombstone], config: Config) -> list[Experience]:
-    return score_rewards([Experience(g) for g in groups], config)
-
-
-def num_tokens(groups: Sequence[Group | Tombstone], algorithm: Algorithm) -> int:
-    return tensors.num_tokens([Experience(g) for g in groups], algorithm)
+    denominator = Denominator("grpo", num_completions, 1, 8)
+    return tensors.micro_batch(with_rewards(groups, config), denominator, config.algorithm)
 
 
 def cut(r: Rollout) -> Rollout:
@@ -164,21 +157,6 @@ def test_a_step_waits_for_no_more_groups_than_its_settings_need(choice: dict[str
     assert waits_for(Algorithm(**choice)) == waits
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ({}, False),
-        ({"beta": 0.1, "scale_rewards": "batch"}, False),
-        ({"adv_estimator": "reinforce_plus_plus"}, False),
-        ({"beta": 0.1, "kl_in_reward": True}, True),
-        ({"adv_estimator": "gae"}, True),
-        ({"adv_estimator": "mine.py:estimator"}, True),
-    ],
-)
-def test_every_rank_needs_all_arrays_where_advantages_are_made_of_them(choice: dict[str, Any], expected: bool) -> None:
-    assert needs_all_arrays(Algorithm(**choice)) is expected
-
-
 CHOICES: list[dict[str, Any]] = [
     {},
     {"beta": 0.1, "kl_estimator": "k2", "loss_type": "dapo", "mask_truncated_completions": True},
@@ -195,7 +173,7 @@ CHOICES: list[dict[str, Any]] = [
 def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple[float, dict[int, float]]:
     """Loss and gradient of a rank's part of the step; the gradient by a key of the token, not by its place."""
     a = config.algorithm
-    known = {e.group.group_id: e for e in scored(step if needs_batch_statistics(a) else mine, config)}
+    known = {g.group_id: g for g in with_rewards(step if needs_batch_statistics(a) else mine, config)}
     over = Denominator(a.loss_type, sum(len(g.rollouts) for g in step), max(1, num_tokens(step, a)), 12)
     batch = tensors.micro_batch([known[g.group_id] for g in mine], over, a)
     old, advantages, weights = (x.double() for x in (batch.old_logprobs, batch.advantages, batch.weights))

@@ -16,8 +16,8 @@ from sampler.engine.completions import kept_tokens
 from tests.support.protocol_helpers import make_group, make_rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator, token_objective
-from trainer.data.experience import Experience
 from trainer.data.tensors import micro_batch
+from trainer.data.training_group import TrainingGroup
 
 VOCAB = 4
 # positions of a tree of two tokens: 0 = the first, 1 + v = the second after v. Kept tokens of each.
@@ -136,7 +136,8 @@ def test_kept_tokens_are_those_with_a_finite_log_prob_the_sampled_one_first_and_
 def test_a_micro_batch_joins_sets_of_different_width() -> None:
     masks = [np.array(rows, np.int32) for rows in ([[1, 2], [3, -1]], [[4, 5, 6]])]
     g = make_group(3, 1, *(make_rollout(mask[:, 0], sampling_mask=mask) for mask in masks))
-    known = Experience(g, advantages=np.array([1.0, -1.0]))
+    known = TrainingGroup(g, Algorithm())
+    known.set_advantages(np.array([1.0, -1.0]))
     batch = micro_batch([known], Denominator("grpo", 2, 3, 8), Algorithm())
     assert batch.row.sampling_mask is not None
     assert batch.row.sampling_mask.tolist() == [[1, 2, -1], [3, -1, -1], [4, 5, 6]]

@@ -13,17 +13,16 @@ from common.config import Config
 from common.errors import WireError
 from common.types import Group, Rollout
 from common.wire.group_limits import check_spans
-from common.wire.wire import Envelope, decode, decode_outline, encode
+from common.wire.wire import Envelope, decode, encode
 from environments import Done, Turn
 from environments.contracts import BrokenEnvironment, Instance
 from report.samples import sample_text
 from sampler.engine.completions import Completion
 from sampler.turns.episode import Episode, as_rollout
 from tests.support.configs import config_of
+from tests.support.training_groups import with_rewards
 from trainer.algorithm.advantages import EPS, is_dead_group, step_advantages
 from trainer.algorithm.gae import token_rewards
-from trainer.data.experience import Experience, score_rewards
-from trainer.data.mini_batches import needs_all_arrays
 from trainer.data.tensors import micro_batch, step_denominator
 from trainer.record.stats import samples_records
 
@@ -128,7 +127,6 @@ def test_a_last_turn_that_is_cut_off_keeps_its_reward_and_gets_the_end_s() -> No
 def test_they_cross_the_wire_and_what_cannot_be_is_refused() -> None:
     frames = encode(ENVELOPE, GROUP)
     assert [r.turn_rewards for r in decode(frames)[1].rollouts] == [(1.0, 3.0), (0.0, 1.0), ()]  # type: ignore[union-attr]
-    assert decode_outline(frames[0])[0].rollouts[0].turn_rewards == (1.0, 3.0)  # type: ignore[union-attr]
     for wrong in [(1.0,), (1.0, 2.0, 3.0), (math.nan, 1.0), (1.0, math.inf)]:
         bad = dataclasses.replace(GROUP.rollouts[0], turn_rewards=wrong)
         with pytest.raises(WireError):
@@ -155,7 +153,7 @@ def test_gigpo_on_paper() -> None:
     expected = [2 / r + 4 / 3 / first] * 2 + [2 / r + 1 / after]
     expected += [-1 / r - 2 / 3 / first, *[-1 / r - 1 / after] * 2, -1 / r - 2 / 3 / first, -1 / r]
     assert np.concatenate(step_advantages([GROUP], settings(scale=None))[0]).tolist() == pytest.approx(expected)
-    scored = score_rewards([Experience(GROUP)], settings(scale=None))
+    scored = with_rewards([GROUP], settings(scale=None))
     batch = micro_batch(scored, step_denominator(scored, 1, settings()), settings().algorithm)
     assert batch.advantages.tolist() == pytest.approx(expected, rel=1e-6)
 
@@ -177,10 +175,6 @@ def test_what_begins_with_an_observation_has_no_turn_in_front_of_it() -> None:
     # r = (1, 0, 1): ±1/3 and −2/3; the first two answer the prompt, (1/2, −1/2); the third is alone
     found = [a.tolist() for a in step_advantages([group], settings(gamma=1.0))[0]]
     assert found == [pytest.approx([5 / 6] * 2), pytest.approx([-7 / 6] * 2), pytest.approx([1 / 3] * 2)]
-
-
-def test_every_rank_reads_the_tokens_that_turns_answer() -> None:
-    assert needs_all_arrays(settings().algorithm) and not needs_all_arrays(settings("grpo", gamma=1.0).algorithm)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": "batch"}, {"whiten_advantages": True}, {"lam": 0.5}])

@@ -22,13 +22,14 @@ from tests.support.configs import config_of
 from tests.support.gloo_data import GAE, GROUP_PPO, TEMPERATURE, group, settings
 from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainTraining
 from tests.support.tiny import VOCAB_SIZE, difference, in_forks, in_turns, tiny_model, tiny_reward_model
+from tests.support.training_groups import with_estimates, with_rewards
 from tests.unit.test_attention import exact
 from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import estimate, estimate_segments
 from trainer.algorithm.losses import loss, token_objective
 from trainer.data import tensors
-from trainer.data.experience import Experience, score_rewards, with_estimates
-from trainer.data.micro_batches import work_of
+from trainer.data.micro_batches import work_of_slot
+from trainer.data.training_group import TrainingGroup
 
 GROUPS = [in_turns(group(0)), in_forks(group(1))]
 
@@ -53,7 +54,7 @@ def config(**algorithm: Any) -> Config:
 
 
 def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
-    scored = score_rewards([Experience(group)], of)
+    scored = with_rewards([group], of)
     return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm)
 
 
@@ -93,7 +94,7 @@ def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
     objective, _ = token_objective(logprobs, logprobs, batch.ref_logprobs.double(), batch.advantages.double(), *terms)
     expected = -(6 * (0.5 - 0.1 * kl) + 2 * (-0.5 - 0.1 * kl)) / 8
     assert loss(objective, batch.weights.double()).item() == pytest.approx(expected, abs=1e-12)
-    scored = score_rewards([Experience(FORKED)], of)
+    scored = with_rewards([FORKED], of)
     separate = tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm, "separate").row
     assert separate.input_ids.tolist() == [
         [5, 6, 10, 11, 0, 0, 0],
@@ -102,8 +103,8 @@ def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
         [5, 6, 10, 11, 0, 0, 0],
     ]
     assert separate.source_index.tolist() == [1, 2, 9, 10, 18, 19, 22, 23]
-    assert work_of(scored, of.algorithm, "separate", None).tokens == 28
-    assert work_of(scored, of.algorithm, "shared", None).tokens == 13
+    assert work_of_slot(scored, of.algorithm, "separate", None).tokens == 28
+    assert work_of_slot(scored, of.algorithm, "shared", None).tokens == 13
 
 
 def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
@@ -114,8 +115,8 @@ def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
     # A = (−.25 + .5 · .5, .5 + .5 · 0, −.25 + .5 · .5, .5) = (0, .5, 0, .5)
     assert found.advantages[0][0].tolist() == [0.0, 0.5, 0.0, 0.5]
     assert found.returns[0][0].tolist() == [0.5, 0.75, 0.75, 1.0]
-    known = with_estimates([Experience(GROUP)], found)
-    learned = tensors.value_batch(known, tensors.num_value_tokens(known, of.algorithm), of.algorithm)
+    known = with_estimates([GROUP], found, of.algorithm)
+    learned = tensors.value_batch(known, known[0].value_tokens.num_tokens)
     assert learned.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]
     assert learned.returns.tolist() == [0.5, 0.75, 0.75, 1.0, 0.0, 0.0]
     assert learned.weights.tolist() == pytest.approx([1 / 6] * 6)
@@ -181,7 +182,7 @@ def model(folder: Path) -> Any:
     return exact(load_causal_lm(str(folder / "model"), "float64", None, False))
 
 
-def gradient_of(model: Any, known: list[Experience], of: Config) -> dict[str, torch.Tensor]:
+def gradient_of(model: Any, known: list[TrainingGroup], of: Config) -> dict[str, torch.Tensor]:
     a = of.algorithm
     batch = tensors.micro_batch(known, tensors.step_denominator(known, len(known), of), a, of.trainer.packing)
     logprobs, entropy, _ = score_terms(model, batch.row, TEMPERATURE, 16, a.entropy_coef > 0)
@@ -200,7 +201,7 @@ def test_the_gradient_is_that_of_a_dense_float64_loop(folder: Path, model: Any, 
     plain = PlainTraining(folder / "model", **algorithm)
     exact(plain.model)
     plain.backward(GROUPS)
-    known = score_rewards([Experience(g) for g in GROUPS], of)
+    known = with_rewards(GROUPS, of)
     assert difference(gradient_of(model, known, of), plain.gradients()) < 1e-6
 
 
@@ -215,7 +216,7 @@ def test_with_a_critic_the_gradient_is_a_dense_float64_loops(folder: Path, model
     threshold = of.algorithm.group_params.group_variance_threshold
     by_segments = of.algorithm.adv_estimator != "gae"
     found = estimate_segments(GROUPS, values, None, threshold, of) if by_segments else estimate(GROUPS, values, of)
-    known = with_estimates([Experience(g) for g in GROUPS], found)
+    known = with_estimates(GROUPS, found, of.algorithm)
     assert difference(gradient_of(model, known, of), plain.gradients()) < 1e-6
 
 

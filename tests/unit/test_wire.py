@@ -153,32 +153,6 @@ def test_rewards_may_be_any_number_and_nan_means_does_not_apply() -> None:
     check_group(make_group(0, 0, make_rollout(), make_rollout(rewards={"answer": math.nan}, reward=0.0)), LIMITS)
 
 
-def test_an_outline_has_all_of_a_group_but_what_stands_in_its_arrays() -> None:
-    rng = random.Random(5)
-    for group in (random_group(rng) for _ in range(50)):
-        header, arrays, _ = encode(ENVELOPE, group)
-        outline, num_bytes = wire.decode_outline(header)
-        assert isinstance(outline, Group) and num_bytes == len(arrays)
-        found = [outline.prompt_ids, *(a for r in outline.rollouts for a in vars(r).values() if hasattr(a, "shape"))]
-        real = [group.prompt_ids, *(a for r in group.rollouts for a in vars(r).values() if hasattr(a, "shape"))]
-        assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in real]
-        assert not any(any(a.strides) for a in found if a.size), "it takes no memory"
-        none = {"f": math.nan, "i": -1, "u": np.iinfo(outline.routing.dtype).max if outline.routing is not None else 0}
-        assert all(np.array_equal(a, np.full_like(a, none[a.dtype.kind]), True) for a in found), "nothing can train"
-        assert [(image.png, image.grid_thw) for image in outline.images] == [(b"", i.grid_thw) for i in group.images]
-        arrayless = [
-            replace(g, prompt_ids=(), images=(), routing=None, rollouts=tuple(map(_without_arrays, g.rollouts)))
-            for g in (outline, group)
-        ]
-        assert same(*arrayless)
-    tombstone = Tombstone(3, 1, "reward failed")
-    assert wire.decode_outline(encode(ENVELOPE, tombstone)[0]) == (tombstone, 0)
-
-
-def _without_arrays(rollout: Rollout) -> Rollout:
-    return replace(rollout, completion_ids=(), old_logprobs=(), ref_logprobs=(), sampling_mask=(), routing=None)  # type: ignore[arg-type]
-
-
 def test_the_sampled_tokens_of_a_rollout_are_all_but_the_observed_ones() -> None:
     rollout = of_two_turns(ref_logprobs=array(-1, -1, 0, 0, -2))
     assert rollout.completion_ids[rollout.sampled()].tolist() == [3, 4, 5]

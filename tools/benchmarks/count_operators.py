@@ -118,8 +118,8 @@ def of_tandem(cell: Cell, config: Config) -> dict[str, Any]:
     """Returns the operators of the third step: of each micro-batch, of the optimizer's step, and of all."""
     from tools.benchmarks.trainer_step import make_groups
     from trainer.algorithm.losses import Denominator
-    from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
+    from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
     from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
 
@@ -129,7 +129,8 @@ def of_tandem(cell: Cell, config: Config) -> dict[str, Any]:
     for step in range(3):
         groups, counts = make_groups(cell, step), list[Counter[str]]()
         for first in range(0, cell.prompts, size):
-            scored = score_rewards([Experience(group) for group in groups[first : first + size]], config)
+            scored = [TrainingGroup(group, config.algorithm) for group in groups[first : first + size]]
+            set_advantages_from_rewards(scored, config)
             batch = micro_batch(scored, denominator, config.algorithm, engine.packing)
             with as_on_accelerator(), Operators() as operators:
                 engine.backward(batch)

@@ -90,8 +90,8 @@ def with_micro_batches_that_fit(config: Config, ranks: int) -> Config:
 def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[float]:
     """Returns the seconds of each step on this rank."""
     from trainer.algorithm.losses import Denominator
-    from trainer.data.experience import Experience, score_rewards
     from trainer.data.tensors import micro_batch
+    from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
     from trainer.engine.policy import PolicyEngine
 
     engine = PolicyEngine(config, exchange.world_size).start()
@@ -103,7 +103,8 @@ def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[
         start = time.perf_counter()
         for first in range(0, cell.prompts, size * exchange.world_size):
             mine = groups[first + exchange.rank * size : first + (exchange.rank + 1) * size]
-            scored = score_rewards([Experience(group) for group in mine], config)
+            scored = [TrainingGroup(group, config.algorithm) for group in mine]
+            set_advantages_from_rewards(scored, config)
             engine.backward(micro_batch(scored, denominator, config.algorithm, engine.packing))
         assert engine.step().applied, "a step was skipped: the measurement is of nothing"
         devices.synchronize()

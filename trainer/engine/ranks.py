@@ -4,8 +4,8 @@ It uses gloo, on CPU memory, in a process group of its own, because the messages
 works where NCCL does not. Groups are sent as the frames in which they came over the wire. Nothing
 is pickled. Every rank calls every method, in the same order.
 
-While rank 0 waits in `broadcast` or `run_on_rank_0`, all ranks wait: no rank starts a collective of
-the model while another rank waits for other processes. Every few seconds rank 0 announces what it
+While rank 0 waits in `run_on_rank_0`, all ranks wait: no rank starts a collective of the model
+while another rank waits for other processes. Every few seconds rank 0 announces what it
 still waits for, and learns whether another rank was asked to end. The other ranks have no other
 time limit, because such a wait may be long for a reason.
 
@@ -30,6 +30,7 @@ from common.config import Config
 from common.errors import Interrupted, PeerEnded
 from common.processes import exits
 from common.processes.watchdog import progress_heard_by, report_progress
+from common.wire.group_frames import Frame
 from model.packing import SequenceGroup
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ _ANNOUNCE_EVERY_S = 5.0
 # codes that rank 0 announces where an exit code could stand
 _STOP_TOGETHER = -1  # the run is interrupted, and all ranks save a last checkpoint
 _STILL_WAITING = -2
+_FINISHED = 0
 
 
 class Exchange:
@@ -58,29 +60,33 @@ class Exchange:
         self._group = group
         self.sequence_group = sequence_group
 
-    def broadcast(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-        """Runs `work` on rank 0 and returns its frames on every rank.
+    def run_on_rank_0(self, work: Callable[[], T]) -> T | None:
+        """Runs `work` on rank 0, and returns its result there. The other ranks wait, and get None.
 
         The work may take as long as it reports progress. Its exception is raised on rank 0. The
         other ranks then raise Interrupted if the exception was Interrupted, else PeerEnded.
         """
-        frames: Sequence[bytes] = []
-        if self.rank == 0:
-            frames = self._run_announced(work)
-        return self._broadcast_frames(frames)
-
-    def run_on_rank_0(self, work: Callable[[], T]) -> T | None:
-        """Runs `work` on rank 0, and returns its result there. The other ranks wait, and get None.
-
-        Exceptions are treated as in `broadcast`.
-        """
         if self.world_size == 1:
             return work()
-        result = None
         if self.rank == 0:
             result = self._run_announced(work)
-        self._broadcast_frames([])
-        return result
+            self._announce(_FINISHED)
+            return result
+        self._wait_for_rank_0()
+        return None
+
+    def _wait_for_rank_0(self) -> None:
+        """Answers the announcements of rank 0 until its work has finished or failed."""
+        code = _STILL_WAITING
+        while code == _STILL_WAITING:
+            code = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
+            if code == _STILL_WAITING:
+                report_progress(self.broadcast_text(None))
+                self.any_rank(exits.interrupted())
+        if code == _STOP_TOGETHER:
+            raise Interrupted
+        if code != _FINISHED:
+            raise PeerEnded("rank 0 ended", code)
 
     def _run_announced(self, work: Callable[[], T]) -> T:
         """Runs work on rank 0, and tells the other ranks that it still runs or that it failed."""
@@ -106,43 +112,26 @@ class Exchange:
     def _announce(self, code: int) -> None:
         self._broadcast(torch.tensor([code], dtype=torch.int64))
 
-    def _broadcast_frames(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Returns rank 0's frames on every rank. Ranks answer its announcements until they come."""
-        header = torch.tensor([0, *map(len, frames)], dtype=torch.int64)
-        code, *lengths = self._broadcast(header).tolist()
-        while code == _STILL_WAITING:
-            report_progress(self.broadcast_text(None))
-            self.any_rank(exits.interrupted())
-            code, *lengths = self._broadcast(header).tolist()
-        if code == _STOP_TOGETHER:
-            raise Interrupted
-        if code != 0:
-            raise PeerEnded("rank 0 ended", code)
-        joined = self._broadcast(_to_tensor(frames)).numpy().tobytes()
+    def broadcast_frames(self, frames: Sequence[Frame], num_frames: int) -> list[memoryview]:
+        """Returns rank 0's frames on every rank. frames: anything on the other ranks.
+
+        num_frames: how many frames there are, which every rank knows.
+        """
+        lengths = torch.zeros(num_frames, dtype=torch.int64)
+        if self.rank == 0:
+            lengths = torch.tensor([len(frame) for frame in frames], dtype=torch.int64)
+        dist.broadcast(lengths, src=0, group=self._group)
+        joined = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+        if self.rank == 0:
+            joined = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
+        dist.broadcast(joined, src=0, group=self._group)
+        data = joined.numpy().data
         received = []
         start = 0
-        for length in lengths:
-            received.append(joined[start : start + length])
+        for length in lengths.tolist():
+            received.append(data[start : start + length])
             start += length
         return received
-
-    def send_parts(self, parts: Sequence[Sequence[bytes]]) -> None:
-        """Sends each rank its entry of `parts`, on rank 0. The other ranks call `receive_part`."""
-        tensors = {}
-        for rank, frames in enumerate(parts):
-            if rank != 0 and any(frames):
-                tensors[rank] = _to_tensor(frames)
-        sends = [dist.isend(tensor, rank, group=self._group) for rank, tensor in tensors.items()]
-        for send in sends:
-            if send is not None:  # None: this process is not in the process group
-                send.wait()
-
-    def receive_part(self, size: int) -> memoryview:
-        """Receives `size` bytes from rank 0."""
-        tensor = torch.empty(size, dtype=torch.uint8)
-        if size:
-            dist.recv(tensor, 0, group=self._group)
-        return tensor.numpy().data
 
     def agree(self, value: bool) -> bool:
         """Returns rank 0's decision, on every rank."""
