@@ -253,11 +253,12 @@ class StepTrainer:
                 if group.proximal_logprobs is None:
                     group.proximal_logprobs = of_group
         if algorithm.num_iterations > 1:
+            logprobs = logprobs.cpu()
             known_before = batch.sampled_logprobs
             if known_before is None:
-                known_before = torch.full_like(logprobs.cpu(), torch.nan)
+                known_before = torch.full_like(logprobs, torch.nan)
             is_sampled_now = batch.policy_versions == self._progress.policy_version
-            sampled_logprobs = torch.where(is_sampled_now, logprobs.cpu(), known_before)
+            sampled_logprobs = torch.where(is_sampled_now, logprobs, known_before)
             for group, of_group in batch.split(sampled_logprobs):
                 group.sampled_logprobs = of_group
 
