@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,7 +19,7 @@ from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable
 from common.files.run_folder import FINAL
 from common.processes.exits import interrupted, out_of_time
-from common.types import EvalResult, Tombstone
+from common.types import EvalResult
 from model.cores import lent_cores
 from model.reference import Reference
 from report.model_card import write_model_card
@@ -35,6 +34,7 @@ from trainer.engine.sharded_reference import ShardedReference
 from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource
+from trainer.progress import after_batch, after_step
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, sampler_values
@@ -201,48 +201,21 @@ class Trainer:
             self.record(step, result, sums, time.monotonic() - start, waited_s)
 
     def _advance(self, result: StepResult, sums: Mapping[str, float], is_last: bool) -> None:
-        """Updates the progress by a step. Only an applied step raises the policy version.
-
-        is_last: whether it is the last step on its batch, which ends the batch either way.
-        """
-        progress = replace(
-            self.progress,
-            step=self.progress.step + 1,
-            policy_version=self.progress.policy_version + result.new_versions,
-            num_tokens=self.progress.num_tokens + int(sums["tokens"]),
-            skipped_in_a_row=0,
-        )
-        if not result.applied:
-            progress = replace(
-                progress,
-                skipped_steps=self.progress.skipped_steps + 1,
-                skipped_in_a_row=self.progress.skipped_in_a_row + 1,
-            )
+        """Updates the progress by a step. is_last: whether it is the last step on its batch."""
+        self.progress = after_step(self.progress, result, int(sums["tokens"]))
         if is_last:
-            progress = self._with_batch(progress)
-        self.progress = progress
+            threshold = self.progress.threshold
+            if self.actor_critic:
+                threshold = self.actor_critic.next_threshold()
+            taken = self.step_trainer.batch.slots.taken
+            self.progress = after_batch(self.progress, taken, threshold)
         self._is_between_batches = is_last
-        if progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise Retryable(
-                f"{progress.skipped_in_a_row} steps in a row were not finite (loss {sums['loss']}, "
-                f"gradient norm {result.grad_norm}) and were skipped; the weights are those of "
-                f"version {progress.policy_version}"
+                f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss "
+                f"{sums['loss']}, gradient norm {result.grad_norm}) and were skipped; the weights "
+                f"are those of version {self.progress.policy_version}"
             )
-
-    def _with_batch(self, progress: Progress) -> Progress:
-        """Returns the progress after the batch of rollouts that has just been trained."""
-        slots = self.step_trainer.batch.slots
-        num_tombstones = sum(isinstance(taken.group, Tombstone) for taken in slots.taken)
-        threshold = progress.threshold
-        if self.actor_critic:
-            threshold = self.actor_critic.next_threshold()
-        return replace(
-            progress,
-            batch=progress.batch + 1,
-            cursor=progress.cursor + slots.num_taken,
-            tombstones=progress.tombstones + num_tombstones,
-            threshold=threshold,
-        )
 
     def record(
         self,

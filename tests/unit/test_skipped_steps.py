@@ -25,7 +25,7 @@ def trainer(folder: Path, progress: Progress | None = None) -> Any:
     run.config = make_config(folder)
     run.progress = progress
     run.actor_critic = None
-    batch = SimpleNamespace(slots=SimpleNamespace(taken=[], num_taken=0))
+    batch = SimpleNamespace(slots=SimpleNamespace(taken=[]))
     run.step_trainer = SimpleNamespace(batch=batch)  # type: ignore[assignment]
     return run
 
