@@ -1,5 +1,6 @@
 """The real engine with adapters on a tiny model: versions, what it refuses, and that each one's outputs are its own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from sampler.engine.engine import Engine
 from sampler.engine.reload import reload
 from tests.support.engines import complete, greedy
 from tests.support.plain_policy import AdaptedPolicy
-from trainer.save.model_files import tensor_file
+from trainer.save.model_files import write_safetensors
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,7 +59,7 @@ def test_a_saved_folder_loads_in_vllm(
     reload(engine, version(8), config)
     expected = greedy(engine)
     tensors = {name: tensor.clone() for name, tensor in policy.gathered_tensors(policy.tensors, lambda _: True)}
-    pieces.write(tmp_path / lora.WEIGHTS, tensor_file(tensors))
+    pieces.write(tmp_path / lora.WEIGHTS, partial(write_safetensors, tensors))
     (tmp_path / lora.SETTINGS).write_bytes(policy.published_settings)
     policy.disturb(9)
     reload(engine, version(9), config)

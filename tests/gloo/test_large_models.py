@@ -38,7 +38,7 @@ def work(folder: Path) -> None:
     from trainer.engine.policy import PolicyEngine
     from trainer.save import checkpoint, model_files
 
-    worker, model_files._LEAST = Worker(folder), 1 << 20  # type: ignore[attr-defined]
+    worker, model_files._MIN_FILE_SIZE = Worker(folder), 1 << 20  # type: ignore[attr-defined]
     for stage in (1, 3):
         forget_peak()
         before = resident("VmHWM", "RssAnon")

@@ -30,7 +30,7 @@ from tests.support.tiny import tiny_model
 from tests.unit.test_checkpoint_faults import ONE_RANK, resumed_step, save
 from tests.unit.test_pieces import on_ranks
 from trainer.save import disk
-from trainer.save.disk import DiskTrouble, on_all_ranks, retry_on_disk_trouble, write_folder
+from trainer.save.disk import DiskTrouble, retry_on_disk_trouble, sharing_disk_trouble, write_folder
 
 
 @contextmanager
@@ -93,7 +93,8 @@ def test_a_save_waits_for_the_disk_with_the_reason_and_only_its_deadline_ends_th
         trouble.enter_context(TROUBLES[reason]())
         monkeypatch.setattr(disk, "report_progress", lambda _: trouble.close())  # room after the first attempt
         # each attempt is slow
-        monkeypatch.setattr(disk, "on_all_ranks", lambda *of: clock.append(clock.pop() + 1800) or on_all_ranks(*of))
+        slow_attempt = lambda ranks: clock.append(clock.pop() + 1800) or sharing_disk_trouble(ranks)  # noqa: E731
+        monkeypatch.setattr(disk, "sharing_disk_trouble", slow_attempt)
         save(tmp_path / "checkpoints", 2)
     assert resumed_step(tmp_path) == 2
     waits = [line for line in capsys.readouterr().err.splitlines() if "step_000002 waits for the disk" in line]
@@ -167,9 +168,12 @@ def test_trouble_is_found_under_the_error_that_hides_it() -> None:
 
 
 def test_an_error_that_waiting_does_not_cure_is_raised_as_it_is() -> None:
-    work = raising(PermissionError(errno.EACCES, "Permission denied"))
+    def attempt() -> None:
+        with sharing_disk_trouble(ONE_RANK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
     with pytest.raises(PermissionError):
-        retry_on_disk_trouble(ONE_RANK, "it", lambda: on_all_ranks(ONE_RANK, work))
+        retry_on_disk_trouble(ONE_RANK, "it", attempt)
 
 
 def test_a_process_that_meets_a_full_disk_anywhere_else_ends_retryable_with_the_reason() -> None:
@@ -187,12 +191,13 @@ def test_when_one_disk_is_full_all_ranks_try_again_and_rank_0_says_whose(capsys:
 
     def live(ranks: Any) -> None:
         def write() -> None:
-            tried[ranks.rank] += 1
-            if ranks.rank == 2 and tried[2] <= 2:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
+            with sharing_disk_trouble(ranks):
+                tried[ranks.rank] += 1
+                if ranks.rank == 2 and tried[2] <= 2:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
         ranks.stall_timeout_s = 60.0
-        retry_on_disk_trouble(ranks, "it", lambda: on_all_ranks(ranks, write))
+        retry_on_disk_trouble(ranks, "it", write)
 
     on_ranks(3, live)
     assert tried == [3, 3, 3]

@@ -141,7 +141,7 @@ def test_a_file_that_transformers_reads_and_refuses_to_write_is_copied_and_named
     given = tiny_model(tmp_path / "given")
     (given / name).write_text(json.dumps(json.loads((given / name).read_text()) | changes))
     engine, tokenizer = engine_of(given), load_tokenizer(str(given))
-    assert save_model(engine, OneRank(), tokenizer, tmp_path / "final")[1] == []  # type: ignore[arg-type]
+    assert save_model(engine, OneRank(), tokenizer, tmp_path / "final").missing == []  # type: ignore[arg-type]
     assert (tmp_path / "final" / name).read_bytes() == (given / name).read_bytes()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
     assert all(torch.equal(again[k], tensor) for k, tensor in engine.model.state_dict().items())
@@ -159,7 +159,7 @@ def test_what_has_no_file_to_copy_is_missing_and_the_weights_are_there(tmp_path:
     for file in given.glob("*token*"):
         file.unlink()
     (given / "chat_template.jinja").unlink(missing_ok=True)
-    _, [lacking] = save_model(engine, OneRank(), tokenizer, tmp_path / "final")  # type: ignore[arg-type]
+    [lacking] = save_model(engine, OneRank(), tokenizer, tmp_path / "final").missing  # type: ignore[arg-type]
     assert lacking == "the tokenizer cannot be saved: PermissionError: [Errno 13] Permission denied"
     saved = sorted(p.name for p in (tmp_path / "final").iterdir())
     assert saved == ["config.json", "generation_config.json", "model.safetensors"]

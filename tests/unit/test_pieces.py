@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
 from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine, progress, resumed_step, save
 from trainer.save import checkpoint, disk, resume
-from trainer.save.disk import DiskTrouble, on_all_ranks
-from trainer.save.model_files import tensor_file
+from trainer.save.disk import DiskTrouble, sharing_disk_trouble
+from trainer.save.model_files import write_safetensors
 
 SMALL = 1000  # bytes of a piece
 LIMIT_S = 2.0  # of the watchdog; a busy disk takes a second for one fsync
@@ -35,7 +36,7 @@ def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> Non
         "flags": torch.tensor([True, False]),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    found = pieces.write(tmp_path / "ours", tensor_file(tensors))
+    found = pieces.write(tmp_path / "ours", partial(write_safetensors, tensors))
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
     whole = (tmp_path / "theirs").read_bytes()
     assert (tmp_path / "ours").read_bytes() == whole
@@ -131,13 +132,10 @@ def test_ranks_that_are_done_hear_of_one_that_still_writes_and_of_its_trouble_in
     slow(0.1)
 
     def part(ranks: Any) -> str:
-        def write() -> None:
+        with pytest.raises(DiskTrouble, match="rank 1: "), sharing_disk_trouble(ranks):
             if ranks.rank == 1:
                 pieces.write(tmp_path / "shard", lambda file: file.write(bytes(12 * SMALL)))
                 raise OSError(28, "No space left on device")
-
-        with pytest.raises(DiskTrouble, match="rank 1: "):
-            on_all_ranks(ranks, write)
         return "went on"
 
     assert on_ranks(3, part) == ["went on"] * 3

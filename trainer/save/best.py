@@ -1,18 +1,23 @@
-"""The best policy by a held-out metric: it is kept as output_dir/best, and tells when to stop early.
+"""The best policy by a held-out metric, kept as output_dir/best, and the decision to stop early.
 
-    best/  config.json  model-*.safetensors  tokenizer…  commit.json      a Hugging Face folder, made of the very files
-                                                                          that the sampler loaded and scored; or a
-                                                                          peft folder, where adapters are published
+    best/  config.json  model-*.safetensors  tokenizer…  commit.json
 
-An evaluation ends when the trainer is a batch further, so the weights come from the published version and not from the
-engine. Everything is decided from eval.jsonl, which a resume cuts back to its checkpoint: patience is counted as if the
-run had never been interrupted. best/ is written before its evaluation is recorded, so after a crash between the two the
-resumed run evaluates, and keeps, the version once more. Left out: several metrics at once.
+This is a Hugging Face folder, made of the very files that the sampler loaded and scored, or a peft
+folder if adapters are published.
+
+When an evaluation ends, the trainer is a batch further, so the weights come from the published
+version and not from the engine. Everything is decided from eval.jsonl. A resume cuts that file back
+to its checkpoint, so patience is counted as if the run had never been interrupted. best/ is written
+before its evaluation is recorded. After a crash between the two, the resumed run evaluates and
+keeps the version once more.
+
+Not supported: several metrics at once.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from common.files import delta, pieces, weights
 from common.files.run_folder import BEST, COMMIT, FINAL
 from common.files.weights import Published
 from model.files import lora
-from report.versions import BestSoFar, best_so_far
+from report.versions import best_so_far
 from trainer.save.disk import write_folder
 from trainer.save.model_files import write_index, write_side_files
 
@@ -30,90 +35,133 @@ Record = dict[str, Any]  # a line of eval.jsonl
 
 
 class Best:
-    """Keeps the best policy. Every rank calls the same methods; rank 0 decides. `stops_early` is equal on all ranks."""
+    """Keeps the best policy. Every rank calls every method, and rank 0 decides for all.
 
-    def __init__(self, config: Config, exchange: Any, say: Callable[[str], None], recorded: Callable[[], list[Record]]):
-        self.config, self.exchange, self._say = config, exchange, say
-        self.folder, self._metric = config.run.output_dir / BEST, config.eval.metric_for_best_model
+    `stops_early` is equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        exchange: Any,
+        say: Callable[[str], None],
+        recorded: Callable[[], list[Record]],  # reads the evaluations before this start of the run
+    ):
+        self.config = config
+        self.exchange = exchange
+        self.folder = config.run.output_dir / BEST
+        self.records: list[Record] = []  # every evaluation of the run, on rank 0
         self.stops_early = False
-        self._recorded, self.records = recorded, list[Record]()
+        self._say = say
+        self._recorded = recorded
+        self._metric = config.eval.metric_for_best_model
 
     def load_history(self) -> None:
-        """Reads past evaluations, before the first step: a run that stopped early may be resumed, and stops again."""
+        """Reads past evaluations before the first step.
+
+        A resumed run that had stopped early stops again.
+        """
         if self._metric is not None:
             self.records = self._recorded()
             self._check_patience()
 
-    def _is_of_this_history(self) -> bool:
-        """Returns whether these evaluations name best/, which may be of repeated steps or of another metric."""
-        commit, now = self.folder / COMMIT, best_so_far(self.records, self.config.eval)
-        return commit.is_file() and json.loads(commit.read_bytes()) == self._record_of(now)
-
-    def _record_of(self, best: BestSoFar) -> dict[str, Any]:
+    def _commit_record(self) -> Record:
+        """Returns the contents of best/commit.json that follow from the evaluations."""
+        best = best_so_far(self.records, self.config.eval)
         return {"policy_version": best.version, "metric": self._metric, "value": best.value}
 
-    def update(self, record: Record | None, published: Published, engine: Any, tokenizer: Any) -> None:
-        """Keeps the published policy if this evaluation of it is the best. record: rank 0's; None = no evaluation."""
+    def _is_of_this_history(self) -> bool:
+        """Returns whether best/ is what these evaluations name.
+
+        It may be of steps that a resumed run has repeated, or the best by another metric.
+        """
+        path = self.folder / COMMIT
+        return path.is_file() and json.loads(path.read_bytes()) == self._commit_record()
+
+    def update(
+        self, record: Record | None, published: Published, engine: Any, tokenizer: Any
+    ) -> None:
+        """Keeps the published policy if this evaluation of it is the best of the run.
+
+        record: the evaluation, on rank 0; None without an evaluation and on other ranks.
+        """
         if self._metric is None:
             return
-        self.records += [record] if record else []
-        now = best_so_far(self.records, self.config.eval)
-        if self.exchange.agree(record is not None and now.version == record["step"]):
-
-            def keep(folder: Path) -> None:
-                keep_version(folder, published, engine, tokenizer)
-                durable.write_file(folder / COMMIT, json.dumps(self._record_of(now), indent=1).encode())
-
+        is_best = False
+        if record is not None:
+            self.records.append(record)
+            best = best_so_far(self.records, self.config.eval)
+            is_best = best.version == record["step"]
+        if self.exchange.agree(is_best):
+            keep = partial(self._keep, published, engine, tokenizer)
             write_folder(self.exchange, self.folder, keep)
         self._check_patience()
 
-    def commit_as_final(self, describe: Callable[[Path, int], None] = lambda *_: None) -> bool:
-        """Makes output_dir/final a copy of best/. Returns False if that is not set, or no evaluation has succeeded.
+    def _keep(self, published: Published, engine: Any, tokenizer: Any, folder: Path) -> None:
+        keep_version(folder, published, engine, tokenizer)
+        commit_record = json.dumps(self._commit_record(), indent=1)
+        durable.write_file(folder / COMMIT, commit_record.encode())
 
-        describe: adds a model card of this version to the folder.
+    def commit_as_final(self, describe: Callable[[Path, int], None] | None = None) -> bool:
+        """Makes output_dir/final a copy of best/, if eval.load_best_model_at_end is set.
+
+        describe: adds a model card of this version to the folder. Returns False if no copy was
+        made, because it was not asked for, or because no evaluation of this run names best/.
         """
-
-        def copy(folder: Path) -> None:
-            shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
-            describe(folder, json.loads((folder / COMMIT).read_bytes())["policy_version"])
-
-        if not self.exchange.agree(self.config.eval.load_best_model_at_end and self._is_of_this_history()):
+        is_wanted = self.config.eval.load_best_model_at_end and self._is_of_this_history()
+        if not self.exchange.agree(is_wanted):
             return False
-        write_folder(self.exchange, self.config.run.output_dir / FINAL, copy)
+        final = self.config.run.output_dir / FINAL
+        write_folder(self.exchange, final, partial(self._copy, describe))
         return True
 
+    def _copy(self, describe: Callable[[Path, int], None] | None, folder: Path) -> None:
+        shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
+        if describe is not None:
+            commit_record = json.loads((folder / COMMIT).read_bytes())
+            describe(folder, commit_record["policy_version"])
+
     def _check_patience(self) -> None:
+        """Sets `stops_early` after too many evaluations in a row without an improvement."""
         patience = self.config.eval.early_stopping_patience
         if patience is None or self.stops_early:
             return
-        now = best_so_far(self.records, self.config.eval)
-        self.stops_early = self.exchange.agree(now.without_improvement >= patience)
+        best = best_so_far(self.records, self.config.eval)
+        self.stops_early = self.exchange.agree(best.without_improvement >= patience)
         if self.stops_early and self.exchange.rank == 0:
             self._say(
-                f"stopping early: {self._metric} was not above what version {now.version}, the best with a measured "
-                f"{now.value:.4g}, is worth in {now.without_improvement} evaluations in a row "
-                "(eval.early_stopping_patience)"
+                f"stopping early: {self._metric} was not above what version {best.version}, "
+                f"the best with a measured {best.value:.4g}, is worth in "
+                f"{best.without_improvement} evaluations in a row (eval.early_stopping_patience)"
             )
 
 
 def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:
-    """Writes the version that the sampler loaded, bit by bit, as a Hugging Face folder, or a peft folder."""
-    whole, *changed = (Path(version.weights_dir) for version, _ in weights.lineage(published))
-    shards = [folder / path.name for path in sorted(whole.glob("*.safetensors"))]
-    for shard in shards:
-        pieces.copy(whole / shard.name, shard, [later / f"{shard.name}{delta.SUFFIX}" for later in changed])
-    if engine.published_settings is not None:
+    """Writes the version that the sampler loaded, to the bit, as a Hugging Face or peft folder."""
+    folders = [Path(version.weights_dir) for version, _ in weights.lineage(published)]
+    full_version = folders[0]
+    later_versions = folders[1:]  # each is a delta to the version before
+    shards = []
+    for source in sorted(full_version.glob("*.safetensors")):
+        deltas = [version / f"{source.name}{delta.SUFFIX}" for version in later_versions]
+        shard = folder / source.name
+        pieces.copy(source, shard, deltas)
+        shards.append(shard)
+    is_adapter = engine.published_settings is not None
+    if is_adapter:
         shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
     else:
-        write_index(folder, _file_of_each_tensor(shards), sum(shard.stat().st_size for shard in shards))
-    write_side_files(engine, tokenizer, folder, is_whole=engine.published_settings is None)
+        num_bytes = sum(shard.stat().st_size for shard in shards)
+        write_index(folder, _file_of_each_tensor(shards), num_bytes)
+    write_side_files(engine, tokenizer, folder, with_config=not is_adapter)
 
 
 def _file_of_each_tensor(shards: Sequence[Path]) -> dict[str, str]:
     from safetensors import safe_open
 
-    names: dict[str, str] = {}
+    files: dict[str, str] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
-            names |= dict.fromkeys(file.keys(), shard.name)
-    return names
+            for name in file.keys():  # noqa: SIM118 safe_open has no iterator
+                files[name] = shard.name
+    return files

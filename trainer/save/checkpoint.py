@@ -1,12 +1,14 @@
-"""Checkpoints: each is whole or invisible, and a model that transformers and vLLM load as it is.
+"""Checkpoints: each is complete or invisible, and is a model that transformers and vLLM load.
 
-    checkpoints/step_000040/  config.json  model.safetensors  tokenizer…      a Hugging Face folder; with LoRA peft's
-                              trainer/state/…                                 DeepSpeed: optimizer, scheduler, weights
-                              critic/                                         where there is one, the same of it
-                              commit.json                                     cursor, version, digest of every file
+    checkpoints/step_000040/
+        config.json  model.safetensors  tokenizer…    a Hugging Face folder, or peft's with LoRA
+        trainer/state/…                               DeepSpeed: optimizer, scheduler, weights
+        critic/                                       the same for the critic, if there is one
+        commit.json                                   cursor, version, digest of every file
 
-commit.json is written last and the folder becomes visible by one rename; DeepSpeed's own `latest` file is written
-before all ranks have saved, so it is neither written nor read. trainer/save/resume.py chooses the one to go on from.
+commit.json is written last, and the folder becomes visible by one rename. DeepSpeed would write its
+own `latest` file before all ranks have saved, so that file is neither written nor read.
+trainer/save/resume.py chooses the checkpoint from which a run resumes.
 """
 
 import json
@@ -32,16 +34,24 @@ from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_all_ranks, on_rank_0, reporting_failed_deletion, write_folder
-from trainer.save.model_files import files_of, tensor_file, write_index, write_side_files
+from trainer.save.disk import (
+    make_empty_folder,
+    reporting_failed_deletion,
+    retry_on_disk_trouble,
+    sharing_disk_trouble,
+    temporary_name,
+)
+from trainer.save.model_files import files_of, write_index, write_safetensors, write_side_files
 
 CRITIC = "critic"
-Written = dict[Path, dict[str, Any]]  # file records by path, as pieces.record returns them
+# what pieces.record returns of each file, by its name in the checkpoint, and by its path
+FileRecords = dict[str, dict[str, Any]]
+Written = dict[Path, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state that a resumed trainer needs beside tensors."""
+    """The state beside tensors that a resumed trainer needs."""
 
     run_id: str
     batch: int  # batches of rollouts trained
@@ -50,13 +60,13 @@ class Progress:
     step: int  # optimizer steps tried
     num_tokens: int  # completion tokens trained
     tombstones: int
-    stream: dict[str, Any]  # settings that define the stream of groups; they may not change on resume
+    stream: dict[str, Any]  # settings that may not change on resume, as from `stream_settings`
     skipped_in_a_row: int = 0  # consecutive steps, up to the last one tried, that were not finite
     skipped_steps: int = 0  # steps tried and not applied, because something was not finite
     threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
-    dataset_fingerprint: str = ""  # identifies the samplers' training rows; "" = unknown, as in a replay
-    tokenizer_hash: str = ""  # identifies the samplers' tokenizer; "" = unknown
-    base_fingerprint: str = ""  # identifies the frozen weights under adapters; "" if all are trained
+    dataset_fingerprint: str = ""  # of the samplers' training rows; "" = unknown, as in a replay
+    tokenizer_hash: str = ""  # of the samplers' tokenizer; "" = unknown
+    base_fingerprint: str = ""  # of the frozen weights under adapters; "" if all are trained
 
 
 def save(
@@ -68,32 +78,31 @@ def save(
     keep: int,
     critic: Critic | None = None,
 ) -> None:
-    """Saves a checkpoint that survives a crash, on every rank. Raises DiskTrouble or Interrupted."""
-    final = step_dir(checkpoints, progress.step)
-    of_ranks: list[str] = []
+    """Saves a checkpoint that survives a crash, and deletes old ones. Every rank calls it.
 
-    def fill(folder: Path) -> None:
-        nonlocal of_ranks
+    keep: how many checkpoints stay. Raises DiskTrouble or Interrupted.
+    """
+    # a folder that has this name already is damaged, or its rename did not reach the disk
+    final = step_dir(checkpoints, progress.step)
+    temporary = temporary_name(final)
+
+    def attempt() -> None:
+        make_empty_folder(exchange, temporary)
         if exchange.rank == 0:
             failpoint("checkpoint.started")
-        written = _save_state(engine, exchange, folder / "trainer")
-        if critic:
-            written |= _save_state(critic, exchange, folder / CRITIC / "trainer")
+        written = _save_state(engine, exchange, temporary / "trainer")
+        if critic is not None:
+            written |= _save_state(critic, exchange, temporary / CRITIC / "trainer")
         failpoint("checkpoint.engine")
-        written |= save_models(engine, critic, exchange, tokenizer, folder)
-        of_ranks = exchange.gather(json.dumps({str(path.relative_to(folder)): of for path, of in written.items()}))
+        written |= save_models(engine, critic, exchange, tokenizer, temporary)
+        records = {str(path.relative_to(temporary)): record for path, record in written.items()}
+        records_by_rank = exchange.gather(json.dumps(records))
+        with sharing_disk_trouble(exchange):
+            if exchange.rank == 0:
+                _write_commit(temporary, progress, engine, exchange.world_size, records_by_rank)
+                durable.replace_dir(temporary, final)
 
-    def commit(folder: Path) -> None:
-        # files that were digested while they were written; the others are small
-        written = {name: of for own in of_ranks for name, of in json.loads(own).items()}
-        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT)
-        names = {str(path.relative_to(folder)): path for path in paths}
-        files = {name: written.get(name) or pieces.record(path) for name, path in names.items()}
-        layout = {"world_size": exchange.world_size, "zero_stage": engine.stage, "tensor_parallel_size": engine.tp_size}
-        record = asdict(progress) | {"files": files} | layout
-        durable.write_file(folder / COMMIT, json.dumps(record | {"blake3": digest(record)}, indent=1).encode())
-
-    write_folder(exchange, final, commit, fill)  # an existing folder is damaged, or its rename did not reach the disk
+    retry_on_disk_trouble(exchange, final.name, attempt, temporary)
     if exchange.rank == 0:
         failpoint("checkpoint.committed")
         with reporting_failed_deletion("an old checkpoint"):
@@ -102,103 +111,174 @@ def save(
 
 def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Written:
     """Writes this rank's part of DeepSpeed's state. Returns the written files."""
-    states = state_to_save(engine.ds, folder, adapters_alone=engine.adapter_settings is not None)
+    only_adapters = engine.adapter_settings is not None
+    states = state_to_save(engine.ds, folder, adapters_alone=only_adapters)
+    with sharing_disk_trouble(exchange):
+        if exchange.rank == 0:
+            durable.make_dir(folder / STATE_TAG)
     written: Written = {}
-
-    def write() -> None:
+    with sharing_disk_trouble(exchange):
         for path, state in states.items():
             written[path] = pieces.write(path, partial(torch.save, state))
-
-    on_rank_0(exchange, partial(durable.make_dir, folder / STATE_TAG))
-    on_all_ranks(exchange, write)
     return written
 
 
+def _write_commit(
+    folder: Path,
+    progress: Progress,
+    engine: PolicyEngine,
+    world_size: int,
+    records_by_rank: list[str],
+) -> None:
+    """Writes commit.json.
+
+    records_by_rank: as JSON, records of the files that each rank digested while it wrote them. The
+    other files are small, and are read again.
+    """
+    records: FileRecords = {}
+    for text in records_by_rank:
+        records |= json.loads(text)
+    files: FileRecords = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != COMMIT:
+            name = str(path.relative_to(folder))
+            files[name] = records.get(name) or pieces.record(path)
+    record = asdict(progress) | {
+        "files": files,
+        "world_size": world_size,
+        "zero_stage": engine.stage,
+        "tensor_parallel_size": engine.tp_size,
+    }
+    record["blake3"] = digest(record)
+    durable.write_file(folder / COMMIT, json.dumps(record, indent=1).encode())
+
+
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the commit record of a checkpoint, as it was written."""
+    """Returns the contents of a checkpoint's commit.json, as they were written."""
     return json.loads((folder / COMMIT).read_text())
 
 
 def digest(record: dict[str, Any]) -> str:
+    """Returns the BLAKE3 digest of a record as JSON, in hexadecimal digits."""
     return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _prune(checkpoints: Path, newest: int, keep: int) -> None:
-    """Keeps the `keep` newest. Folders beyond `newest` were skipped as damaged on resuming, and are removed, too."""
+    """Deletes all but the `keep` newest checkpoints up to the step `newest`.
+
+    A folder of a later step was skipped as damaged when the run resumed, and is deleted, too.
+    """
     folders = step_dirs(checkpoints)
-    end = folders.index(step_dir(checkpoints, newest)) + 1
-    for old in folders[end:] + folders[: max(0, end - keep)]:
-        durable.remove_dir(old)
+    num_valid = folders.index(step_dir(checkpoints, newest)) + 1
+    damaged = folders[num_valid:]
+    old = folders[: max(0, num_valid - keep)]
+    for folder in damaged + old:
+        durable.remove_dir(folder)
 
 
 def save_models(
     engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path
 ) -> Written:
-    """Writes the policy's folder and the critic's in it, each as `save_model`. Returns the files of weights."""
-    written, _ = save_model(engine, exchange, tokenizer, folder)
-    if critic:
-        written |= save_model(critic, exchange, tokenizer, folder / CRITIC)[0]
+    """Writes the policy as `save_model` does, and the critic into a folder in its folder.
+
+    Returns the weight files that this rank wrote.
+    """
+    written = save_model(engine, exchange, tokenizer, folder).written
+    if critic is not None:
+        written |= save_model(critic, exchange, tokenizer, folder / CRITIC).written
     return written
 
 
+@dataclass(frozen=True)
+class SavedModel:
+    """What `save_model` did on this rank."""
+
+    written: Written  # the weight files that this rank wrote
+    missing: list[str]  # on rank 0: what the folder lacks, with reasons, as from `write_side_files`
+
+
 def save_model(
-    engine: DeepSpeedModel, exchange: Exchange, tokenizer: Any, folder: Path, tensors: slice = slice(None)
-) -> tuple[Written, list[str]]:
-    """Writes a Hugging Face folder: weights, config, generation config, tokenizer. Every rank calls it, and writes its
-    files of the weights; rank 0 writes the others.
+    engine: DeepSpeedModel,
+    exchange: Exchange,
+    tokenizer: Any,
+    folder: Path,
+    max_tensors: int | None = None,
+) -> SavedModel:
+    """Writes a model as a Hugging Face folder: weights, config, generation config, tokenizer.
 
-    With LoRA a peft folder: adapters, their config and the tokenizer, for PeftModel.from_pretrained(base, folder).
-    tensors: those to write. Returns this rank's files of weights, and what the folder lacks, as `write_side_files`.
+    With LoRA it is a peft folder with adapters, their config and the tokenizer, for
+    PeftModel.from_pretrained(base, folder). Every rank calls it and writes its files of the
+    weights; rank 0 writes the other files. max_tensors: how many tensors are written, None = all.
+    Raises DiskTrouble.
     """
-    settings, written, lacks = engine.adapter_settings, Written(), list[str]()
-    wanted = (engine.tensors if settings is None else adapters(engine.model))[tensors]
-    files = files_of(wanted, exchange.world_size) if settings is None else {lora.WEIGHTS: wanted}
-    own = dict(list(files.items())[exchange.rank :: exchange.world_size])
-    names = {tensor.name for of_file in own.values() for tensor in of_file}
-    state = dict(engine.gathered_tensors(wanted, names.__contains__))
+    adapter_settings = engine.adapter_settings
+    if adapter_settings is None:
+        tensors = list(engine.tensors[:max_tensors])
+        files = files_of(tensors, exchange.world_size)
+    else:
+        tensors = adapters(engine.model)[:max_tensors]
+        files = {lora.WEIGHTS: tensors}  # peft reads one file
+    file_of_tensor = {}
+    for file, tensors_of_file in files.items():
+        for tensor in tensors_of_file:
+            file_of_tensor[tensor.name] = file
+    own_files = list(files)[exchange.rank :: exchange.world_size]
+    gathered = engine.gathered_tensors(tensors, lambda name: file_of_tensor[name] in own_files)
+    on_host = dict(gathered)
 
-    def write() -> None:
-        for name, of_file in own.items():
-            content = tensor_file({tensor.name: state[tensor.name] for tensor in of_file})
-            written[folder / name] = pieces.write(folder / name, content)
-
-    def write_others() -> None:
-        if settings is not None:
-            durable.write_file(folder / lora.SETTINGS, settings)
-        elif len(files) > 1:
-            file_of = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
-            write_index(folder, file_of, sum(tensor.form.nbytes for tensor in wanted))
-        lacks.extend(write_side_files(engine, tokenizer, folder, is_whole=settings is None))
-
-    on_rank_0(exchange, partial(folder.mkdir, exist_ok=True))
-    on_all_ranks(exchange, write)
-    on_rank_0(exchange, write_others)
-    return written, lacks
+    with sharing_disk_trouble(exchange):
+        if exchange.rank == 0:
+            folder.mkdir(exist_ok=True)
+    written: Written = {}
+    with sharing_disk_trouble(exchange):
+        for file in own_files:
+            content = {tensor.name: on_host[tensor.name] for tensor in files[file]}
+            write_content = partial(write_safetensors, content)
+            written[folder / file] = pieces.write(folder / file, write_content)
+    missing: list[str] = []
+    with sharing_disk_trouble(exchange):
+        if exchange.rank == 0:
+            if adapter_settings is not None:
+                durable.write_file(folder / lora.SETTINGS, adapter_settings)
+            elif len(files) > 1:
+                num_bytes = sum(tensor.form.nbytes for tensor in tensors)
+                write_index(folder, file_of_tensor, num_bytes)
+            with_config = adapter_settings is None
+            missing = write_side_files(engine, tokenizer, folder, with_config)
+    return SavedModel(written, missing)
 
 
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
-    """Restores weights, Adam's moments and the number of steps; the optimizers keep this run's settings.
+    """Restores weights, Adam's moments and the number of steps.
 
-    Every rank calls it. The ranks and the ZeRO stage may be others than those that saved it. Raises UserError if the
-    checkpoint lacks a critic that the run needs.
+    The optimizers keep this run's settings. Every rank calls it. The number of ranks and the ZeRO
+    stage may differ from those of the saving run. Raises UserError if the checkpoint lacks a critic
+    that the run needs.
     """
     record = read_record(folder)
-    saved_by = record["zero_stage"], record["world_size"], record.get("tensor_parallel_size", 1)
-    _restore_state(engine, folder, *saved_by)
-    if critic:
-        if not (folder / CRITIC).is_dir():
-            raise UserError(
-                f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. Start a new run from its "
-                f"policy: model.path={folder} run.resume=false, with another run.output_dir"
-            )
-        _restore_state(critic, folder / CRITIC, *saved_by)
+    layout = (record["zero_stage"], record["world_size"], record.get("tensor_parallel_size", 1))
+    _restore_state(engine, folder, *layout)
+    if critic is None:
+        return
+    if not (folder / CRITIC).is_dir():
+        raise UserError(
+            f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. "
+            f"Start a new run from its policy: model.path={folder} run.resume=false, "
+            "with another run.output_dir"
+        )
+    _restore_state(critic, folder / CRITIC, *layout)
 
 
-def _restore_state(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int) -> None:
-    is_lora = engine.adapter_settings is not None  # the frozen weights are those of model.path, and not in the file
+def _restore_state(
+    engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int
+) -> None:
+    """Restores one model. stage, ranks, tp_size: of the run that saved it."""
+    # with adapters the frozen weights come from model.path, not from the file
+    only_adapters = engine.adapter_settings is not None
+    has_same_stage = (engine.stage, engine.tp_size) == (stage, tp_size)
+    has_same_shards = has_same_stage and (engine.world_size == ranks or stage == 0)
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
-        is_same = (engine.stage, engine.tp_size) == (stage, tp_size) and (engine.world_size == ranks or stage == 0)
-        if not is_same:
+        if not has_same_shards:
             other_layout.restore(engine, folder / "trainer", stage, ranks, tp_size)
-        elif not load_state(engine.ds, folder / "trainer", adapters_alone=is_lora):
+        elif not load_state(engine.ds, folder / "trainer", adapters_alone=only_adapters):
             raise UserError(f"{folder} holds no DeepSpeed state for this rank")

@@ -1,17 +1,19 @@
-"""Writer of a model as a Hugging Face folder: weights come first, and no failure of another file ends a run.
+"""Writer of a model as a Hugging Face folder.
 
-Configuration, generation settings, a model's own code and the tokenizer go through transformers, which refuses to write
-some that it has read: a temperature without do_sample, a tokenizer whose files are gone. Then the initial model's file
-is copied, which still fits the weights; if there is none, the folder goes without it. Both cases are reported, once.
-Left out: errors of the disk, which trainer/save/disk.py waits for.
+The weights matter most, so no failure of another file ends a run. transformers writes the
+configuration, the generation settings, a model's own code and the tokenizer. It refuses some that
+it has read, such as a temperature without do_sample, or a tokenizer whose files are gone. Then the
+initial model's file is copied, because it still fits the weights. If there is none, the folder goes
+without the file. Both cases are reported once. Errors of the disk are raised, because
+trainer/save/disk.py waits for the disk.
 """
 
-import functools
 import itertools
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,85 +28,145 @@ from model.files.hub import present_file
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import Exported
 
-_LEAST, _MOST = 256 << 20, 50 * 10**9  # bytes of a file, if a model is written as several
-_TOKENIZER = ("*token*.json", "special_tokens_map.json", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
-_say_once = functools.cache(say)
+# bytes of each file, if a model is written as several
+_MIN_FILE_SIZE = 256 << 20
+_MAX_FILE_SIZE = 50 * 10**9
+_TOKENIZER = (
+    "*token*.json",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+)
+_say_once = cache(say)
 
 
-def tensor_file(tensors: Mapping[str, Tensor]) -> Callable[[Any], None]:
-    """Returns a writer of the very bytes of safetensors' save_file, which reports no progress, for `pieces.write`."""
+def write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
+    """Writes tensors into an open file, the very bytes that safetensors' save_file would write.
+
+    save_file reports no progress, whereas `file` may be that of `pieces.write`, which does.
+    """
     from safetensors.torch import _TYPES
 
-    codes = {dtype: code for code, dtype in _TYPES.items()}
+    dtype_codes = {dtype: code for code, dtype in _TYPES.items()}
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": dtype_codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-
-    def content(file: Any) -> None:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-    return content
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def slices(sizes: Sequence[int], count: int) -> list[range]:
-    """Returns contiguous index ranges of about equal sums.  ([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]"""
-    middles, multiples = np.cumsum(sizes) - np.array(sizes) / 2, sum(sizes) * np.arange(1, count) / count
-    bounds = np.searchsorted(middles, multiples, side="right").tolist()  # a range ends where its share of the sum does
-    return [range(a, b) for a, b in itertools.pairwise([0, *bounds, len(sizes)])]
+    """Returns `count` contiguous index ranges of about equal sums of sizes.
+
+    slices([4, 1, 1, 2], 2) -> [range(0, 1), range(1, 4)]
+    """
+    middles = np.cumsum(sizes) - np.array(sizes) / 2
+    # a range ends where its share of the sum does
+    targets = sum(sizes) * np.arange(1, count) / count
+    ends = np.searchsorted(middles, targets, side="right").tolist()
+    bounds = [0, *ends, len(sizes)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def files_of(tensors: Sequence[Exported], ranks: int) -> dict[str, list[Exported]]:
-    """Returns the tensors of each file of a model: model.safetensors, or as many shards as there are ranks.
+    """Returns the tensors of each file of a model.
 
-    A model of few bytes has fewer, and one of many has more: a rank writes every `ranks`-th file.
+    That is model.safetensors, or as many shards as there are ranks. A small model has fewer shards,
+    and a very large one has more; each rank writes every `ranks`-th file.
     """
     sizes = [tensor.form.nbytes for tensor in tensors]
-    count = max(1, min(ranks, sum(sizes) // _LEAST), math.ceil(sum(sizes) / _MOST))
-    names = [shard_name(i, count) for i in range(count)] if count > 1 else ["model.safetensors"]
-    return {name: [tensors[i] for i in own] for name, own in zip(names, slices(sizes, count), strict=True)}
+    num_bytes = sum(sizes)
+    count = max(1, min(ranks, num_bytes // _MIN_FILE_SIZE), math.ceil(num_bytes / _MAX_FILE_SIZE))
+    if count == 1:
+        return {"model.safetensors": list(tensors)}
+    files = {}
+    for index, indices in enumerate(slices(sizes, count)):
+        files[shard_name(index, count)] = [tensors[i] for i in indices]
+    return files
 
 
-def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Writes the index that save_pretrained writes beside shards. files: by tensor. size: bytes of them all."""
-    index = {"metadata": {"total_size": size}, "weight_map": files}
-    durable.write_file(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+def write_index(folder: Path, file_of_tensor: Mapping[str, str], num_bytes: int) -> None:
+    """Writes the index that save_pretrained writes beside shards. num_bytes: of all tensors."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of_tensor}
+    path = folder / "model.safetensors.index.json"
+    durable.write_file(path, json.dumps(index, indent=1).encode())
 
 
-def write_side_files(engine: DeepSpeedModel, tokenizer: Any, folder: Path, is_whole: bool) -> list[str]:
+def write_side_files(
+    engine: DeepSpeedModel, tokenizer: Any, folder: Path, with_config: bool
+) -> list[str]:
     """Writes all files beside the weights. Returns what the folder lacks, each with its reason.
 
-    is_whole: False for adapters, whose base model is elsewhere.
+    with_config: also writes config and generation config, which adapters do not have. Raises errors
+    of the disk.
     """
-    parts: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {}
-    if is_whole:
-        parts = {
-            "config.json": (lambda: _write_config(engine.model, folder), ("config.json", "*.py")),
-            "generation_config.json": (lambda: _write_generation(engine.model, folder), ("generation_config.json",)),
-        }
-    parts["the tokenizer"] = lambda: _write_tokenizer(engine, tokenizer, folder), _TOKENIZER
-    lacks = []
-    for what, (write, patterns) in parts.items():
+    writer = _SideFiles(engine, folder)
+    if with_config:
+        config_files = ("config.json", "*.py")
+        writer.write("config.json", partial(_write_config, engine.model, folder), config_files)
+        write_generation = partial(_write_generation, engine.model, folder)
+        writer.write("generation_config.json", write_generation, ("generation_config.json",))
+    writer.write("the tokenizer", partial(_write_tokenizer, engine, tokenizer, folder), _TOKENIZER)
+    return writer.missing
+
+
+class _SideFiles:
+    """Writes files beside the weights, or copies the initial model's if transformers refuses to."""
+
+    def __init__(self, engine: DeepSpeedModel, folder: Path):
+        self._engine = engine
+        self._folder = folder
+        self.missing: list[str] = []  # files that were neither written nor copied, with reasons
+
+    def write(self, what: str, write: Callable[[], None], patterns: Sequence[str]) -> None:
+        """Calls `write`. If it fails, copies files of the initial model that match the patterns."""
         try:
             write()
         except Exception as error:
             if durable.disk_trouble(error) is not None:
                 raise
-            reason = f"{what} cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            is_copied = _copy(engine, patterns, folder)
-            lacks += [] if is_copied else [reason]
-            _say_once(f"{reason}; " + ("the model's own is copied" if is_copied else f"{folder.name} goes without it"))
-    return lacks
+            error_text = " ".join(str(error).split())[:300]
+            reason = f"{what} cannot be saved: {type(error).__name__}: {error_text}"
+            if self._copy(patterns):
+                _say_once(f"{reason}; the model's own is copied")
+            else:
+                self.missing.append(reason)
+                _say_once(f"{reason}; {self._folder.name} goes without it")
+
+    def _copy(self, patterns: Sequence[str]) -> bool:
+        """Copies the initial model's files. Returns False if there are none, and for a critic."""
+        settings = self._engine.config.model
+        config_file = present_file(settings.path, "config.json", settings.revision)
+        if config_file is None or not self._engine.model.can_generate():
+            return False
+        is_copied = False
+        for pattern in patterns:
+            for path in config_file.parent.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, self._folder / path.name)
+                    is_copied = True
+        return is_copied
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """Writes the config as transformers' save_pretrained does. Code first: it may change the config that names it."""
+    """Writes the config as transformers' save_pretrained does.
+
+    The code is written first, because it may change the config.
+    """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -122,17 +184,6 @@ def _write_generation(model: Any, folder: Path) -> None:
 def _write_tokenizer(engine: DeepSpeedModel, tokenizer: Any, folder: Path) -> None:
     """Writes the tokenizer, and a vision model's processor files."""
     tokenizer.save_pretrained(folder)
-    for name, contents in engine.layout.files if engine.layout else ():
-        durable.write_file(folder / name, contents)
-
-
-def _copy(engine: DeepSpeedModel, patterns: tuple[str, ...], folder: Path) -> bool:
-    """Copies files of the initial model. Returns False if it has none, or for a critic, whose config is another one."""
-    given = engine.config.model
-    found = present_file(given.path, "config.json", given.revision)
-    if found is None or not engine.model.can_generate():
-        return False
-    files = [file for pattern in patterns for file in found.parent.glob(pattern) if file.is_file()]
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-    return bool(files)
+    if engine.layout is not None:
+        for name, contents in engine.layout.files:
+            durable.write_file(folder / name, contents)

@@ -1,7 +1,8 @@
-"""Schedule of checkpoints: every so many steps, or every ten minutes, and before an end that somebody asked for.
+"""Schedule of checkpoints: after so many steps, or ten minutes, and when the run is asked to end.
 
-They are always saved between two batches of rollouts, where cursor and weights agree. Saving leaves no trace in the
-run, which trains to the same bits with or without it. Minutes are those of rank 0's clock, which decides for all ranks.
+Checkpoints are always saved between two batches of rollouts, where cursor and weights agree. Saving
+leaves no trace in the run, which trains to the same bits with or without it. The minutes are those
+of rank 0's clock, which decides for all ranks.
 """
 
 import time
@@ -17,11 +18,16 @@ from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
 from trainer.save import checkpoint
 from trainer.save.checkpoint import Progress
-from trainer.save.disk import on_rank_0, retry_on_disk_trouble
+from trainer.save.disk import retry_on_disk_trouble, sharing_disk_trouble
+
+_INTERVAL_S = 600  # between checkpoints, if trainer.save_steps is not set
 
 
 class Saver:
-    """Saves checkpoints when due. Every rank calls every method. Minutes count from the last save, or from creation."""
+    """Saves checkpoints when they are due. Every rank calls every method.
+
+    The ten minutes are counted from the last save, or from this object's creation.
+    """
 
     def __init__(  # noqa: PLR0913 two models, and all that a checkpoint is made of
         self,
@@ -31,42 +37,73 @@ class Saver:
         exchange: Exchange,
         tokenizer: Any,
         say: Callable[[str], None],
-        sync_history: Callable[[], None],  # on rank 0: makes records of the steps so far survive a crash
+        sync_history: Callable[[], None],  # on rank 0: makes the steps' records survive a crash
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
         step: int,
     ):
-        self.config, self.engine, self.critic, self.exchange = config, engine, critic, exchange
-        self.tokenizer, self._say = tokenizer, say
-        self._sync_history, self._seconds = sync_history, seconds
+        self.config = config
+        self.engine = engine
+        self.critic = critic
+        self.exchange = exchange
+        self.tokenizer = tokenizer
+        self._say = say
+        self._sync_history = sync_history
+        self._seconds = seconds
         self.saved_step = step  # the step of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
 
     def save_if_due(self, progress: Progress) -> None:
-        """Saves after a batch if a step of it reached a multiple of save_steps, or without those every ten minutes."""
-        every, step = self.config.trainer.save_steps, progress.step
-        if every is None:
-            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= 600)
+        """Saves after a batch that reached a multiple of trainer.save_steps.
+
+        Without trainer.save_steps it saves if the last save is ten minutes ago.
+        """
+        save_steps = self.config.trainer.save_steps
+        if save_steps is None:
+            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _INTERVAL_S)
+        elif save_steps == 0:
+            is_due = False
         else:
-            is_due = every > 0 and step // every > (step - self.config.algorithm.steps_per_batch) // every
+            step_before = progress.step - self.config.algorithm.steps_per_batch
+            is_due = progress.step // save_steps > step_before // save_steps
         if is_due:
             self._save(progress)
 
     def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
-        """Saves the state after the last whole batch, unless a step of the next one has moved the weights already."""
+        """Saves if the run is between two batches.
+
+        Otherwise it says which checkpoint is the newest. Inside a batch the steps of the batch have
+        moved the weights already.
+        """
         if not self.config.trainer.saves_checkpoints or progress.step == self.saved_step:
             return
         if is_between_batches:
             self._save(progress)
         elif self.exchange.rank == 0:
-            done = f"interrupted inside a batch of {self.config.algorithm.steps_per_batch} steps"
-            self._say(f"{done}: the newest checkpoint is still that of step {self.saved_step}")
+            num_steps = self.config.algorithm.steps_per_batch
+            self._say(
+                f"interrupted inside a batch of {num_steps} steps: "
+                f"the newest checkpoint is still that of step {self.saved_step}"
+            )
 
     def _save(self, progress: Progress) -> None:
         report_progress(f"saving the checkpoint of step {progress.step}")
         start = time.monotonic()
         # a checkpoint must not outlive the records of the steps before it
-        retry_on_disk_trouble(self.exchange, "the run's history", lambda: on_rank_0(self.exchange, self._sync_history))
-        folder, keep = self.config.run.output_dir / CHECKPOINTS, self.config.trainer.save_limit
-        checkpoint.save(self.engine, self.exchange, self.tokenizer, folder, progress, keep, self.critic)
-        self.saved_step, self._saved_at = progress.step, time.monotonic()
+        retry_on_disk_trouble(self.exchange, "the run's history", self._sync_history_on_rank_0)
+        checkpoint.save(
+            self.engine,
+            self.exchange,
+            self.tokenizer,
+            self.config.run.output_dir / CHECKPOINTS,
+            progress,
+            self.config.trainer.save_limit,
+            self.critic,
+        )
+        self.saved_step = progress.step
+        self._saved_at = time.monotonic()
         self._seconds["timing/checkpoint_s"] += time.monotonic() - start
+
+    def _sync_history_on_rank_0(self) -> None:
+        with sharing_disk_trouble(self.exchange):
+            if self.exchange.rank == 0:
+                self._sync_history()

@@ -1,15 +1,18 @@
-"""Writer of parameters as a committed weight version that the sampler can verify. Every rank takes part.
+"""Writer of a weight version, which the sampler can verify. Every rank takes part.
 
-Ranks write their own contiguous slice of the model, of about equal bytes, side by side; rank 0 adds the manifest and
-commits with one rename. The canary is scored by the trainer itself under the very weights that are written, and every
-tensor's checksum is taken where the tensor is: on a GPU before it is copied to the host.
+    snapshot ─► every rank writes a safetensors file ─► rank 0 writes the manifest, syncs, renames
+
+Each rank writes a contiguous share of the model, and the shares have about equal sizes. The canary
+is scored by the trainer itself under the very weights that are written. Every tensor's checksum is
+taken where the tensor is, on a GPU before the tensor is copied to the host.
 """
 
 import base64
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,124 +28,171 @@ from model.checksum import Checksums
 from model.files import lora
 from model.files.images import canary_image
 from model.packing import pack
+from trainer.engine.exported import Exported
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
-from trainer.save.disk import on_all_ranks, on_rank_0, retry_on_disk_trouble
+from trainer.save.disk import retry_on_disk_trouble, sharing_disk_trouble
 from trainer.save.host_copies import HostCopies
-from trainer.save.model_files import slices, tensor_file
+from trainer.save.model_files import slices, write_safetensors
 
-_CANARY_SEQUENCES, _CANARY_LENGTH, _CANARY_PROMPT = 2, 32, 4
+_CANARY_SEQUENCES = 2
+_CANARY_LENGTH = 32  # tokens of a sequence, with its prompt
+_CANARY_PROMPT = 4  # tokens of its prompt
 
 
 def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
-    """Returns fixed random token sequences with the log-probs that the trainer's forward gives them.
+    """Returns fixed random token sequences with the log-probs of the trainer's forward.
 
-    If the run has images, each prompt shows one, so that the vision tower is verified, too.
+    If the run has images, each prompt shows one, so that the vision tower is verified, too. Every
+    rank calls it.
     """
-    random = np.random.default_rng(0).integers(0, vocab_size, (_CANARY_SEQUENCES, _CANARY_LENGTH))
-    length, image = _CANARY_PROMPT, None
-    if engine.layout is not None:
-        layout = engine.layout
-        random[np.isin(random, (layout.image_token, layout.start, layout.end, layout.video))] = 0
+    shape = (_CANARY_SEQUENCES, _CANARY_LENGTH)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape)
+    prompt_length = _CANARY_PROMPT
+    image = None
+    layout = engine.layout
+    if layout is not None:
+        special_tokens = (layout.image_token, layout.start, layout.end, layout.video)
+        tokens[np.isin(tokens, special_tokens)] = 0
         if engine.config.data.image_key is not None:
             image = canary_image(layout.form)
-            shown = [layout.start, *[layout.image_token] * layout.form.num_tokens(image), layout.end]
-            random = np.insert(random, [length] * len(shown), shown, axis=1)
-            length += len(shown)
-    ids = random.tolist()
-    images = () if image is None else [(image,)] * len(ids)
-    row = pack([(sequence[:length], [sequence[length:]]) for sequence in ids], engine.packing, images)
-    logprobs = [part.tolist() for part in engine.score(row, temperature=1.0).split(row.lengths)]
+            image_tokens = [layout.image_token] * layout.form.num_tokens(image)
+            shown = [layout.start, *image_tokens, layout.end]
+            tokens = np.insert(tokens, [prompt_length] * len(shown), shown, axis=1)
+            prompt_length += len(shown)
+    token_ids = tokens.tolist()
+    groups = [(ids[:prompt_length], [ids[prompt_length:]]) for ids in token_ids]
+    images = () if image is None else [(image,)] * len(groups)
+    row = pack(groups, engine.packing, images)
+    scores = engine.score(row, temperature=1.0)
+    logprobs = [sequence.tolist() for sequence in scores.split(row.lengths)]
     if image is None:
-        return Canary(length, ids, logprobs)
-    return Canary(length, ids, logprobs, base64.b64encode(image.png).decode(), list(image.grid_thw))
+        return Canary(prompt_length, token_ids, logprobs)
+    png = base64.b64encode(image.png).decode()
+    return Canary(prompt_length, token_ids, logprobs, png, list(image.grid_thw))
 
 
 class Changes:
-    """The file that this rank published last, so that the next version holds only changes. All ranks count the same."""
+    """This rank's newest published file, to which the next version may be a delta.
+
+    Every weights.full_every-th version is whole. All ranks count alike.
+    """
 
     def __init__(self, full_every: int):
-        self._full_every, self._count = full_every, 0
-        self._data = self._next = memoryview(b"")
+        self._full_every = full_every
+        self._count = 0  # versions published so far
         self._published: Published | None = None
+        self._published_file = memoryview(b"")
+        self._new_file = memoryview(b"")
 
     @property
     def base(self) -> Published | None:
-        """Returns the version that the next one's changes are based on; None if the next is published whole."""
-        return self._published if self._count % self._full_every else None
+        """The version to which the next one is a delta, or None if the next one is whole."""
+        if self._count % self._full_every == 0:
+            return None
+        return self._published
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes this rank's file, whole or as changes. Returns its path."""
-        if self._full_every == 1:
-            pieces.write(path, tensor_file(tensors), digests=False)
+        """Writes this rank's file. Returns its path, which ends in .delta if the file is a delta."""
+        if self._full_every == 1:  # nothing needs the bytes in memory
+            pieces.write(path, partial(write_safetensors, tensors), digests=False)
             return path
-        tensor_file(tensors)(whole := io.BytesIO())
-        self._next = whole.getbuffer()
-        parts: Iterable[Any] = [self._next]
-        if self.base:
-            path, parts = path.with_name(path.name + delta.SUFFIX), delta.pack(self._data, self._next)
-        pieces.write(path, lambda file: [file.write(part) for part in parts], digests=False)
-        return path
+        buffer = io.BytesIO()
+        write_safetensors(tensors, buffer)
+        self._new_file = buffer.getbuffer()
+        if self.base is None:
+            pieces.write(path, lambda file: file.write(self._new_file), digests=False)
+            return path
+        delta_path = path.with_name(path.name + delta.SUFFIX)
+        pieces.write(delta_path, self._write_delta, digests=False)
+        return delta_path
+
+    def _write_delta(self, file: Any) -> None:
+        for piece in delta.pack(self._published_file, self._new_file):
+            file.write(piece)
 
     def committed(self, published: Published) -> None:
-        self._data, self._published, self._count = self._next, published, self._count + 1
+        """Makes the version that was just written the base of the next one."""
+        self._published = published
+        self._published_file = self._new_file
+        self._count += 1
+
+
+@dataclass(frozen=True)
+class ManifestEntries:
+    """A rank's entries in the manifest."""
+
+    files: dict[str, int] = field(default_factory=dict)  # sizes in bytes, by name
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in memory, on one rank: its slice of the parameters, and the other contents of the manifest."""
+    """A version in memory on one rank: a share of the parameters, and contents of the manifest."""
 
     name: VersionName
-    file: str | None  # name of this rank's file; None if it has no slice
+    file: str | None  # the name of this rank's file, or None if the rank has no share
     tensors: Mapping[str, Tensor]  # the tensors of this rank's file, on the host
-    on_device: Mapping[str, TensorInfo]  # infos of tensors that came from a GPU, taken there
+    on_device: Mapping[str, TensorInfo]  # infos of those that came from a GPU, taken there
     canary: Canary
-    adapter_settings: bytes | None  # peft's; None for a whole model
+    adapter_settings: bytes | None  # peft's, or None for a whole model
 
     def write(self, ranks: Exchange, changes: Changes) -> Published:
-        """Writes and commits the version, on every rank; rank 0 has the result. Raises DiskTrouble or Interrupted."""
+        """Writes and commits the version. Every rank calls it. Raises DiskTrouble or Interrupted.
 
-        def prepare() -> None:
-            durable.remove_dir(self.name.temporary)
-            durable.remove_dir(self.name.final)  # left by an attempt that failed after its rename; no sampler knows it
-            self.name.temporary.mkdir(parents=True, mode=0o700)
-
-        def attempt() -> Published:
-            own: dict[str, Any] = {"files": {}, "tensors": {}}
-            found = [Published(self.name.version, str(self.name.final), "")]
-            on_rank_0(ranks, prepare)
-            on_all_ranks(ranks, lambda: own.update(self._write_own(changes)))
-            of_ranks = [json.loads(text) for text in ranks.gather(json.dumps(own))]
-            on_rank_0(ranks, lambda: found.append(self._commit(of_ranks, changes.base)))
-            return found[-1]
-
-        published = retry_on_disk_trouble(ranks, f"version {self.name.version}", attempt, self.name.temporary)
+        Returns the version's address. Only rank 0's has the manifest's digest.
+        """
+        what = f"version {self.name.version}"
+        attempt = partial(self._write_once, ranks, changes)
+        published = retry_on_disk_trouble(ranks, what, attempt, self.name.temporary)
         changes.committed(published)
         return published
 
-    def _write_own(self, changes: Changes) -> dict[str, Any]:
-        """Writes this rank's file to the disk. Returns its entries in the manifest."""
-        if self.file is None:
-            return {}
-        path = changes.write(self.name.temporary / self.file, self.tensors)
+    def _write_once(self, ranks: Exchange, changes: Changes) -> Published:
+        with sharing_disk_trouble(ranks):
+            if ranks.rank == 0:
+                durable.remove_dir(self.name.temporary)
+                # left by an attempt that failed after its rename; no sampler knows of it
+                durable.remove_dir(self.name.final)
+                self.name.temporary.mkdir(parents=True, mode=0o700)
+        entries = ManifestEntries()
+        with sharing_disk_trouble(ranks):
+            if self.file is not None:
+                entries = self._write_file(self.file, changes)
+        entries_as_json = ranks.gather(json.dumps(asdict(entries)))
+        published = Published(self.name.version, str(self.name.final), "")
+        with sharing_disk_trouble(ranks):
+            if ranks.rank == 0:
+                published = self._commit(entries_as_json, changes.base)
+        return published
+
+    def _write_file(self, file: str, changes: Changes) -> ManifestEntries:
+        """Writes this rank's file. Returns its entries in the manifest."""
+        path = changes.write(self.name.temporary / file, self.tensors)
         failpoint("weights.shard")
         sums = Checksums()
         for name, tensor in self.tensors.items():
             if name not in self.on_device:
                 sums.add(name, tensor)
-        return {
-            "files": {path.name: path.stat().st_size},
-            "tensors": {name: asdict(info) for name, info in {**self.on_device, **sums.infos()}.items()},
-        }
+        infos = {**self.on_device, **sums.infos()}
+        return ManifestEntries({path.name: path.stat().st_size}, infos)
 
-    def _commit(self, of_ranks: Sequence[dict[str, Any]], base: Published | None) -> Published:
+    def _commit(self, entries_as_json: Sequence[str], base: Published | None) -> Published:
+        """Writes the manifest and makes the version visible. entries_as_json: of every rank."""
+        files: dict[str, int] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for text in entries_as_json:
+            entries = json.loads(text)
+            files |= entries["files"]
+            for tensor, info in entries["tensors"].items():
+                tensors[tensor] = TensorInfo(**info)
         name = self.name
-        files = {file: size for own in of_ranks for file, size in own["files"].items()}
-        tensors = {tensor: TensorInfo(**info) for own in of_ranks for tensor, info in own["tensors"].items()}
         if self.adapter_settings is not None:
             durable.write_file(name.temporary / lora.SETTINGS, self.adapter_settings)
             files[lora.SETTINGS] = len(self.adapter_settings)
-        manifest = Manifest(name.run_id, name.incarnation, name.version, files, tensors, self.canary, base)
+        manifest = Manifest(
+            name.run_id, name.incarnation, name.version, files, tensors, self.canary, base
+        )
         return weights.commit(name, manifest)
 
 
@@ -154,32 +204,45 @@ def snapshot(
     copies: bool,
     memory: HostCopies,
 ) -> Snapshot:
-    """Scores the canary and takes this rank's slice of the parameters.
+    """Scores the canary and takes this rank's share of the parameters. Every rank calls it.
 
-    copies: the slice must outlive the next optimizer step. It may then be written in a thread, if the Exchange that
-    `write` gets is that thread's own. Tensors on a GPU are copied in any case.
-    memory: holds the copies of the version before, which nobody reads any more.
+    copies: whether the share must outlive the next optimizer step, because it is written in a
+    thread. The Exchange that `write` gets must then be that thread's own. Tensors on a GPU are
+    copied in any case. memory: holds the copies of the version before, which nobody reads any more.
     """
-    settings, rank = engine.published_settings, exchange.rank
-    if settings is None:
-        files = [weights.shard_name(rank, exchange.world_size) for rank in range(exchange.world_size)]
-    else:
-        files = [lora.WEIGHTS]  # peft and vLLM read one file
-    scored = canary(engine, min(vocab_size, engine.model.get_input_embeddings().num_embeddings))
-    shares = dict(zip(files, slices([tensor.form.nbytes for tensor in engine.tensors], len(files)), strict=True))
-    file = files[rank] if rank < len(files) else None
-    own = [engine.tensors[i] for i in shares[file]] if file is not None else []
-    memory.make_room([tensor.form.nbytes for tensor in own])
-    wanted = {tensor.name for tensor in own}
+    num_embeddings = engine.model.get_input_embeddings().num_embeddings
+    scored_canary = canary(engine, min(vocab_size, num_embeddings))
+    file, tensors_of_file = _share(engine, exchange)
+    memory.make_room([tensor.form.nbytes for tensor in tensors_of_file])
+    names = {tensor.name for tensor in tensors_of_file}
     sums = Checksums()
 
     def to_host(key: str, tensor: Tensor) -> Tensor:
         is_on_device = devices.is_accelerator(tensor.device)
         if is_on_device:
             sums.add(key, tensor)
-        return memory.copy(key, tensor) if copies or is_on_device else tensor.contiguous()
+        if copies or is_on_device:
+            return memory.copy(key, tensor)
+        return tensor.contiguous()
 
-    tensors = dict(engine.gathered_tensors(engine.tensors, lambda key: key in wanted, to_host))  # all ranks gather
+    gathered = engine.gathered_tensors(engine.tensors, names.__contains__, to_host)
+    tensors = dict(gathered)  # all ranks gather all tensors
     on_device = sums.infos()
     devices.synchronize()
-    return Snapshot(name, file, tensors, on_device, scored, settings)
+    return Snapshot(name, file, tensors, on_device, scored_canary, engine.published_settings)
+
+
+def _share(engine: PolicyEngine, exchange: Exchange) -> tuple[str | None, Sequence[Exported]]:
+    """Returns the name of this rank's file and its tensors, or (None, []) without a file."""
+    rank = exchange.rank
+    if engine.published_settings is None:
+        file = weights.shard_name(rank, exchange.world_size)
+        num_files = exchange.world_size
+    else:
+        file = lora.WEIGHTS
+        num_files = 1  # peft and vLLM read one file
+    if rank >= num_files:
+        return None, []
+    sizes = [tensor.form.nbytes for tensor in engine.tensors]
+    indices = slices(sizes, num_files)[rank]
+    return file, [engine.tensors[i] for i in indices]
