@@ -1,12 +1,17 @@
-"""The moving reference (reference.sync_steps): the policy of every n-th step (TR-DPO, arXiv 2404.09656, with α = 1).
+"""The moving reference (reference.sync_steps): the policy of every n-th step.
 
-    RUN/reference/step_000040/     a Hugging Face folder of the version that the samplers got, with its manifest
+This is the hard update of TR-DPO (arXiv 2404.09656), with α = 1.
 
-Every rank loads it from this folder and compares its tensors with the manifest's checksums, as samplers do. The step's
-number determines the reference of a step, so a resumed run loads the one that its checkpoint trained with.
+    RUN/reference/step_000040/     a Hugging Face folder of the version that the samplers got,
+                                   with its manifest
+
+Every rank loads the reference from this folder and compares its tensors with the manifest's
+checksums, as samplers do. The step's number determines the reference of a step, so a resumed run
+loads the reference with which its checkpoint trained.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +30,80 @@ from trainer.save.disk import reporting_failed_deletion, write_folder
 
 
 class MovingReference:
-    """The reference that is replaced by the policy of every n-th step. Every rank calls every method."""
+    """The reference that is replaced by the policy of every n-th step.
 
-    def __init__(self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Any):
-        self.config, self._engine, self._ranks, self._tokenizer = config, engine, ranks, tokenizer
-        self._reference, self._every = reference, config.reference.sync_steps
-        self._folder, self._present = config.run.output_dir / "reference", 0
+    Every rank calls every method.
+    """
 
-    def _step_for(self, step: int) -> int:
-        """Returns the step whose policy is the reference after `step`; 0: the policy that the run started with."""
-        return step // self._every * self._every if self._every else 0
+    def __init__(
+        self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Any
+    ):
+        self.config = config
+        self._engine = engine
+        self._ranks = ranks
+        self._tokenizer = tokenizer
+        self._reference = reference
+        self._sync_steps = config.reference.sync_steps
+        self._folder = config.run.output_dir / "reference"
+        self._present_step = 0  # the step whose policy the reference is; 0 = the run's first policy
+
+    def _reference_step(self, step: int) -> int:
+        """Returns the step whose policy is the reference after `step`; 0 = the first policy."""
+        if not self._sync_steps:
+            return 0
+        return step // self._sync_steps * self._sync_steps
 
     def is_due(self, step: int) -> bool:
-        return self._step_for(step) != self._present
+        """Returns whether the reference after `step` is another than the present one."""
+        return self._reference_step(step) != self._present_step
 
     def follow(self, step: int, published: Published) -> None:
-        """Replaces the reference. published: `step`'s version, on disk. Raises UserError if a needed one is gone."""
-        self._present = self._step_for(step)
-        folder = step_dir(self._folder, self._present)
-        report_progress(f"making the policy of step {self._present} the reference")
-        if self._present == step:
-            write_folder(self._ranks, folder, lambda new: self._keep(new, published))
+        """Replaces the reference. published: the version of `step`, which is on the disk.
+
+        Raises UserError if the folder of an earlier step that is needed is gone, and Retryable if
+        the loaded tensors differ from those that were published.
+        """
+        self._present_step = self._reference_step(step)
+        folder = step_dir(self._folder, self._present_step)
+        report_progress(f"making the policy of step {self._present_step} the reference")
+        if self._present_step == step:
+            write_folder(self._ranks, folder, partial(self._write, published))
         elif not self._ranks.agree(folder.is_dir()):
-            raise UserError(f"{folder} is gone, the reference since step {self._present}; start a run without resume")
+            raise UserError(
+                f"{folder} is gone, the reference since step {self._present_step}; "
+                "start a run without resume"
+            )
         assert self._reference is not None
         self._reference.replace(str(folder))
-        expected, found = tensors_of(folder), {}
-        for tensor in exported(self._reference.model, self.config.lora):
-            with gathered(tensor.parameters):
-                found[tensor.name] = describe(tensor.make())
-        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
-            raise Retryable(f"{folder}: {wrong[0]} is {found.get(wrong[0])}, published was {expected.get(wrong[0])}")
+        self._require_published_tensors(folder)
         if self._ranks.rank == 0:
             with reporting_failed_deletion("an old reference"):
                 self._prune()
 
-    def _keep(self, folder: Path, published: Published) -> None:
+    def _write(self, published: Published, folder: Path) -> None:
+        """Writes a published version, with its manifest, as the folder of a reference."""
         keep_version(folder, published, self._engine, self._tokenizer)
         shutil.copyfile(Path(published.weights_dir) / MANIFEST, folder / MANIFEST)
 
+    def _require_published_tensors(self, folder: Path) -> None:
+        """Raises Retryable if the reference's tensors differ from the manifest in its folder."""
+        expected = tensors_of(folder)
+        loaded = {}
+        for tensor in exported(self._reference.model, self.config.lora):
+            with gathered(tensor.parameters):
+                loaded[tensor.name] = describe(tensor.make())
+        for name in sorted({*loaded, *expected}):
+            if loaded.get(name) != expected.get(name):
+                raise Retryable(
+                    f"{folder}: {name} is {loaded.get(name)}, published was {expected.get(name)}"
+                )
+
     def _prune(self) -> None:
-        """Removes references with which no kept checkpoint would resume."""
-        resumed = (int(path.name.removeprefix("step_")) for path in checkpoints(self.config.run.output_dir))
-        needed = {step_dir(self._folder, step) for step in (self._present, *map(self._step_for, resumed))}
-        for path in {*step_dirs(self._folder)} - needed:
-            durable.remove_dir(path)
+        """Deletes the references that neither this run nor a resume from a checkpoint needs."""
+        needed = {step_dir(self._folder, self._present_step)}
+        for checkpoint in checkpoints(self.config.run.output_dir):
+            step = int(checkpoint.name.removeprefix("step_"))
+            needed.add(step_dir(self._folder, self._reference_step(step)))
+        for folder in step_dirs(self._folder):
+            if folder not in needed:
+                durable.remove_dir(folder)
