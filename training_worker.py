@@ -1,4 +1,4 @@
-"""The trainer on one rank: `deepspeed training_worker.py --config configs/quickstart.yaml [key=value …]`.
+"""The trainer on one rank: `deepspeed training_worker.py --config CONFIG [key=value …]`.
 
 Settings and batch arithmetic are checked before torch is imported, so that a mistake costs seconds.
 """
@@ -17,10 +17,13 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if "RANK" in os.environ:  # a killed launcher must not leave ranks behind
         exits.die_with_parent()
-    exits.end_in_time("deepspeed.launcher.launch" if "CROSS_RANK" in os.environ else "")  # that launcher sets it
+    if "CROSS_RANK" in os.environ:  # set by this launcher only
+        exits.end_in_time("deepspeed.launcher.launch")
+    else:
+        exits.end_in_time()
 
-    # Rows differ in length, and fixed segments of a GPU's memory would leave pieces too small to use.
-    # PYTORCH_ALLOC_CONF or a vendor's variable for it is the user's choice.
+    # Rows differ in length, so fixed segments of a GPU's memory would leave unusably small pieces.
+    # If PYTORCH_ALLOC_CONF or a vendor's variable for it is set, the user has chosen.
     if not any(name.endswith("_ALLOC_CONF") for name in os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 

@@ -1,4 +1,7 @@
-"""Start of the trainer from a checked config: cheap checks, process group, checkpoint, model, then the loop."""
+"""Start of the trainer from a checked config.
+
+The order is: cheap checks, process group, checkpoint, models, rehearsal, then the loop.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +34,67 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Trains until the end of the run. Raises UserError, Retryable or PeerEnded."""
     if config.trainer.epochs is not None:
-        raise UserError("trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps")
+        raise UserError(
+            "trainer.epochs is counted by bash launch.sh run; here set trainer.max_steps"
+        )
     require_models(config)
-    output_dir = config.run.output_dir
-    rank, limits = int(os.environ.get("RANK", "0")), config.channel
-    log = sampler_log(output_dir, "sampler.0")
+    rank = int(os.environ.get("RANK", "0"))
+    limits = config.channel
+    peer_log = sampler_log(config.run.output_dir, "sampler.0")
+    watchdog = Watchdog(
+        f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, peer_log
+    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(Watchdog(f"trainer rank {rank}", limits.stall_timeout_s, limits.connect_timeout_s, log))
+        stack.enter_context(watchdog)
         if rank == 0:
-            in_use = lambda holder: UserError(  # noqa: E731
-                f"{output_dir} is used by another trainer ({holder}); stop it, or set run.output_dir to a new folder"
-            )
-            stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, in_use))
-            if config.run.replay is None:
-                address.require_free(config)
+            _reserve(config, stack)
         stack.enter_context(out_of_memory.with_memory_advice("trainer"))
-        what = f"the trainer does not start with {config.model.path}"
-        # another rank may fail because rank 0 did
-        with raising_permanent_errors(what) if rank == 0 else contextlib.nullcontext():
-            trainer = _build_trainer(config, rank, stack)
-        exits.limit_time(config.trainer.max_hours if rank == 0 else None)  # rank 0's clock decides for all ranks
-        saved = "with a checkpoint" if config.trainer.saves_checkpoints else "without one (trainer.save_steps=0)"
-        exits.defer_interrupts(f"stopping after this step, {saved}; again to stop at once" if rank == 0 else "")
+        trainer = _start(config, rank, stack)
+        # rank 0's clock decides for all ranks, and rank 0 answers an interrupt for all
+        exits.limit_time(config.trainer.max_hours if rank == 0 else None)
+        exits.defer_interrupts(_interrupt_note(config) if rank == 0 else "")
         trainer.run()
 
 
+def _reserve(config: Config, stack: contextlib.ExitStack) -> None:
+    """Locks the run folder while `stack` is open. Raises UserError if folder or port are taken."""
+    output_dir = config.run.output_dir
+
+    def in_use(holder: str) -> UserError:
+        return UserError(
+            f"{output_dir} is used by another trainer ({holder}); "
+            "stop it, or set run.output_dir to a new folder"
+        )
+
+    stack.enter_context(durable.lock(output_dir / TRAINER_LOCK, in_use))
+    if config.run.replay is None:
+        address.require_free(config)
+
+
+def _interrupt_note(config: Config) -> str:
+    """Returns the message to the user at the first interrupt."""
+    saved = "with a checkpoint"
+    if not config.trainer.saves_checkpoints:
+        saved = "without one (trainer.save_steps=0)"
+    return f"stopping after this step, {saved}; again to stop at once"
+
+
+def _start(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
+    """Builds the trainer. On rank 0 an error that the next start would repeat becomes a UserError.
+
+    Another rank may fail only because rank 0 did, so its error says nothing about the next start.
+    """
+    if rank != 0:
+        return _build_trainer(config, rank, stack)
+    with raising_permanent_errors(f"the trainer does not start with {config.model.path}"):
+        return _build_trainer(config, rank, stack)
+
+
 def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
-    """Builds a trainer and fails early: on a wrong checkpoint before ranks meet, on a taken port before models load."""
+    """Builds a trainer, and fails early.
+
+    A wrong checkpoint is reported before ranks meet, and a taken port before models load.
+    """
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
     from trainer.engine.deepspeed_model import init_distributed
@@ -73,26 +110,32 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
     tokenizer = _tokenizer_to_save(config)
 
     stream = resume.stream_settings(config)
-    resume_from, run_id, rank_zero = "", secrets.token_hex(8), None
+    resume_from = ""
     if rank == 0:
         resume_from = resume.find_checkpoint(config, exits.say)
         if resume_from:
             resume.read_progress(Path(resume_from), stream)
     init_distributed(config)
     exchange = connect(config)
-    resume_from, run_id = resume.verified(config, resume_from, exchange, exits.say), exchange.broadcast_text(run_id)
+    resume_from = resume.verified(config, resume_from, exchange, exits.say)
+    run_id = exchange.broadcast_text(secrets.token_hex(8))
     progress = checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, stream)
+    resumed_at: tuple[int | None, int | None] = (None, None)
     if resume_from:
         progress = resume.read_progress(Path(resume_from), stream)
+        resumed_at = (progress.step, progress.policy_version)
+    rank_zero = None
     if rank == 0:
-        resumed_at = (progress.step, progress.policy_version) if resume_from else (None, None)
-        rank_zero = open_rank_zero(stack, config, progress.run_id, progress.batch, progress.cursor, resumed_at)
+        rank_zero = open_rank_zero(
+            stack, config, progress.run_id, progress.batch, progress.cursor, resumed_at
+        )
+
     engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
-    tokens = min(len(tokenizer), vocabulary(config.model))
-    critic = _critic(config, exchange, tokens)
+    vocab_size = min(len(tokenizer), vocabulary(config.model))
+    critic = _critic(config, exchange, vocab_size)
     if resume_from:
         checkpoint.restore(engine, Path(resume_from), critic)
-    reference = _reference(config, engine, exchange, tokens)
+    reference = _reference(config, engine, exchange, vocab_size)
     if rank == 0 and engine.packing == "separate":
         exits.say("rows are separate: the layers of this model cannot share a group's prompt")
     trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
@@ -130,7 +173,10 @@ def _reference(
 
 
 def _tokenizer_to_save(config: Config) -> Any:
-    """Loads the tokenizer with the chat template of training, without which a base model's final/ could not chat."""
+    """Returns the tokenizer with the chat template of training.
+
+    Without the template a base model's final/ could not chat.
+    """
     tokenizer = tokenizer_of(config.model)
     if config.prompt.chat_template is not None:
         tokenizer.chat_template = config.prompt.chat_template.read_text(encoding="utf-8")
