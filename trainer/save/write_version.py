@@ -93,7 +93,7 @@ class Changes:
         return self._published
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes this rank's file. Returns its path, which ends in .delta if the file is a delta."""
+        """Writes this rank's file. Returns its path, which ends in .delta for a delta."""
         if self._full_every == 1:  # nothing needs the bytes in memory
             pieces.write(path, partial(write_safetensors, tensors), digests=False)
             return path
