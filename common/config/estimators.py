@@ -1,6 +1,6 @@
 """The advantage estimators by name, and what each name means for the other settings.
 
-Their formulas are in trainer/algorithm/advantages.py, which has the same names; those that need a critic in gae.py and
+Their formulas are in trainer/algorithm/estimators.py, which has the same names; those that need a critic in gae.py and
 segments.py beside it. A user's own estimator is none of these names and has the values of OWN.
 """
 

@@ -19,15 +19,13 @@ from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
-    EPS,
-    group_advantages,
     has_advantage,
     is_dead_group,
-    normalized_sum,
     shaped_rewards,
     soft_overlong_punishment,
     step_advantages,
 )
+from trainer.algorithm.estimators import EPS, group_advantages, normalized_sum
 
 
 def settings(rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:

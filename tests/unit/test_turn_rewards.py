@@ -21,7 +21,8 @@ from sampler.engine.completions import Completion
 from sampler.turns.episode import Episode, as_rollout
 from tests.support.configs import config_of
 from tests.support.training_groups import with_rewards
-from trainer.algorithm.advantages import EPS, is_dead_group, step_advantages
+from trainer.algorithm.advantages import is_dead_group, step_advantages
+from trainer.algorithm.estimators import EPS
 from trainer.algorithm.gae import token_rewards
 from trainer.data.tensors import micro_batch, step_denominator
 from trainer.record.stats import samples_records
