@@ -15,11 +15,11 @@ from tests.support import oracle
 from trainer.algorithm.gae import gae
 from trainer.algorithm.segments import (
     SegmentSums,
+    cut_into_segments,
     next_threshold,
     sampled_scores,
-    segment,
     segment_ends,
-    sums_of,
+    sum_segments,
     token_group_metrics,
 )
 
@@ -46,7 +46,7 @@ def test_a_segment_pools_rewards_and_bootstraps_from_the_next_ones_first_value()
     # segments (0, 1) and (2, 3) by size. R = (0, 1), V at starts = (.5, .25), γ = 1, λ = .5:
     # A_1 = 1 − .25 = .75, A_0 = (0 + .25 − .5) + .5 · .75 = .125; returns (.625, 1)
     rewards, values = np.array([0.0, 0.0, 0.0, 1.0]), np.array([0.5, 9.0, 0.25, -9.0])
-    found = segment(rewards, values, np.zeros(4), 1.0, 1.0, 0.5, fixed(group_max_size=2))
+    found = cut_into_segments(rewards, values, np.zeros(4), 1.0, 1.0, 0.5, fixed(group_max_size=2))
     assert found.starts.tolist() == [0, 2]
     assert found.ends.tolist() == [1, 3]
     assert found.sizes.tolist() == [2, 2]
@@ -66,7 +66,7 @@ def test_segments_are_those_of_a_search_that_computes_everything_anew(
 ) -> None:
     rewards, values, scores = np.array(rows).T
     params = fixed(segment_rule=rule, group_max_size=longest)
-    found = segment(rewards, values, scores, tau, gamma, lam, params)
+    found = cut_into_segments(rewards, values, scores, tau, gamma, lam, params)
     expected = oracle.cut(rewards.tolist(), values.tolist(), scores.tolist(), tau, gamma, lam, longest, 1e-6, rule)
     assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == expected.segments
     assert found.advantages.tolist() == pytest.approx(expected.advantages, abs=1e-10)
@@ -81,7 +81,7 @@ def test_size_1_and_the_literal_rule_at_a_threshold_of_1_or_more_are_gae_to_the_
 ) -> None:
     rewards, values, scores = np.array(rows).T
     params = fixed(group_max_size=longest if rule == "literal" else 1, segment_rule=rule)
-    found = segment(rewards, values, scores, tau, gamma, lam, params)
+    found = cut_into_segments(rewards, values, scores, tau, gamma, lam, params)
     advantages, returns = gae(rewards, values, gamma, lam)
     assert found.starts.tolist() == found.ends.tolist() == list(range(len(rewards)))
     assert found.token_advantages.tobytes() == found.advantages.tobytes() == advantages.tobytes()
@@ -94,10 +94,10 @@ def test_the_literal_rule_below_1_waits_until_sharing_pays() -> None:
 
 
 def test_a_nan_reward_stays_visible_and_ends() -> None:
-    found = segment(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
+    found = cut_into_segments(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
     assert found.ends[-1] == 1
     assert np.isnan(found.advantages).all()
-    assert next_threshold(2.0, sums_of([found]), GroupParams()) == 2.0
+    assert next_threshold(2.0, sum_segments([found]), GroupParams()) == 2.0
 
 
 def variance(r_ppo: float, r_grpo: float) -> SegmentSums:
@@ -144,6 +144,6 @@ def test_metrics_of_ten_tokens_in_four_segments_and_of_a_step_without_tokens() -
     for sums, segment_loss, expected in (
         (ten, "endpoint", (10, 4, 0.6, 2.5, 2.5, 1.5, 1.5)),
         (ten, "segment", (10, 10, 0.0, 1.0, 2.5, 1.5, 1.5)),
-        (sums_of([]), "endpoint", (0, 0, 0.0, 1.0, 0.0, 1.0, 1.5)),
+        (sum_segments([]), "endpoint", (0, 0, 0.0, 1.0, 0.0, 1.0, 1.5)),
     ):
         assert token_group_metrics(sums, 1.5, segment_loss) == dict(zip(keys, expected, strict=True))

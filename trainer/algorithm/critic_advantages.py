@@ -1,12 +1,14 @@
-"""Advantages and returns of a batch from the critic's values, fixed for all updates on that batch. Pure functions.
+"""Advantages and returns of a batch from the critic's values, fixed for all updates on that batch.
 
-    reward_t    = −β · (log π_old − log π_ref) with kl_in_reward; on the last token also the completion's reward
-    A, return   = GAE(reward, V)                                     gae: trainer/algorithm/gae.py
-                = the same over segments                             group_ppo: trainer/algorithm/segments.py
-    A           ← (A − mean) / (std + eps) over all A of the batch    whiten_advantages
+    reward_t    = −β · (log π_old − log π_ref) with kl_in_reward;
+                  the last token also gets the completion's reward
+    A, return   = GAE(reward, V)                    adv_estimator gae: trainer/algorithm/gae.py
+                = the same over segments            group_ppo: trainer/algorithm/segments.py
+    A           ← (A − mean) / (std + eps)          whiten_advantages: over all A of the batch
 
-Returns are never whitened, because the critic learns rewards on their own scale. Groups of equal rewards are kept,
-because there is no group baseline; masked completions (mask_truncated_completions) count nowhere.
+Returns are never whitened, because the critic learns rewards on their own scale. Groups of equal
+rewards train too, because there is no group baseline. Completions that mask_truncated_completions
+masks count nowhere. All functions are pure.
 """
 
 from collections.abc import Sequence
@@ -16,39 +18,56 @@ import numpy as np
 
 from common.config import Config
 from common.types import Group, Tombstone, without_tombstones
-from trainer.algorithm.advantages import ByGroup, is_unmasked, whiten_tokens
+from trainer.algorithm.advantages import ByGroup, Floats, is_unmasked, whiten_tokens
 from trainer.algorithm.gae import gae, group_token_rewards
-from trainer.algorithm.segments import Positions, Segments, SegmentSums, sampled_scores, segment, sums_of
+from trainer.algorithm.segments import (
+    Positions,
+    Segments,
+    SegmentSums,
+    cut_into_segments,
+    sampled_scores,
+    sum_segments,
+)
 
 PositionsByGroup = dict[int, list[Positions]]
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Holds values, advantages and returns of a batch, with one number per token of each completion of a group.
+    """The values, advantages and returns of a batch, by group id, with an array per completion.
 
-    Group 7 with completions of 2 and 1 tokens has values[7] = [[.5, .25], [.4]]. If only some tokens train, arrays hold
-    one number for each of those: with positions[7] = [[1], [0]], advantages[7] = [[.3], [−.1]].
+    An array has one number per sampled token: if group 7 has completions of 2 and 1 tokens,
+    values[7] = [[.5, .25], [.4]]. If only some tokens train, it has one number for each of those:
+    positions[7] = [[1], [0]] goes with advantages[7] = [[.3], [−.1]].
     """
 
-    values: ByGroup  # the critic's values at the tokens where it learns, before the first update; 0 where masked
+    values: ByGroup  # before the first update, at the tokens where the critic learns; 0 if masked
     advantages: ByGroup
-    returns: ByGroup  # the returns of the tokens at which the critic learns
-    positions: PositionsByGroup = field(default_factory=dict)  # tokens of a completion that train; {} = all
-    value_positions: PositionsByGroup = field(default_factory=dict)  # tokens at which the critic learns; {} = all
-    segments: SegmentSums | None = None
+    returns: ByGroup  # at the tokens where the critic learns
+    positions: PositionsByGroup = field(default_factory=dict)  # tokens that train; {} = all
+    value_positions: PositionsByGroup = field(default_factory=dict)  # the same for the critic
+    segments: SegmentSums | None = None  # over unmasked completions; None without group_ppo
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    """Returns the estimates by GAE. values: the critic's value of every sampled token of every completion."""
+    """Returns the estimates by GAE for every sampled token.
+
+    values: the critic's value of every sampled token of every completion.
+    """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
     advantages: ByGroup = {}
     returns: ByGroup = {}
     for group in alive:
-        pairs = zip(group_token_rewards(group, config), values[group.group_id], strict=True)
-        found = [gae(r, v, algorithm.gamma, algorithm.lam) for r, v in pairs]
-        advantages[group.group_id], returns[group.group_id] = [a for a, _ in found], [r for _, r in found]
+        advantages[group.group_id] = []
+        returns[group.group_id] = []
+        rewards = group_token_rewards(group, config)
+        for token_rewards, token_values in zip(rewards, values[group.group_id], strict=True):
+            token_advantages, token_returns = gae(
+                token_rewards, token_values, algorithm.gamma, algorithm.lam
+            )
+            advantages[group.group_id].append(token_advantages)
+            returns[group.group_id].append(token_returns)
     return Estimates(values, whiten_tokens(alive, advantages, algorithm), returns)
 
 
@@ -59,42 +78,94 @@ def estimate_segments(
     threshold: float,  # τ
     config: Config,
 ) -> Estimates:
-    """Returns the estimates by GROUP PPO. scores: q of each sampled token; None = (1 − p)² from old_logprobs."""
+    """Returns the estimates by GROUP PPO, with one return per segment.
+
+    There is one advantage per segment too if segment_loss is "endpoint", otherwise one per token.
+    values: the critic's value of every sampled token of every completion.
+    scores: q of every sampled token; None = (1 − p)² from old_logprobs.
+    """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
-
-    def cut(group: Group) -> list[Segments]:
-        q = scores[group.group_id] if scores else [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
-        tokens = zip(group_token_rewards(group, config), values[group.group_id], q, strict=True)
-        return [segment(*token, threshold, algorithm.gamma, algorithm.lam, algorithm.group_params) for token in tokens]
-
-    found = {g.group_id: cut(g) for g in alive}
-    masks = algorithm.mask_truncated_completions
-    unmasked = [s for g in alive for r, s in zip(g.rollouts, found[g.group_id], strict=True) if is_unmasked(r, masks)]
-    ends, starts = ({g: [getattr(s, edge) for s in of] for g, of in found.items()} for edge in ("ends", "starts"))
-    carried = "advantages" if algorithm.trains_endpoints else "token_advantages"
+    values_at_starts: ByGroup = {}
+    advantages: ByGroup = {}
+    returns: ByGroup = {}
+    starts: PositionsByGroup = {}
+    ends: PositionsByGroup = {}
+    unmasked: list[Segments] = []
+    for group in alive:
+        group_id = group.group_id
+        group_scores = scores[group_id] if scores else None
+        completions = _cut_group(group, values[group_id], group_scores, threshold, config)
+        values_at_starts[group_id] = [segments.values for segments in completions]
+        returns[group_id] = [segments.returns for segments in completions]
+        starts[group_id] = [segments.starts for segments in completions]
+        if algorithm.trains_endpoints:
+            ends[group_id] = [segments.ends for segments in completions]
+            advantages[group_id] = [segments.advantages for segments in completions]
+        else:
+            advantages[group_id] = [segments.token_advantages for segments in completions]
+        for rollout, segments in zip(group.rollouts, completions, strict=True):
+            if is_unmasked(rollout, algorithm.mask_truncated_completions):
+                unmasked.append(segments)
     return Estimates(
-        values={g: [v[at] for v, at in zip(values[g], of, strict=True)] for g, of in starts.items()},
-        advantages=whiten_tokens(alive, {g: [getattr(s, carried) for s in of] for g, of in found.items()}, algorithm),
-        returns={g: [s.returns for s in of] for g, of in found.items()},
-        positions=ends if algorithm.trains_endpoints else {},
+        values=values_at_starts,
+        advantages=whiten_tokens(alive, advantages, algorithm),
+        returns=returns,
+        positions=ends,
         value_positions=starts,
-        segments=sums_of(unmasked),
+        segments=sum_segments(unmasked),
     )
 
 
-def value_metrics(groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config) -> dict[str, float]:
-    """Returns metrics of a batch before its first update: explained_variance = 1 − var(return − V) / var(return)."""
-    alive, masks = without_tombstones(groups), config.algorithm.mask_truncated_completions
-    kept = [(g.group_id, i) for g in alive for i, rollout in enumerate(g.rollouts) if is_unmasked(rollout, masks)]
-    values, returns = (
-        np.concatenate([*(of[g][i] for g, i in kept), np.empty(0)]) for of in (estimates.values, estimates.returns)
-    )
+def _cut_group(
+    group: Group,
+    values: Sequence[Floats],
+    scores: Sequence[Floats] | None,
+    threshold: float,
+    config: Config,
+) -> list[Segments]:
+    """Returns the segments of each completion of a group. scores: as in `estimate_segments`."""
+    gamma = config.algorithm.gamma
+    lam = config.algorithm.lam
+    params = config.algorithm.group_params
+    if scores is None:
+        scores = [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
+    rewards = group_token_rewards(group, config)
+    completions = []
+    for r, v, q in zip(rewards, values, scores, strict=True):
+        completions.append(cut_into_segments(r, v, q, threshold, gamma, lam, params))
+    return completions
+
+
+def value_metrics(
+    groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config
+) -> dict[str, float]:
+    """Returns metrics of a batch before its first update; {} if no completion is unmasked.
+
+        explained_variance = 1 − var(return − V) / var(return)
+
+    It is absent if all returns are equal.
+    """
+    unmasked_values = [np.empty(0)]  # np.concatenate refuses an empty list
+    unmasked_returns = [np.empty(0)]
+    for group in without_tombstones(groups):
+        group_values = estimates.values[group.group_id]
+        group_returns = estimates.returns[group.group_id]
+        for i, rollout in enumerate(group.rollouts):
+            if is_unmasked(rollout, config.algorithm.mask_truncated_completions):
+                unmasked_values.append(group_values[i])
+                unmasked_returns.append(group_returns[i])
+    values = np.concatenate(unmasked_values)
+    returns = np.concatenate(unmasked_returns)
     if not len(returns):
         return {}
-    metrics = {"values/mean": float(values.mean()), "returns/mean": float(returns.mean())}
-    metrics |= {"returns/std": float(returns.std())}
-    spread = returns.var()
-    if spread > 0:  # equal returns leave nothing to explain
-        metrics["explained_variance"] = float(1 - (returns - values).var() / spread)
+    metrics = {
+        "values/mean": float(values.mean()),
+        "returns/mean": float(returns.mean()),
+        "returns/std": float(returns.std()),
+    }
+    variance = returns.var()
+    if variance > 0:
+        residual_variance = (returns - values).var()
+        metrics["explained_variance"] = float(1 - residual_variance / variance)
     return metrics
