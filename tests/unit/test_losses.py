@@ -303,9 +303,9 @@ def test_a_correction_weighs_tokens_whose_ratio_is_to_the_trainers_own_first_log
 @pytest.mark.parametrize(("how", "expected"), [("truncate", [2.0, 0.5, 0.9]), ("mask", [0.0, 0.0, 0.9])])
 def test_a_correction_has_a_floor_of_tokens_or_completions(how: str, expected: list[float]) -> None:
     weights = logs(3.0, 0.1, 0.9)
-    found, is_corrected = mismatch_correction(weights, [2, 1], f"token_{how}", (0.5, 2.0))
+    found, is_corrected = mismatch_correction(weights, [2, 1], f"token_{how}", 0.5, 2.0)
     assert (found.tolist(), is_corrected.tolist()) == (pytest.approx(expected), [True, True, False])
-    found, _ = mismatch_correction(weights, [2, 1], f"sequence_{how}", (0.5, 2.0))  # 3 · .1 = .3
+    found, _ = mismatch_correction(weights, [2, 1], f"sequence_{how}", 0.5, 2.0)  # 3 · .1 = .3
     assert found.tolist() == pytest.approx([expected[1], expected[1], 0.9])
 
 
