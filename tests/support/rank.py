@@ -224,14 +224,14 @@ def whole(parameter: Any, own: Tensor) -> Tensor:
     from deepspeed.utils import groups
 
     from trainer.engine.deepspeed_insides import is_split
-    from trainer.engine.optimizer import shape_of
+    from trainer.engine.optimizer import full_shape
 
     if not is_split(parameter):
         return own
     group = groups.get_tensor_model_parallel_group()
     parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, own.contiguous(), group=group)
-    return torch.cat(parts, [a == b for a, b in zip(own.shape, shape_of(parameter), strict=True)].index(False))
+    return torch.cat(parts, [a == b for a, b in zip(own.shape, full_shape(parameter), strict=True)].index(False))
 
 
 def state_hash(engine: Any, has_moments: bool = True) -> str:

@@ -44,7 +44,7 @@ from model.vision import VisionLayout, freeze_tower, with_vision
 from trainer.algorithm.sums import Sums
 from trainer.data.tensors import filler_row
 from trainer.engine.build_locks import guard_ops, require_ops_folder
-from trainer.engine.deepspeed_config import Optimized, deepspeed_config
+from trainer.engine.deepspeed_config import OptimizerSettings, deepspeed_config
 from trainer.engine.deepspeed_insides import (
     Cutting,
     as_forward,
@@ -116,7 +116,7 @@ class DeepSpeedModel(abc.ABC):
     _sums: Sequence[str]  # names of the sums over micro-batches
 
     def __init__(
-        self, config: Config, world_size: int, optimized: Optimized | None, sequence_group: SequenceGroup | None
+        self, config: Config, world_size: int, optimized: OptimizerSettings | None, sequence_group: SequenceGroup | None
     ):
         """Loads the model. optimized: None for a model that is not trained."""
         assert (sequence_group.size if sequence_group else 1) == config.trainer.sequence_parallel_size

@@ -24,7 +24,7 @@ from common.config import Lora
 from common.errors import UserError
 from model.files.lora import published_name
 from model.transformers_internals import checkpoint_tensors, without_tied
-from trainer.engine.optimizer import shape_of
+from trainer.engine.optimizer import full_shape
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _buffer(model: Any, name: str, tensor: Tensor) -> Exported:
 
 
 def _form(tensor: Tensor) -> Tensor:
-    return torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
+    return torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _with_adapter(weight: Parameter, layer: Any) -> tuple[tuple[Parameter, ...], Callable[[], Tensor]]:

@@ -31,7 +31,7 @@ from trainer.engine.deepspeed_insides import (
     tp_rank,
 )
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.optimizer import parameter_groups, shape_of
+from trainer.engine.optimizer import parameter_groups, full_shape
 
 # (flat, start, numel), a saved part of one parameter: numel values from start on in each tensor of flat, "" the masters
 _SavedPart = tuple[dict[str, Any], int, int]
@@ -67,8 +67,8 @@ def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_siz
             for of_rank, shape in zip(parts, shapes, strict=True):
                 flat = [flat[key].flatten()[start : start + numel] for flat, start, numel in of_rank[name]]
                 of_ranks.append(torch.cat(flat).view(shape[name]))
-            whole = _joined(of_ranks, shape_of(parameter))
-            assert whole.shape == shape_of(parameter), f"{name} has another shape in {folder}"
+            whole = _joined(of_ranks, full_shape(parameter))
+            assert whole.shape == full_shape(parameter), f"{name} has another shape in {folder}"
             set_state(engine.optimizer, engine.stage, parameter, key, _own(whole, parameter).flatten())
     ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
     for count in ("global_steps", "global_samples", "skipped_steps"):
