@@ -97,8 +97,8 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
     """
     from trainer.algorithm.advantages import try_own_estimator
     from trainer.algorithm.losses import try_own_objective
-    from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
+    from trainer.engine.process_group import init_distributed
     from trainer.engine.ranks import connect
     from trainer.loop import Trainer
     from trainer.record.rank_zero import open_rank_zero

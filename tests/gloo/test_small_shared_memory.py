@@ -56,7 +56,7 @@ def test_two_ranks_exchange_without_their_buffers() -> None:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(os.fork() > 0))
         import torch
         from tests.support.configs import config_of
-        from trainer.engine.deepspeed_model import init_distributed
+        from trainer.engine.process_group import init_distributed
         init_distributed(config_of())
         import deepspeed
         values = torch.ones(1 << 20)

@@ -47,8 +47,8 @@ def _steps(folder: Path, model: Path, on_gpu: bool) -> list[Step]:
     from tests.support.training_groups import with_rewards
     from trainer.algorithm.losses import Denominator
     from trainer.data.tensors import micro_batch
-    from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
+    from trainer.engine.process_group import init_distributed
 
     config = config_in(
         folder,

@@ -75,7 +75,7 @@ class Worker:
     """A rank, with the models in <folder> and what it will tell in `seen`."""
 
     def __init__(self, folder: Path, dist_backend: str = "gloo"):
-        from trainer.engine.deepspeed_model import init_distributed
+        from trainer.engine.process_group import init_distributed
 
         init_distributed(settings(folder, "start", 1, trainer={"dist_backend": dist_backend}))
         self.folder = folder

@@ -11,7 +11,7 @@ from common.processes.watchdog import report_progress
 from tests.support.gloo_data import GAE, TRAINER, settings
 from tests.support.speed import limit
 from trainer import start
-from trainer.engine import deepspeed_model, ranks
+from trainer.engine import process_group, ranks
 from trainer.link.recording import Replay
 
 STALL_S = max(2.0, limit(0.8))  # what no step of a busy machine takes
@@ -34,7 +34,7 @@ def work(folder: Path) -> None:
         report_progress(what)
 
     ranks.report_progress = hear
-    deepspeed_model.timedelta = lambda seconds: timedelta(seconds=2 * STALL_S)  # as if no start took longer
+    process_group.timedelta = lambda seconds: timedelta(seconds=2 * STALL_S)  # as if no start took longer
     waited = list[str]()
     for name in WAITS:
         real = getattr(Replay, name)

@@ -18,7 +18,7 @@ from model.attention import options
 from model.packing import pack
 from sampler.engine import engine_arguments
 from tests.support.configs import config_of
-from trainer.engine import deepspeed_model
+from trainer.engine import process_group
 
 Capability = tuple[int, int]
 CAPABILITIES = [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0)]
@@ -122,13 +122,13 @@ def test_a_rank_refuses_bfloat16_before_it_meets_the_others(
     monkeypatch.setattr(devices, "first", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(devices, "compute_capability", lambda _: capability)
     monkeypatch.setattr(devices, "collectives", lambda: "nccl")
-    monkeypatch.setattr(deepspeed_model, "guard_ops", meet)
+    monkeypatch.setattr(process_group, "guard_ops", meet)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     config = config_of(model={"dtype": dtype})
     said = ""
     try:
-        deepspeed_model.init_distributed(config)
+        process_group.init_distributed(config)
     except UserError as error:
         said = str(error)
     except Meets:

@@ -158,7 +158,7 @@ def test_a_contradiction_and_a_file_without_settings_are_refused(tmp_path: Path,
 def test_experts_one_by_one_are_refused_where_ranks_would_send_gradients_of_different_ones(
     stage: int, world_size: int, is_refused: bool
 ) -> None:
-    from trainer.engine.deepspeed_model import require_fused_experts
+    from trainer.engine.deepspeed_insides import require_fused_experts
 
     model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})})
     require_fused_experts(mixture("qwen3_moe", num_hidden_layers=1), stage, world_size)

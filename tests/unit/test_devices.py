@@ -8,7 +8,7 @@ import torch
 
 from model import devices
 from tests.support.configs import config_of
-from trainer.engine import deepspeed_model
+from trainer.engine import process_group
 from trainer.save.host_copies import HostCopies
 
 
@@ -56,7 +56,7 @@ def test_a_rank_and_deepspeed_use_the_same_device_of_those_that_slurm_lets_it_se
     for name, value in {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(Meets):
-        deepspeed_model.init_distributed(config_of())
+        process_group.init_distributed(config_of())
     assert int(os.environ["LOCAL_RANK"]) == expected
     assert used == ([expected] if visible else [])
 

@@ -25,7 +25,7 @@ from trainer.algorithm.sums import TOKEN_SUMS, Sums
 from trainer.data.mini_batches import Step, TrainedStep
 from trainer.data.tensors import micro_batch
 from trainer.data.training_group import TrainingGroup
-from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.step_result import StepResult
 from trainer.record import throughput
 from trainer.record.stats import turn_texts
 from trainer.record.step_records import StepRecords

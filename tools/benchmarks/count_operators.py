@@ -120,8 +120,8 @@ def of_tandem(cell: Cell, config: Config) -> dict[str, Any]:
     from trainer.algorithm.losses import Denominator
     from trainer.data.tensors import micro_batch
     from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
-    from trainer.engine.deepspeed_model import init_distributed
     from trainer.engine.policy import PolicyEngine
+    from trainer.engine.process_group import init_distributed
 
     init_distributed(config)
     engine, size = PolicyEngine(config, 1).start(), config.groups_at_once

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    from trainer.engine.deepspeed_model import init_distributed
+    from trainer.engine.process_group import init_distributed
     from trainer.engine.ranks import connect
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,136 +1,202 @@
-"""Restoring of a state that other ranks, or another ZeRO stage, saved: joined by parameter, then partitioned anew.
+"""Restoring of a state that other ranks or another ZeRO stage saved: joined, then cut anew.
 
-    saved                                        here, on every rank
-    ZeRO 0      masters and moments as they are   the same
-    ZeRO 1, 2   a slice of them all, laid flat    its slice
-    ZeRO 3      a part of every parameter         its parts
+    saved                                                here, on every rank
+    ZeRO 0      masters and moments as they are          the same
+    ZeRO 1, 2   a slice of all of them, laid flat        its slice
+    ZeRO 3      a shard of every parameter               its shards
 
-Tensor-parallel ranks saved all this for their parts of split parameters, which are joined before they are cut anew.
+Tensor-parallel ranks saved all this for their shards of split parameters, which are joined first.
 
-Bits are copied, never computed: weights, masters and Adam's moments are those of the checkpoint. DeepSpeed's universal
-checkpoints would do the same through the disk, four files for each parameter, but unpickle without a limit. Files are
-memory-mapped, so that ranks of a host share the memory. Left out: optimizers with other state than Adam's.
+Bits are copied, never computed: weights, masters and Adam's moments are those of the checkpoint.
+DeepSpeed's universal checkpoints would do the same through the disk, with four files for each
+parameter, but unpickle without a limit. Files are memory-mapped, so that ranks of a host share the
+memory. Not supported: optimizers with other state than Adam's.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.errors import UserError
 from common.processes.watchdog import report_progress
 from trainer.engine.deepspeed_insides import (
-    MOMENTS,
     STATE_TAG,
     load_without_code,
-    make_moments,
     partition_sizes,
-    set_state,
     tp_rank,
 )
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.optimizer import parameter_groups, full_shape
+from trainer.engine.optimizer import full_shape, parameter_groups
+from trainer.engine.optimizer_state import (
+    MOMENTS,
+    make_moments,
+    set_masters_and_weights,
+    set_moment,
+)
 
-# (flat, start, numel), a saved part of one parameter: numel values from start on in each tensor of flat, "" the masters
-_SavedPart = tuple[dict[str, Any], int, int]
+_MASTERS = ""  # stands for the masters among the names of moments
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int = 1) -> None:
-    """Restores what `ranks` ranks saved at `stage`, of which tp_size shared each layer.
+    """Restores what `ranks` ranks saved at a ZeRO stage, of which tp_size shared each layer.
 
-    Every rank calls it before its first step. Raises UserError.
+    Every rank calls it before its first step. Raises UserError for another optimizer than Adam.
     """
-    state, ds = folder / STATE_TAG, engine.ds
-    names = {id(parameter): name for name, parameter in ds.module.named_parameters()}
-    trained = [parameter for group in parameter_groups(engine.model, 0.0) for parameter in group["params"]]
-    # of each tensor-parallel rank: the parts of its part of a parameter, and the shape of that
-    parts: list[dict[str, list[_SavedPart]]] = []
-    shapes: list[dict[str, torch.Size]] = []
-    for place in range(tp_size):
-        first = ("zero_pp_rank_0_" if stage == 3 else "") + f"mp_rank_{place:02d}"
-        model = load_without_code(str(state / f"{first}_model_states.pt"), is_mapped=True)
-        parts.append({names[id(parameter)]: [] for parameter in trained})
-        for name, part in _saved(state, model, stage, ranks // tp_size, place, list(parts[-1])):
-            parts[-1][name].append(part)
-        of_modules = {name: tensor.shape for name, tensor in model["module"].items()} if stage < 3 else {}
-        shapes.append(of_modules | {name: shape for of in model["param_shapes"] or () for name, shape in of.items()})
-    adam, *_ = parts[0][names[id(trained[0])]][0]
-    if has_moments := holds_moments(adam, f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}"):
-        make_moments(engine.optimizer, engine.stage, trained, adam["step"])
-    for parameter in trained:
-        name = names[id(parameter)]
+    trained = _trained_parameters(engine)
+    saved_ranks = []
+    for tp_index in range(tp_size):
+        saved = _SavedRank(folder / STATE_TAG, stage, ranks // tp_size, tp_index, list(trained))
+        saved_ranks.append(saved)
+    adam = saved_ranks[0].slices[next(iter(trained))][0].tensors
+    has_moments = holds_moments(adam, f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}")
+    if has_moments:
+        make_moments(engine.optimizer, engine.stage, list(trained.values()), adam["step"])
+    for name, parameter in trained.items():
         report_progress(f"reading {name}")
-        for key in ("", *MOMENTS) if has_moments else ("",):
-            of_ranks = []
-            for of_rank, shape in zip(parts, shapes, strict=True):
-                flat = [flat[key].flatten()[start : start + numel] for flat, start, numel in of_rank[name]]
-                of_ranks.append(torch.cat(flat).view(shape[name]))
-            whole = _joined(of_ranks, full_shape(parameter))
-            assert whole.shape == full_shape(parameter), f"{name} has another shape in {folder}"
-            set_state(engine.optimizer, engine.stage, parameter, key, _own(whole, parameter).flatten())
-    ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
-    for count in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(ds, count, model[count])
+        masters = _values_here(saved_ranks, name, _MASTERS, parameter)
+        set_masters_and_weights(engine.optimizer, engine.stage, parameter, masters)
+        if has_moments:
+            for moment in MOMENTS:
+                values = _values_here(saved_ranks, name, moment, parameter)
+                set_moment(engine.optimizer, engine.stage, parameter, moment, values)
+    model = saved_ranks[-1].model
+    engine.ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine.ds, counter, model[counter])
 
 
-def _split_along(part: torch.Size, whole: torch.Size) -> int | None:
-    """Returns the dimension along which tensor-parallel ranks split a parameter; None if each has it whole."""
-    return next((dim for dim, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), None)
+def _trained_parameters(engine: DeepSpeedModel) -> dict[str, Any]:
+    """Returns the trained parameters by name, in the order of the optimizer."""
+    names = {id(parameter): name for name, parameter in engine.ds.module.named_parameters()}
+    trained = {}
+    for group in parameter_groups(engine.model, 0.0):
+        for parameter in group["params"]:
+            trained[names[id(parameter)]] = parameter
+    return trained
 
 
-def _joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """Joins the tensor-parallel ranks' parts to a parameter of this shape."""
-    dim = _split_along(parts[0].shape, shape)
-    return parts[0] if dim is None else torch.cat(parts, dim)
+@dataclass(frozen=True)
+class _SavedSlice:
+    """Masters and moments of some of a parameter's values, which one rank saved.
+
+    tensors: flat masters and moments by name, in which the slice has numel values from start on.
+    """
+
+    tensors: dict[str, Any]
+    start: int
+    numel: int
+
+    def values(self, name: str) -> Tensor:
+        return self.tensors[name].flatten()[self.start : self.start + self.numel]
 
 
-def _own(whole: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Returns this tensor-parallel rank's part of a parameter."""
-    own = getattr(parameter, "ds_shape", parameter.shape)
-    dim = _split_along(own, whole.shape)
-    return whole if dim is None else whole.split(partition_sizes(parameter), dim)[tp_rank()]
+class _SavedRank:
+    """What one tensor-parallel rank saved, joined from the ranks over which ZeRO divided it.
+
+    trained: the names of parameters in the order of the optimizer.
+    """
+
+    def __init__(self, folder: Path, stage: int, num_ranks: int, tp_index: int, trained: list[str]):
+        self.folder = folder
+        prefix = "zero_pp_rank_0_" if stage == 3 else ""
+        file = folder / f"{prefix}mp_rank_{tp_index:02d}_model_states.pt"
+        self.model: dict[str, Any] = load_without_code(str(file), is_mapped=True)
+        self.slices: dict[str, list[_SavedSlice]] = {name: [] for name in trained}
+        self._shapes: dict[str, torch.Size] = {}  # of this tensor-parallel rank's shards
+        if stage < 3:
+            for name, tensor in self.model["module"].items():
+                self._shapes[name] = tensor.shape
+        for shapes in self.model["param_shapes"] or ():
+            self._shapes.update(shapes)
+        if stage == 0:
+            self._read_stage_0()
+            return
+        for rank in range(num_ranks):
+            [file] = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{tp_index:02d}_optim_states.pt")
+            optimizer = load_without_code(str(file), is_mapped=True)["optimizer_state_dict"]
+            if stage == 3:
+                self._read_stage_3(optimizer, rank, num_ranks)
+            else:
+                self._read_stage_1_or_2(optimizer)
+
+    def _read_stage_0(self) -> None:
+        optimizer = self.model["optimizer"]
+        moments = optimizer.get("optimizer_state_dict", optimizer)["state"]
+        masters = []
+        for group in optimizer.get("fp32_groups", ()):
+            masters += group
+        for i, (name, slices) in enumerate(self.slices.items()):
+            # a float32 model is its own masters
+            tensor = masters[i] if masters else self.model["module"][name]
+            tensors = {_MASTERS: tensor, **moments.get(i, {})}
+            slices.append(_SavedSlice(tensors, 0, tensor.numel()))
+
+    def _read_stage_1_or_2(self, optimizer: dict[str, Any]) -> None:
+        moments = optimizer["base_optimizer_state"]["state"]
+        for i, masters in enumerate(optimizer["single_partition_of_fp32_groups"]):
+            tensors = {_MASTERS: masters, **moments.get(i, {})}
+            for name, fragment in optimizer["param_slice_mappings"][i].items():
+                saved_slice = _SavedSlice(tensors, fragment.start, fragment.numel)
+                self.slices[name].append(saved_slice)
+
+    def _read_stage_3(self, optimizer: dict[str, Any], rank: int, num_ranks: int) -> None:
+        moments = optimizer["optimizer_state_dict"]["state"]
+        for i, masters in enumerate(optimizer["fp32_flat_groups"]):
+            tensors = {_MASTERS: masters, **moments.get(i, {})}
+            start = 0
+            for name, shape in self.model["param_shapes"][i].items():
+                numel = math.prod(shape)
+                shard_size = math.ceil(numel / num_ranks)  # the last shards may be padded
+                remaining = max(0, numel - rank * shard_size)
+                saved_slice = _SavedSlice(tensors, start, min(shard_size, remaining))
+                self.slices[name].append(saved_slice)
+                start += shard_size
+
+    def shard(self, name: str, key: str) -> Tensor:
+        """Returns the masters or a moment of this rank's shard of a parameter, in its shape."""
+        values = [saved_slice.values(key) for saved_slice in self.slices[name]]
+        return torch.cat(values).view(self._shapes[name])
+
+
+def _values_here(saved_ranks: list[_SavedRank], name: str, key: str, parameter: Any) -> Tensor:
+    """Returns this tensor-parallel rank's masters or moment of a parameter, laid flat."""
+    shards = [saved.shard(name, key) for saved in saved_ranks]
+    shape = full_shape(parameter)
+    dim = _split_dim(shards[0].shape, shape)
+    values = shards[0]
+    if dim is not None:
+        values = torch.cat(shards, dim)
+    assert values.shape == shape, f"{name} has another shape in {saved_ranks[0].folder}"
+    dim_here = _split_dim(getattr(parameter, "ds_shape", parameter.shape), shape)
+    if dim_here is not None:
+        values = values.split(partition_sizes(parameter), dim_here)[tp_rank()]
+    return values.flatten()
+
+
+def _split_dim(shard: torch.Size, full: torch.Size) -> int | None:
+    """Returns the dimension in which tensor-parallel ranks split a parameter, or None."""
+    for dim, (shard_size, full_size) in enumerate(zip(shard, full, strict=True)):
+        if shard_size != full_size:
+            return dim
+    return None
 
 
 def holds_moments(state: Collection[str], saved: str) -> bool:
-    """Returns whether a state has moments, as after a first step. Raises UserError if they are not Adam's."""
-    found = {*state} - {"", "step"}
-    if found and found != {*MOMENTS}:
-        raise UserError(
-            f"{saved}; an optimizer with the state {', '.join(sorted(found))} is restored only by as many ranks at the "
-            "same stage: resume with those, or start a new run from its weights by model.path"
-        )
-    return bool(found)
+    """Returns whether an optimizer's state has moments, as after a first step.
 
-
-def _saved(
-    state: Path, model: dict[str, Any], stage: int, ranks: int, tp_index: int, trained: list[str]
-) -> Iterator[tuple[str, _SavedPart]]:
-    """Yields (parameter, a part of it) in the order of its parts. trained: names in the order of the optimizer.
-
-    tp_index: a tensor-parallel rank. ranks: those over which ZeRO divided its state.
+    state: names of tensors. saved: who saved it, for the message. Raises UserError if they are not
+    Adam's moments.
     """
-    if stage == 0:
-        optimizer = model["optimizer"]
-        adam = optimizer.get("optimizer_state_dict", optimizer)["state"]
-        masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
-        for i, name in enumerate(trained):
-            master = masters[i] if masters else model["module"][name]
-            yield name, ({"": master, **adam.get(i, {})}, 0, master.numel())
-        return
-    for rank in range(ranks):
-        [path] = state.glob(f"*zero_pp_rank_{rank}_mp_rank_{tp_index:02d}_optim_states.pt")
-        optimizer = load_without_code(str(path), is_mapped=True)["optimizer_state_dict"]
-        adam = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
-        masters = optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-        for i, master in enumerate(masters):
-            flat, start = {"": master, **adam.get(i, {})}, 0
-            if stage == 3:
-                for name, shape in model["param_shapes"][i].items():
-                    size = math.ceil(math.prod(shape) / ranks)
-                    yield name, (flat, start, max(0, min(size, math.prod(shape) - rank * size)))
-                    start += size
-            else:
-                for name, place in optimizer["param_slice_mappings"][i].items():
-                    yield name, (flat, place.start, place.numel)
+    moments = {*state} - {_MASTERS, "step"}
+    if moments and moments != {*MOMENTS}:
+        raise UserError(
+            f"{saved}; an optimizer with the state {', '.join(sorted(moments))} is restored "
+            "only by as many ranks at the same stage: resume with those, or start a new run "
+            "from its weights by model.path"
+        )
+    return bool(moments)

@@ -7,7 +7,7 @@ from typing import Any
 from common.config import Config
 from trainer.algorithm import mismatch
 from trainer.data.mini_batches import TrainedStep
-from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.step_result import StepResult
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.throughput import Throughput
