@@ -26,11 +26,11 @@ from report.model_card import write_model_card
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
-from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.models import Models
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange, connect
 from trainer.engine.sharded_reference import ShardedReference
+from trainer.engine.step_result import StepResult
 from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from common.types import Tombstone
 from trainer.data.training_group import TrainingGroup
-from trainer.engine.deepspeed_model import StepResult
+from trainer.engine.step_result import StepResult
 from trainer.save.checkpoint import Progress
 
 

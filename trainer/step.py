@@ -32,10 +32,10 @@ from trainer.data.mini_batches import Step, TrainedStep, waits_for
 from trainer.data.tensors import MicroBatch, micro_batch, step_denominator
 from trainer.data.training_group import TrainingGroup
 from trainer.engine.abandoned_kinds import agree_on_kinds
-from trainer.engine.deepspeed_model import StepResult
 from trainer.engine.models import Models
 from trainer.engine.ranks import Exchange
 from trainer.engine.sharded_reference import ShardedReference
+from trainer.engine.step_result import StepResult
 from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
 

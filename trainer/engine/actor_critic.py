@@ -21,9 +21,10 @@ from trainer.algorithm.segments import SegmentSums, next_threshold, token_group_
 from trainer.data.tensors import value_batch, value_row
 from trainer.data.training_group import TrainingGroup, set_estimates
 from trainer.engine.critic import Critic
-from trainer.engine.deepspeed_model import DeepSpeedModel, StepResult
+from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Exchange
+from trainer.engine.step_result import StepResult
 
 
 class ActorCritic:

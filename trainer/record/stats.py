@@ -11,10 +11,24 @@ from typing import Any, get_args
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
-from common.types import EvalResult, EvalSample, FailureKind, Group, Rollout, Tombstone, without_tombstones
+from common.types import (
+    EvalResult,
+    EvalSample,
+    FailureKind,
+    Group,
+    Rollout,
+    Tombstone,
+    without_tombstones,
+)
 from model.files.images import one_mark_an_image, sample_record
 from report.full_marks import by_source
-from trainer.algorithm.advantages import is_dead, is_dead_group, is_unmasked, rewards_of, shaped_rewards
+from trainer.algorithm.advantages import (
+    is_dead,
+    is_dead_group,
+    is_unmasked,
+    rewards_of,
+    shaped_rewards,
+)
 from trainer.algorithm.mismatch import RANGES
 
 FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
