@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.engine import flat_gradients
-from trainer.engine.flat_gradients import FlatGradients
+from trainer.engine.flat_gradients import FlatGradients, Slot
 
 SHAPES = [[(3, 4), (5,), (2, 2)], [(7,), (1, 3)]]  # of two groups
 CLIP, RATE = 0.5, 0.1
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_leaves_nothing_for_th
 
 
 def test_a_run_of_a_bucket_lies_in_one_piece_of_a_flat_buffer_and_is_all_new_or_all_old() -> None:
-    places = [(0, 1), (0, 2), (0, 4), (1, 0), (1, 1)]
-    is_set = [[False] * 5, [False, True]]
+    slots = [Slot(0, 1), Slot(0, 2), Slot(0, 4), Slot(1, 0), Slot(1, 1)]
+    has_gradients = [[False] * 5, [False, True]]
     expected = [[(0, 1), (0, 2)], [(0, 4)], [(1, 0)], [(1, 1)]]
-    assert flat_gradients._runs(places, is_set) == expected
+    assert flat_gradients._runs(slots, has_gradients) == expected
