@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 def add_up_in_buckets() -> None:
-    """Makes DeepSpeed create its optimizer of ZeRO 1 in bfloat16 with FlatGradients, from now on."""
+    """Makes DeepSpeed create its bfloat16 optimizer of ZeRO 1 with FlatGradients, from now on."""
     engine: Any = importlib.import_module("deepspeed.runtime.engine")
     if not issubclass(engine.BF16_Optimizer, FlatGradients):
         bases = (FlatGradients, engine.BF16_Optimizer)
@@ -38,7 +38,7 @@ def add_up_in_buckets() -> None:
 class FlatGradients(_Optimizer):
     """Adds bfloat16 gradients to DeepSpeed's flat float32 buffers once per bucket of parameters.
 
-    The first gradient of a step is copied. `fp32_groups_has_gradients` tells which parameters have
+    A step's first gradient is copied. `fp32_groups_has_gradients` tells which parameters have
     one in the buffers.
     """
 

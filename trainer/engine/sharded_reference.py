@@ -1,6 +1,7 @@
-"""The trainer's reference where ranks hold parts of models: a frozen model of its own, or the policy's base.
+"""The trainer's reference where ranks hold shards of models: a frozen model or the policy's base.
 
-A forward gathers weights from all ranks, so all ranks score at once; a rank without work scores a row of no use.
+A forward gathers weights from all ranks, so all ranks score at once. A rank without work scores a
+filler row.
 """
 
 import contextlib
@@ -22,11 +23,21 @@ class ShardedReference:
     """A reference with the methods of model.reference.Reference, each of which every rank calls."""
 
     def __init__(self, config: Config, exchange: Exchange, policy: PolicyEngine):
-        """Loads the reference, or takes the policy's frozen weights as the reference (config.reference_is_base)."""
-        self._config, self._exchange, self._is_base = config, exchange, config.reference_is_base
-        self._engine = policy if self._is_base else self._loaded(*config.model_source(config.reference))
+        """Loads the reference, or takes the policy's frozen weights as the reference.
 
-    def _loaded(self, path: str, revision: str | None) -> PolicyEngine:
+        The config's reference_is_base decides which.
+        """
+        self._config = config
+        self._exchange = exchange
+        self._is_base = config.reference_is_base
+        if self._is_base:
+            self._engine = policy
+        else:
+            path, revision = config.model_source(config.reference)
+            self._engine = self._load(path, revision)
+
+    def _load(self, path: str, revision: str | None) -> PolicyEngine:
+        """Returns a started engine of a frozen model in ZeRO 3."""
         config = self._config
         frozen = config.model_copy(
             update={
@@ -36,14 +47,18 @@ class ShardedReference:
                 "deepspeed": {"zero_optimization": {"stage": 3}},
             }
         )
-        return PolicyEngine(frozen, self._exchange.world_size, self._exchange.sequence_group, is_trained=False).start()
+        exchange = self._exchange
+        engine = PolicyEngine(
+            frozen, exchange.world_size, exchange.sequence_group, is_trained=False
+        )
+        return engine.start()
 
     def replace(self, folder: str) -> None:
         """Replaces the reference by the model in this folder."""
-        destroy(self._engine.ds)  # first: there is no room for two
+        destroy(self._engine.ds)  # before the new one is loaded, because there is no room for two
         del self._engine
-        gc.collect()  # an engine and its hooks refer to each other, so only the collector frees them
-        self._engine = self._loaded(folder, None)
+        gc.collect()  # an engine and its hooks refer to each other, so only this frees them
+        self._engine = self._load(folder, None)
 
     @property
     def model(self) -> Any:
@@ -51,6 +66,9 @@ class ShardedReference:
 
     def score(self, row: PackedRow) -> Tensor:
         """Returns log π_ref of the row's targets: [N] float32, on the CPU."""
-        with without_adapters(self.model) if self._is_base else contextlib.nullcontext():
-            # the reference's own router chooses its experts
-            return self._engine.score(replace(row, routing=None), self._config.sampler.temperature)
+        row = replace(row, routing=None)  # the reference's own router chooses its experts
+        adapters_context: Any = contextlib.nullcontext()
+        if self._is_base:
+            adapters_context = without_adapters(self.model)
+        with adapters_context:
+            return self._engine.score(row, self._config.sampler.temperature)
