@@ -1,4 +1,4 @@
-"""Tensors that leave the trainer: all weights, adapters or merged weights, as checkpoints name them.
+"""Tensors that leave the trainer as checkpoints name them: all weights, adapters, merged weights.
 
 transformers keeps some weights in another form than checkpoints do (experts in one tensor, other
 names), and knows how to convert them back: `save_pretrained` writes tensors as every hub checkpoint
