@@ -1,14 +1,19 @@
-"""State of the groups that are admitted, leased, held and trained. No socket, no clock.
+"""State of the groups that are admitted, leased, held and trained.
 
-The stream of groups is 0 … total − 1. `cursor` is the first untrained group; at most `window` groups from it on may
-exist outside the trainer, which bounds both memory and staleness by admission: nothing is ever discarded as stale.
+It uses neither a socket nor a clock.
 
-    cursor=8, window=4:   trained 0…7 │ 8 held, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
+The stream of groups is 0 … total − 1. `cursor` is the first untrained group. At most `window`
+groups from the cursor on may exist outside the trainer. This admission bounds both memory and
+staleness, so nothing is ever discarded as stale.
 
-A batch that passes dead groups takes further ones: window and total grow by as many until the cursor moves (`refill`).
+    cursor=8, window=4:
+    trained 0…7 │ 8 held, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
+
+A batch with dead groups takes as many further groups in their stead: window and total grow by that
+number until the cursor moves (`refill`).
 
 A free group goes to the sampler that would finish it first, by the samplers' measured speeds. Each
-group is produced by one sampler, and drawn again only if that sampler is lost: of two results the
+group is produced by one sampler, and drawn again only if that sampler is lost. Of two results, the
 first to arrive would more often be the shorter one, and training would favour short completions.
 So a result of a sampler that no longer has the lease is refused. A sampler that has nothing left
 waits for the next groups, which `trainer.max_staleness` admits before the batch is complete.
@@ -16,8 +21,8 @@ waits for the next groups, which `trainer.max_staleness` admits before the batch
     a twice as fast as b, window 6:     a 2 3 4 5, b 0 1
 
 Which groups a sampler gets follows an order that is hashed from their ids. In the order of the ids,
-two samplers would take turns like two sources of data do (sampler/prompts/dataset.py), and each would
-draw one source alone.
+two samplers would take turns just as two data sources do (sampler/prompts/dataset.py), and each
+sampler would draw from one source only.
 """
 
 import collections
@@ -30,24 +35,27 @@ from common.types import Group, Tombstone
 from common.wire.wire import Received
 from trainer.link.sampler_speeds import SamplerSpeeds
 
-_NOBODY = ""  # no sampler: whoever gets the group draws it again
+_NOBODY = ""  # the name of no sampler: a group that it had begun is drawn again by any sampler
 
 
-def _hashed(*of: object) -> float:
+def _hashed(*values: object) -> float:
     """Returns a number in [0, 1] that looks random and is the same in every process (BLAKE2b)."""
-    digest = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 @dataclass
 class Ledger:
+    """The admitted groups of a run: which are free, leased, reserved or held."""
+
     total: int  # groups in the whole run, as far as known
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, str] = field(default_factory=dict)  # group id -> the sampler that produces it
     held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
-    reserved: set[int] = field(default_factory=set)  # not leased, because files of a later version hold them (kept.py)
+    # group ids that are not leased, because the journal has them for a later version (kept.py)
+    reserved: set[int] = field(default_factory=set)
     is_due: bool = True  # some sampler may get a lease
     speeds: SamplerSpeeds = field(default_factory=SamplerSpeeds)
     redrawn: int = 0  # groups that were begun, lost and leased to another sampler process
@@ -56,24 +64,27 @@ class Ledger:
 
     @property
     def admitted(self) -> range:
-        return range(self.cursor, min(self.cursor + self.window + self.refilled, self.total))
+        """Returns the ids of the admitted groups, the first of which is at the cursor."""
+        end = self.cursor + self.window + self.refilled
+        return range(self.cursor, min(end, self.total))
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether every admitted group has arrived, so that none is to be produced until the cursor moves."""
+        """Returns whether every admitted group has arrived, so that none is to be produced until
+        the cursor moves."""
         return all(group_id in self.held for group_id in self.admitted)
 
     @property
     def free(self) -> list[int]:
-        """Returns the admitted groups that nobody produces, has produced or holds in a file."""
+        """Returns the admitted groups that are neither leased, nor held, nor reserved."""
         taken = self.leases.keys() | self.held.keys() | self.reserved
         return [group_id for group_id in self.admitted if group_id not in taken]
 
     def lease_out(self, samplers: Collection[str]) -> None:
         """Leases all free groups to these live samplers.
 
-        Each group goes to the one that would finish it first. If fewer groups than samplers become
-        free, only their speeds and the hash decide, not the groups that they have in work.
+        Each group goes to the sampler that would finish it first. If fewer groups than samplers are
+        free, only the samplers' speeds and a hash decide, not the groups that they have in work.
         """
         self.is_due = False
         if not samplers:
@@ -83,19 +94,24 @@ class Ledger:
         if not free:
             self.speeds.measure(samplers, num_leased)
             return
-        # Who is idle depends on the sources of the groups in work. In a mix with a period these tell
-        # the source of the free group; but dead groups, and so their replacements, have no period.
-        counts_work = len(free) >= min(len(samplers), len(self.admitted)) or self.refilled > 0
-        finish_times = []  # a heap of (when a sampler would finish one more group, order of equals, name)
+        # Which sampler is idle depends on the data sources of the groups in work. In a periodic mix
+        # of sources, these tell the source of the free group. Replacements of dead groups have no
+        # period.
+        has_enough = len(free) >= min(len(samplers), len(self.admitted))
+        counts_work = has_enough or self.refilled > 0
+        # a heap of (time at which a sampler would finish one more group, order of equals, name)
+        finish_times = []
         for sampler in samplers:
             order = _hashed(free[0], sampler)
-            num_groups = num_leased[sampler] + 1 if counts_work else order
-            finish_times.append((num_groups / self.speeds.of(sampler), order, sampler))
+            num_groups = order
+            if counts_work:
+                num_groups = num_leased[sampler] + 1
+            finish_times.append((num_groups / self.speeds.speed_of(sampler), order, sampler))
         heapq.heapify(finish_times)
         for group_id in free:
             finish_time, order, sampler = finish_times[0]
             self._lease(group_id, sampler)
-            next_time = finish_time + 1 / self.speeds.of(sampler)
+            next_time = finish_time + 1 / self.speeds.speed_of(sampler)
             heapq.heapreplace(finish_times, (next_time, order, sampler))
 
     def _lease(self, group_id: int, sampler: str) -> None:
@@ -104,25 +120,22 @@ class Ledger:
             self.redrawn += 1
 
     def by_sampler(self) -> dict[str, list[int]]:
-        """Returns the ids of the groups leased to each sampler, in order.
-
-        Samplers without a lease are absent.
-        """
+        """Returns the ascending ids of the groups leased to each sampler that has a lease."""
         leased = collections.defaultdict(list)
         for group_id in sorted(self.leases):
             leased[self.leases[group_id]].append(group_id)
         return dict(leased)
 
     def release(self, sampler: str, may_return: bool = False) -> list[int]:
-        """Ends a lost sampler's leases, and returns these groups, which others may get.
+        """Ends a lost sampler's leases, and returns the ids of these groups, which become free.
 
-        may_return: whether its process may still be at work on them.
+        may_return: whether the sampler's process may still be at work on them.
         """
         group_ids = self.by_sampler().get(sampler, [])
         for group_id in group_ids:
             del self.leases[group_id]
             self.interrupted[group_id] = sampler
-        if not may_return:  # nor what an earlier call released
+        if not may_return:  # the groups that an earlier call released are lost, too
             for group_id, lost_sampler in self.interrupted.items():
                 if lost_sampler == sampler:
                     self.interrupted[group_id] = _NOBODY
@@ -131,13 +144,16 @@ class Ledger:
         return group_ids
 
     def note_interrupted(self, group_ids: Iterable[int]) -> None:
-        """Notes groups that were begun for an earlier start of the trainer, and are not finished."""
+        """Notes unfinished groups that were begun for an earlier start of the trainer."""
         self.interrupted |= dict.fromkeys(group_ids, _NOBODY)
 
-    def refusal(self, group: Group | Tombstone, versions: range, sampler: str | None = None) -> str | None:
-        """Returns why this group is refused, as a countable name, or None.
+    def refusal(
+        self, group: Group | Tombstone, versions: range, sampler: str | None = None
+    ) -> str | None:
+        """Returns why this group is refused, as a countable name, or None if it may be accepted.
 
-        versions: those that may have sampled it. sampler: the sender, None for a group of a file.
+        versions: the policy versions that may have sampled it.
+        sampler: its sender, None for a group of the journal (kept.py).
         """
         if group.group_id in self.held:
             return "duplicate"
@@ -147,13 +163,18 @@ class Ledger:
             return "not_admitted"
         if sampler is not None and self.leases.get(group.group_id, sampler) != sampler:
             return "not_leased"
-        newest = group.newest_version if isinstance(group, Group) else group.policy_version
+        newest = group.policy_version
+        if isinstance(group, Group):
+            newest = group.newest_version
         if group.policy_version not in versions or newest not in versions:
             return "version"
         return None
 
     def accept(self, received: Received, sampler: str) -> None:
-        """Stores the result of a group and ends its lease. sampler: the sender, "" for a file."""
+        """Stores the result of a group and ends its lease.
+
+        sampler: the sender, "" for a group of the journal.
+        """
         group_id = received.group.group_id
         self.held[group_id] = received
         self.leases.pop(group_id, None)
@@ -161,17 +182,21 @@ class Ledger:
         if sampler:
             self.speeds.count_group(sampler)
         if sampler not in self.leases.values():
-            self.is_due = True  # it has nothing left
+            self.is_due = True  # the sampler has nothing left
 
     def refill(self, count: int) -> None:
-        """Admits `count` more groups, because as many of the batch at the cursor are dead; the run ends later."""
+        """Admits `count` more groups, which the batch at the cursor takes in place of dead ones.
+
+        The run ends as many groups later.
+        """
         self.refilled += count
         self.total += count
         self.is_due = True
 
     def advance(self, cursor: int) -> None:
-        """Moves the cursor: the groups below it are part of a finished step, and there is a new version."""
-        assert self.cursor <= cursor <= self.total, f"cursor may not move from {self.cursor} to {cursor}"
+        """Moves the cursor and forgets the groups below it, which a finished step has trained."""
+        may_move = self.cursor <= cursor <= self.total
+        assert may_move, f"cursor may not move from {self.cursor} to {cursor}"
         for group_id in range(self.cursor, cursor):
             self.held.pop(group_id, None)
             self.leases.pop(group_id, None)
