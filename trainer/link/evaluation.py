@@ -1,6 +1,10 @@
-"""State of a held-out evaluation: chunks of problems, their leases and their results. No socket, no clock."""
+"""State of a held-out evaluation: chunks of problems, their leases and their results.
+
+It uses neither a socket nor a clock.
+"""
 
 import collections
+import math
 from dataclasses import dataclass, field
 
 from common.config import Config
@@ -8,19 +12,20 @@ from common.errors import WireError, require
 from common.types import EvalFailure, EvalRequest, EvalResult
 
 _MAX_PROBLEMS = 64  # per chunk
-_BYTES_PER_TOKEN = 16  # a token's text is seldom longer
+_BYTES_PER_TOKEN = 16  # the text of a token is seldom longer
 
 
 @dataclass
 class Evaluation:
     """The chunks of one evaluation, each of which is free, leased to one sampler, or answered.
 
-    evaluation_of("v40", 130):  chunk 0 problems 0…63 │ 1 problems 64…127 │ 2 problems 128, 129
+    split_evaluation("v40", 130, 64):
+    chunk 0 problems 0…63 │ chunk 1 problems 64…127 │ chunk 2 problems 128, 129
     """
 
     requests: dict[int, EvalRequest]  # by chunk
-    leases: dict[int, str] = field(default_factory=dict)  # chunk -> sampler id; kept when it is answered
-    results: dict[int, EvalResult] = field(default_factory=dict)
+    leases: dict[int, str] = field(default_factory=dict)  # chunk -> sampler id; answered ones stay
+    results: dict[int, EvalResult] = field(default_factory=dict)  # by chunk
 
     @property
     def num_missing(self) -> int:
@@ -28,55 +33,91 @@ class Evaluation:
         return len(self.requests) - len(self.results)
 
     def grant(self, sampler_id: str, num_samplers: int) -> list[EvalRequest]:
-        """Tops this sampler's leases up to its share of the chunks, and returns those it has not answered."""
-        share = -(-len(self.requests) // num_samplers)
-        mine = [chunk for chunk, owner in self.leases.items() if owner == sampler_id]
-        free = [chunk for chunk in self.requests if chunk not in self.leases]
-        for chunk in free[: max(0, share - len(mine))]:
-            self.leases[chunk] = sampler_id
-            mine.append(chunk)
-        return [self.requests[chunk] for chunk in mine if chunk not in self.results]
+        """Leases free chunks to a sampler up to its share, and returns its unanswered chunks."""
+        share = math.ceil(len(self.requests) / num_samplers)
+        num_leased = list(self.leases.values()).count(sampler_id)
+        for chunk in self.requests:
+            if num_leased < share and chunk not in self.leases:
+                self.leases[chunk] = sampler_id
+                num_leased += 1
+        return [self.requests[chunk] for chunk in self._unanswered(sampler_id)]
 
     def release(self, sampler_id: str) -> list[int]:
-        """Frees a lost sampler's unanswered chunks for other samplers, and returns them."""
-        lost = [chunk for chunk, owner in self.leases.items() if owner == sampler_id and chunk not in self.results]
+        """Frees a lost sampler's unanswered chunks for other samplers, and returns these chunks."""
+        lost = self._unanswered(sampler_id)
         for chunk in lost:
             del self.leases[chunk]
         return lost
 
-    def accept(self, result: EvalResult, version: int, num_generations: int, reward_funcs: tuple[str, ...]) -> None:
-        """Stores a result. Raises WireError if it is unrequested, a duplicate, of another version or incomplete."""
+    def _unanswered(self, sampler_id: str) -> list[int]:
+        """Returns the chunks that a sampler has leased and not answered, in order of leasing."""
+        chunks = []
+        for chunk, owner in self.leases.items():
+            if owner == sampler_id and chunk not in self.results:
+                chunks.append(chunk)
+        return chunks
+
+    def accept(
+        self, result: EvalResult, version: int, num_generations: int, reward_funcs: tuple[str, ...]
+    ) -> None:
+        """Stores the result of a chunk.
+
+        Raises WireError if the result was not requested, is a duplicate, is of another policy
+        version than `version`, or is incomplete.
+        """
         request = self.requests.get(result.chunk)
         if request is None or request.eval_id != result.eval_id:
             raise WireError("eval_unknown", result.eval_id)
         require(result.policy_version == version, "eval_version", f"{result.policy_version}")
-        require(result.chunk not in self.results, "eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
-        # every requested problem is answered once, by a failure or by num_generations samples
-        failed = [failure.problem_index for failure in result.failures]
-        scored = [problem for problem in request.problem_indexes if problem not in failed]
-        counts = collections.Counter(sample.problem_index for sample in result.samples)
-        answered = sorted([*scored, *failed]) == sorted(request.problem_indexes)
-        found = f"{dict(counts)} and failed {failed}, expected {request.problem_indexes}"
-        require(answered and counts == dict.fromkeys(scored, num_generations), "eval_problems", found)
-        have_rewards = all(tuple(sample.rewards) == reward_funcs for sample in result.samples)
-        require(have_rewards, "reward_funcs", f"expected {reward_funcs}")
+        is_first = result.chunk not in self.results
+        require(is_first, "eval_duplicate", f"chunk {result.chunk} of {result.eval_id}")
+        _check_problems(result, request, num_generations)
+        for sample in result.samples:
+            is_scored = tuple(sample.rewards) == reward_funcs
+            require(is_scored, "reward_funcs", f"expected {reward_funcs}")
         self.results[result.chunk] = result
 
     def fail(self, chunk: int, version: int, reason: str) -> EvalResult:
-        """Answers a chunk that will get no better answer with failures of all its problems, and returns this result."""
+        """Answers a chunk with a failure of each of its problems, and returns this result.
+
+        It is for a chunk that will get no better answer.
+        """
         request = self.requests[chunk]
         failures = tuple(EvalFailure(problem, reason) for problem in request.problem_indexes)
-        self.results[chunk] = EvalResult(request.eval_id, chunk, version, (), failures)
-        return self.results[chunk]
+        result = EvalResult(request.eval_id, chunk, version, (), failures)
+        self.results[chunk] = result
+        return result
+
+
+def _check_problems(result: EvalResult, request: EvalRequest, num_generations: int) -> None:
+    """Raises WireError unless the result answers every requested problem exactly once.
+
+    A problem is answered by a failure or by `num_generations` samples.
+    """
+    failed = [failure.problem_index for failure in result.failures]
+    scored = [problem for problem in request.problem_indexes if problem not in failed]
+    num_samples = collections.Counter(sample.problem_index for sample in result.samples)
+    is_partition = sorted(scored + failed) == sorted(request.problem_indexes)
+    is_complete = num_samples == dict.fromkeys(scored, num_generations)
+    answers = f"{dict(num_samples)} and failed {failed}, expected {request.problem_indexes}"
+    require(is_partition and is_complete, "eval_problems", answers)
 
 
 def problems_per_chunk(config: Config) -> int:
-    """Returns how many problems' texts fit in half a message, if a token has up to 16 bytes."""
-    text_bytes = _BYTES_PER_TOKEN * config.eval.num_generations * config.sampler.max_completion_length
-    return max(1, min(_MAX_PROBLEMS, config.max_message_bytes // 2 // text_bytes))
+    """Returns how many problems a chunk has, at least 1 and at most 64.
+
+    The texts of their completions fill at most half a message if a token has up to 16 bytes.
+    """
+    num_tokens = config.eval.num_generations * config.sampler.max_completion_length
+    bytes_per_problem = _BYTES_PER_TOKEN * num_tokens
+    fitting = config.max_message_bytes // 2 // bytes_per_problem
+    return max(1, min(_MAX_PROBLEMS, fitting))
 
 
-def evaluation_of(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation:
-    starts = range(0, num_problems, per_chunk)
-    chunks = [tuple(range(start, min(start + per_chunk, num_problems))) for start in starts]
-    return Evaluation({i: EvalRequest(eval_id, i, chunk) for i, chunk in enumerate(chunks)})
+def split_evaluation(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation:
+    """Returns an evaluation of all problems in chunks of at most `per_chunk` problems."""
+    requests = {}
+    for chunk, start in enumerate(range(0, num_problems, per_chunk)):
+        end = min(start + per_chunk, num_problems)
+        requests[chunk] = EvalRequest(eval_id, chunk, tuple(range(start, end)))
+    return Evaluation(requests)

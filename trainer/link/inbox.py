@@ -24,7 +24,7 @@ from common.wire import channel, wire
 from common.wire.address import endpoint
 from common.wire.channel import Transport
 from common.wire.group_limits import Limits
-from trainer.link.evaluation import evaluation_of, problems_per_chunk
+from trainer.link.evaluation import problems_per_chunk, split_evaluation
 from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger
 from trainer.link.peers import SharedState, describe
@@ -77,7 +77,7 @@ class Inbox(GroupSource):
             self.state.kept.begin(published)
             self._accept_kept()
             if eval_id is not None:
-                self.state.evaluation = evaluation_of(eval_id, num_problems, problems_per_chunk(self.config))
+                self.state.evaluation = split_evaluation(eval_id, num_problems, problems_per_chunk(self.config))
         self.thread.transport.wake()  # samplers hear of it at once
         failpoint("trainer.credited")
 
