@@ -1,4 +1,7 @@
-"""State of the samplers as the trainer knows them: hellos, times of messages, statistics. No socket, no clock."""
+"""State of the samplers as the trainer knows them: hellos, times of messages and statistics.
+
+It uses neither a socket nor a clock.
+"""
 
 import collections
 import threading
@@ -13,7 +16,13 @@ from trainer.link.kept import Kept
 from trainer.link.ledger import Ledger
 
 _SILENT_S = 5.0
-_MUST_AGREE = ("dataset_fingerprint", "eval_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems")
+_MUST_AGREE = (  # fields of a hello
+    "dataset_fingerprint",
+    "eval_fingerprint",
+    "tokenizer_hash",
+    "num_problems",
+    "num_eval_problems",
+)
 _TOTAL = "total/"
 
 
@@ -23,7 +32,7 @@ class Peer:
 
     hello: wire.Hello
     heard_at: float
-    progressed_at: float  # when its progress last grew, or it had nothing to do
+    progressed_at: float  # the last time when its progress grew or it had nothing to do
     progress: int = 0
     loaded_version: int | None = None
     phase: str = "starting"
@@ -32,6 +41,7 @@ class Peer:
 
     @property
     def process(self) -> tuple[int, str]:
+        """Returns what tells this process from every other one: its pid and its incarnation."""
         return self.hello.pid, self.hello.incarnation
 
     @property
@@ -39,29 +49,53 @@ class Peer:
         return self.phase.startswith("idle")
 
 
-def refusal(hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool) -> tuple[str, str] | None:
-    """Returns (countable name, message to the sampler) if its groups cannot train with the first sampler's."""
-    for what in _MUST_AGREE:
-        if getattr(hello, what) != getattr(first, what):
-            reason = f"{what} {getattr(hello, what)} differs from the first sampler's {getattr(first, what)}"
-            return what, f"{reason}: start every sampler with the same config and data"
-    if hello.scores_reference != needs_ref_logprobs:
-        sends, wants = ("with", "without") if hello.scores_reference else ("without", "with")
-        reason = f"the sampler sends groups {sends} reference log-probs and the trainer wants them {wants}"
-        return "reference", f"{reason}: give both the same reference.on and algorithm.beta"
-    return None
+def refusal(
+    hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool
+) -> tuple[str, str] | None:
+    """Returns why a sampler's groups cannot train together with the first sampler's, if so.
+
+    The reason is (countable name, message to the sampler).
+    """
+    for name in _MUST_AGREE:
+        value = getattr(hello, name)
+        first_value = getattr(first, name)
+        if value != first_value:
+            reason = f"{name} {value} differs from the first sampler's {first_value}"
+            return name, f"{reason}: start every sampler with the same config and data"
+    if hello.scores_reference == needs_ref_logprobs:
+        return None
+    reason = "the sampler sends groups without reference log-probs and the trainer wants them with"
+    if hello.scores_reference:
+        reason = (
+            "the sampler sends groups with reference log-probs and the trainer wants them without"
+        )
+    return "reference", f"{reason}: give both the same reference.on and algorithm.beta"
 
 
 def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) -> str:
-    """Returns one line about all samplers' states. works: the leased work of those that have any."""
-    parts = []
+    """Returns one line about the states of all samplers.
+
+    now: monotonic seconds. works: the leased work of each sampler that has any.
+    """
+    texts = []
     for name, peer in peers.items():
         silent_s = now - peer.heard_at
-        state = f"{peer.phase}: normal" if silent_s < _SILENT_S else "silent"
-        if peer.is_idle and (name in works or not works):
-            state = f"idle, and its work is {works[name]}" if name in works else "idle, and nobody has work"
-        parts.append(f"sampler {name} heard {silent_s:.0f} s ago ({'lost' if peer.lost else state})")
-    return ", ".join(parts)
+        state = _state(name, peer, silent_s, works)
+        texts.append(f"sampler {name} heard {silent_s:.0f} s ago ({state})")
+    return ", ".join(texts)
+
+
+def _state(name: str, peer: Peer, silent_s: float, works: Mapping[str, str]) -> str:
+    """Returns what the sampler with this name does, in words."""
+    if peer.lost:
+        return "lost"
+    if peer.is_idle and name in works:
+        return f"idle, and its work is {works[name]}"
+    if peer.is_idle and not works:
+        return "idle, and nobody has work"
+    if silent_s < _SILENT_S:
+        return f"{peer.phase}: normal"
+    return "silent"
 
 
 @dataclass
@@ -69,17 +103,34 @@ class _Reported:
     """The statistics that one sampler reported."""
 
     process: tuple[int, str]
-    totals: dict[str, float]  # this process's totals up to which growth is counted
-    newest: dict[str, float] = field(default_factory=dict)
-    grown: dict[str, float] = field(default_factory=dict)  # growth of the totals since the last `drain`
-    is_fresh: bool = True  # reported since the last `drain`
+    totals: dict[str, float]  # the totals of this process up to which growth is counted
+    newest: dict[str, float] = field(default_factory=dict)  # the newest values that are no totals
+    growth: dict[str, float] = field(default_factory=dict)  # of the totals since the last `drain`
+    is_fresh: bool = True  # whether the sampler reported since the last `drain`
+
+    def add(self, process: tuple[int, str], stats: Mapping[str, float]) -> None:
+        """Adds a report of this sampler. A restarted process counts from 0."""
+        if process != self.process:
+            self.process = process
+            self.totals = {}
+        self.newest = {}
+        self.is_fresh = True
+        for name, value in stats.items():
+            if not name.startswith(_TOTAL):
+                self.newest[name] = value
+                continue
+            # a report that was overtaken in transit is lower than the report before it
+            before = self.totals.get(name, 0.0)
+            self.growth[name] = self.growth.get(name, 0.0) + max(0.0, value - before)
+            self.totals[name] = max(value, before)
 
 
 class Reports:
-    """The statistics in the samplers' beats. A total/… only grows in a process: its growth is the work that was done.
+    """The statistics in the samplers' beats.
 
-    Growth is computed per sampler, then merged, so that a sampler that joins or leaves adds its own work and nothing
-    else. A restarted sampler counts from 0. A new sampler may have served an earlier start of the trainer, so its
+    A total/… only grows within a process, and its growth is the work that was done. Growth is
+    computed for each sampler and then merged, so that a sampler that joins or leaves adds its own
+    work and nothing else. A new sampler may have served an earlier start of the trainer, so its
     first report is only the base from which growth is counted.
     """
 
@@ -87,58 +138,74 @@ class Reports:
         self._samplers: dict[str, _Reported] = {}
 
     def add(self, sampler: str, process: tuple[int, str], stats: Mapping[str, float]) -> None:
-        totals = {name: value for name, value in stats.items() if name.startswith(_TOTAL)}
-        known = self._samplers.setdefault(sampler, _Reported(process, totals))
-        before = known.totals if known.process == process else {}
-        for name, value in totals.items():
-            # a report that was overtaken in transit is lower than the one before it
-            known.grown[name] = known.grown.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
-        known.totals = before | {name: max(value, before.get(name, 0.0)) for name, value in totals.items()}
-        known.newest = {name: value for name, value in stats.items() if name not in totals}
-        known.process, known.is_fresh = process, True
+        """Adds the statistics of a beat. process: `Peer.process` of its sender."""
+        if sampler not in self._samplers:
+            totals = {name: value for name, value in stats.items() if name.startswith(_TOTAL)}
+            self._samplers[sampler] = _Reported(process, totals)
+        self._samplers[sampler].add(process, stats)
 
     def drain(self, live: Collection[str]) -> tuple[dict[str, float], int]:
-        """Returns (`Statistics.samplers`, number of samplers), of samplers that are live or reported meanwhile."""
-        counted = [known for name, known in self._samplers.items() if known.is_fresh or name in live]
+        """Returns `Statistics.samplers` and the number of samplers since the last call.
+
+        It counts the samplers that are live or reported since the last call.
+        """
+        num_samplers = 0
         values: dict[str, list[float]] = {}
-        for known in counted:
-            for name, value in (known.grown | known.newest).items():
+        for sampler, reported in self._samplers.items():
+            if not reported.is_fresh and sampler not in live:
+                continue
+            num_samplers += 1
+            for name, value in (reported.growth | reported.newest).items():
                 values.setdefault(name, []).append(value)
-            known.grown, known.is_fresh = dict.fromkeys(known.grown, 0.0), False
-        merged = {name: _merged(name, values[name], len(counted)) for name in sorted(values)}
-        return merged, len(counted)
+            reported.growth = dict.fromkeys(reported.growth, 0.0)
+            reported.is_fresh = False
+        merged = {name: _merged(name, values[name], num_samplers) for name in sorted(values)}
+        return merged, num_samplers
 
 
 def _merged(name: str, values: list[float], num_samplers: int) -> float:
     if not name.startswith(_TOTAL):
         return fmean(values)
-    return sum(values) / num_samplers if name.endswith("_s") else sum(values)
+    total = sum(values)
+    if name.endswith("_s"):
+        return total / num_samplers
+    return total
 
 
 class SharedState:
-    """The state shared by the training loop and the socket's thread, which use it under the lock `changed`.
+    """The state shared by the training loop and the socket's thread.
 
-    Without the lock the loop may read `peers`, and the thread alone may change `counters`.
+    Both use it under the lock `changed`. Without the lock, the loop may read `peers`, and only the
+    thread may change `counters`.
     """
 
     def __init__(self, ledger: Ledger, kept: Kept):
         self.changed = threading.Condition()
-        self.ledger, self.kept = ledger, kept
+        self.ledger = ledger
+        self.kept = kept
         ledger.reserved = kept.reserved
-        self.published: Published | None = None  # nobody is credited before the first version
+        self.published: Published | None = None  # no sampler gets credit before the first version
         self.progress = 0  # grows with every change by the training loop that samplers must hear of
         self.evaluation: Evaluation | None = None
-        self.peers: dict[str, Peer] = {}  # by sampler id; replaced by a new dict, never changed in size
+        # by sampler id; the dict is replaced by a new one and never changed in size
+        self.peers: dict[str, Peer] = {}
         self.preparing = ""  # the phase that a sampler reports before its hello
         self.reports = Reports()
         self.counters: collections.Counter[str] = collections.Counter()
         self.failure: BaseException | None = None  # raised by the loop's next wait
 
     def works(self) -> dict[str, str]:
-        """Returns a text about each sampler's leased work; samplers without work are absent."""
-        groups = {name: [f"group {g}" for g in ids] for name, ids in self.ledger.by_sampler().items()}
+        """Returns a text about the leased work of each sampler that has any."""
+        items: dict[str, list[str]] = {}
+        for name, group_ids in self.ledger.by_sampler().items():
+            items[name] = [f"group {group_id}" for group_id in group_ids]
         if self.evaluation:
             for chunk, name in self.evaluation.leases.items():
                 if chunk not in self.evaluation.results:
-                    groups.setdefault(name, []).append(f"chunk {chunk} of the evaluation")
-        return {name: ", ".join(work[:3]) + ", …" * (len(work) > 3) for name, work in groups.items()}
+                    items.setdefault(name, []).append(f"chunk {chunk} of the evaluation")
+        texts = {}
+        for name, work in items.items():
+            texts[name] = ", ".join(work[:3])
+            if len(work) > 3:
+                texts[name] += ", …"
+        return texts
