@@ -2,14 +2,16 @@
 
 docs/running.md tells what both are for.
 
-A record is the lengths of three wire frames, their CRC, and the frames, written at once. A killed process leaves at
-most one torn record at the end, which readers ignore; the CRC tells it from a damaged length. A resumed run first cuts
-off groups that it will train again, so the file holds the surviving history. A full disk does not stop training:
-records wait in memory until the next checkpoint, which waits for them. Groups are recorded as received: `reference.on:
-trainer` records no reference log-probs, which a replay scores again. Evaluations change no weights and are left out.
+A record is the lengths of three wire frames, a CRC of these lengths, and the frames. It is written
+at once, so a killed process leaves at most one torn record at the end, which readers ignore. The
+CRC tells a torn record from one whose lengths are damaged. A resumed run first cuts off the groups
+that it will train again, so that the file holds the surviving history. A full disk does not stop
+training, because records wait in memory until the next checkpoint, which waits for them.
+
+Groups are recorded as received. With `reference.on: trainer` they have no reference log-probs, and
+a replay scores them again. Evaluations are not recorded, because they change no weights.
 """
 
-import itertools
 import os
 import struct
 import zlib
@@ -18,39 +20,61 @@ from pathlib import Path
 
 from common.durable import disk_trouble, fsync_path
 from common.errors import UserError, WireError
-from common.types import Group, Tombstone
+from common.types import Group, Tombstone, without_tombstones
 from common.wire import wire
 from trainer.link.source import GroupSource
 
 FILE = "groups.recording"
-_LENGTHS = struct.Struct("<III")  # bytes of a record's frames; a CRC of 4 bytes follows, the frames have digests
+_LENGTHS = struct.Struct("<III")  # bytes of a record's three frames, which have a digest themselves
+_HEAD = _LENGTHS.size + 4  # bytes of a record before its frames, with the CRC of their lengths
 
 
 def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
-    """Yields (group and frames, offset after its record) for every whole record. Raises UserError for damage inside."""
+    """Yields (group and frames, offset of the end of its record) for every whole record.
+
+    Raises UserError if the file cannot be read, or for a damaged record that is not torn.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"recording {path}: {error.strerror}; make one with run.record=true") from None
+        reason = f"{error.strerror}; make one with run.record=true"
+        raise UserError(f"recording {path}: {reason}") from None
     position = 0
-    while (start := position + _LENGTHS.size + 4) <= len(data):
-        lengths = data[position : start - 4]
+    while True:
         try:
-            if _crc(lengths) != data[start - 4 : start]:
-                raise WireError("its lengths do not match their CRC")
-            ends = list(itertools.accumulate(_LENGTHS.unpack(lengths), initial=start))
-            if ends[-1] > len(data):
+            frames = _frames(data, position)
+            if frames is None:
                 return
-            frames = [data[a:b] for a, b in itertools.pairwise(ends)]
             _, message = wire.decode(frames)
         except WireError as error:
+            where = f"in the record at byte {position} of {len(data)}"
             raise UserError(
-                f"recording {path} is damaged in the record at byte {position} of {len(data)}: {error}; "
-                f"what comes before is whole: truncate -s {position} {path}"
+                f"recording {path} is damaged {where}: {error}; "
+                f"the records before it are whole: truncate -s {position} {path}"
             ) from None
         assert isinstance(message, Group | Tombstone)
-        position = ends[-1]
+        position += _HEAD + sum(map(len, frames))
         yield wire.Received(message, frames), position
+
+
+def _frames(data: bytes, position: int) -> list[bytes] | None:
+    """Returns the three frames of the record at `position`, None at the end or for a torn record.
+
+    Raises WireError if the lengths are damaged.
+    """
+    start = position + _HEAD
+    if start > len(data):
+        return None
+    lengths = data[position : position + _LENGTHS.size]
+    if _crc(lengths) != data[position + _LENGTHS.size : start]:
+        raise WireError("its lengths do not match their CRC")
+    frames = []
+    for length in _LENGTHS.unpack(lengths):
+        frames.append(data[start : start + length])
+        start += length
+    if start > len(data):
+        return None
+    return frames
 
 
 def _crc(data: bytes) -> bytes:
@@ -58,8 +82,9 @@ def _crc(data: bytes) -> bytes:
 
 
 class Recorder:
-    """A writer that appends groups. Opening it cuts the file back to the groups below `cursor`, and reads no further.
+    """A writer that appends groups to a recording.
 
+    Opening it cuts the file back to the groups below `cursor`, without reading the rest of it.
     syncs: whether the groups shall survive a crash of the machine.
     """
 
@@ -79,24 +104,28 @@ class Recorder:
             fsync_path(path.parent)
 
     def append(self, groups: Sequence[wire.Received]) -> None:
+        """Appends groups. If the disk is full or fails, they wait in memory."""
         for received in groups:
             lengths = _LENGTHS.pack(*map(len, received.frames))
             self._waiting += b"".join([lengths, _crc(lengths), *received.frames])
         try:
             self._flush()
         except OSError as error:
-            if disk_trouble(error) is None:  # else `sync` raises it, and the run reports its wait
+            if disk_trouble(error) is None:  # `sync` raises any other error, and the run waits
                 raise
 
     def _flush(self) -> None:
-        """Writes the waiting bytes; after an error the next call continues where it stopped, even inside a record."""
+        """Writes the waiting bytes. After an error, the next call goes on at the same byte."""
         while self._waiting:
             written = os.pwrite(self._descriptor, self._waiting, self._end)
             self._end += written
             del self._waiting[:written]
 
     def sync(self) -> None:
-        """Makes all appended groups survive a crash of the machine. Raises OSError if they cannot be written."""
+        """Makes all appended groups survive a crash of the machine.
+
+        Raises OSError if they cannot be written.
+        """
         self._flush()
         os.fsync(self._descriptor)
 
@@ -109,31 +138,49 @@ class Recorder:
 
 
 class Replay(GroupSource):
-    """A source that serves the groups of a recording. There is no sampler, hence no evaluation."""
+    """A source that serves the groups of a recording. It has no samplers, so no evaluations."""
 
-    def __init__(self, path: Path, incarnation: str, needs_reference: bool = False, needs_routing: bool = False):
-        """Reads the recording. Raises UserError if it lacks reference log-probs or routing that the trainer needs."""
+    def __init__(
+        self,
+        path: Path,
+        incarnation: str,
+        needs_reference: bool = False,
+        needs_routing: bool = False,
+    ):
+        """Reads the recording.
+
+        Raises UserError if it lacks reference log-probs or routing that the trainer needs.
+        """
         self.incarnation = incarnation
         self._path = path
-        self._groups = {received.group.group_id: received for received, _ in read(path)}
-        groups = [received.group for received in self._groups.values() if isinstance(received.group, Group)]
-        rollouts = (r for g in groups for r in g.rollouts)
-        if needs_reference and any(r.ref_logprobs is None for r in rollouts):
+        self._groups: dict[int, wire.Received] = {}  # by group id
+        for received, _ in read(path):
+            self._groups[received.group.group_id] = received
+        groups = without_tombstones(received.group for received in self._groups.values())
+        if needs_reference and not all(map(_has_reference, groups)):
             raise UserError(
-                f"recording {path} holds groups without reference log-probs: it was made with algorithm.beta 0 or "
-                "reference.on trainer; set reference.on=trainer, or algorithm.beta=0"
+                f"recording {path} holds groups without reference log-probs: it was made with "
+                "algorithm.beta 0 or reference.on trainer; set reference.on=trainer, or "
+                "algorithm.beta=0"
             )
-        if needs_routing and any(g.routing is None for g in groups):
+        if needs_routing and any(group.routing is None for group in groups):
             raise UserError(
-                f"recording {path} holds groups that do not say which experts their tokens met: it was made without "
-                "algorithm.router_replay; set algorithm.router_replay=false"
+                f"recording {path} holds groups that do not say which experts their tokens met: "
+                "it was made without algorithm.router_replay; set algorithm.router_replay=false"
             )
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        missing = [g for g in group_ids if g not in self._groups]
-        if missing:
-            raise UserError(
-                f"recording {self._path} ends before group {missing[0]} (it has {len(self._groups)}); "
-                "lower trainer.max_steps"
-            )
-        return [self._groups[g] for g in group_ids]
+        """Returns the groups with these ids. Raises UserError if the recording lacks one."""
+        received = []
+        for group_id in group_ids:
+            if group_id not in self._groups:
+                raise UserError(
+                    f"recording {self._path} ends before group {group_id} "
+                    f"(it has {len(self._groups)}); lower trainer.max_steps"
+                )
+            received.append(self._groups[group_id])
+        return received
+
+
+def _has_reference(group: Group) -> bool:
+    return all(rollout.ref_logprobs is not None for rollout in group.rollouts)

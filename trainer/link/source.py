@@ -1,4 +1,7 @@
-"""The training loop's interface to its source of groups: samplers (inbox.py) or a recording (recording.py)."""
+"""The training loop's interface to its source of groups.
+
+The source is the samplers (inbox.py) or a recording (recording.py).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +15,9 @@ from common.wire import wire
 class Statistics:
     """Statistics that the samplers reported, and the link's counters.
 
-    samplers: total/… is the growth since the previous statistics: counts are summed, seconds (…_s) are the mean, so
-    that they compare with the wall time of a step. Other values are the mean of the samplers' newest ones.
+    samplers: total/… is the growth since the previous statistics. Counts are summed over samplers.
+    Seconds (…_s) are averaged, so that they compare with the wall time of a step. Any other value
+    is the mean of the samplers' newest values.
     """
 
     samplers: Mapping[str, float]
@@ -22,7 +26,10 @@ class Statistics:
 
 
 class GroupSource:
-    """A source of groups for rank 0. Only `receive` must be overridden: by default there is no sampler."""
+    """A source of groups for rank 0, by default one without samplers.
+
+    A subclass must override `receive`.
+    """
 
     incarnation: str  # names this start of the trainer
 
@@ -30,28 +37,38 @@ class GroupSource:
         """Returns the first sampler's hello. Raises Retryable if no sampler connects."""
         return wire.Hello(0, "", "", 0, 0)
 
-    def commit(self, cursor: int, published: Published, eval_id: str | None = None, num_problems: int = 0) -> None:
-        """Reports that the groups below `cursor` are trained and that `published` holds the resulting weights.
+    def commit(
+        self,
+        cursor: int,
+        published: Published,
+        eval_id: str | None = None,
+        num_problems: int = 0,
+    ) -> None:
+        """Reports that groups below `cursor` are trained, and `published` the resulting weights.
 
-        With an eval_id, these weights are evaluated on the held-out problems too.
+        With an eval_id, these weights are also evaluated on the `num_problems` held-out problems.
         """
 
     def refill(self, count: int) -> None:
-        """Requests `count` groups beyond the batch's slots, at once and sampled by the same weights."""
+        """Requests `count` groups beyond the batch's slots, sampled now and by the same weights."""
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """Returns the groups, in this order, once all of them have arrived."""
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
-        """Drops what no restart needs, since a checkpoint of this version is saved and no restart goes further back."""
+        """Drops the groups of versions before this one, of which a checkpoint is saved."""
 
     def samplers_are_idle(self) -> bool:
-        """Returns whether no sampler has work until the next `commit`, so that its CPU cores could be borrowed."""
+        """Returns whether no sampler has work until the next `commit`, so that its CPU cores could
+        be borrowed."""
         return False
 
     def finish_eval(self) -> list[EvalResult]:
-        """Returns the results of the evaluation that `commit` requested, chunk by chunk; [] if it requested none."""
+        """Returns the results of the evaluation that `commit` requested, chunk by chunk.
+
+        Returns [] if it requested none.
+        """
         return []
 
     def versions_in_use(self) -> list[int]:
