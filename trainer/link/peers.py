@@ -194,6 +194,10 @@ class SharedState:
         self.counters: collections.Counter[str] = collections.Counter()
         self.failure: BaseException | None = None  # raised by the loop's next wait
 
+    def live_peers(self) -> dict[str, Peer]:
+        """Returns the samplers that are not lost, by sampler id."""
+        return {name: peer for name, peer in self.peers.items() if not peer.lost}
+
     def works(self) -> dict[str, str]:
         """Returns a text about the leased work of each sampler that has any."""
         items: dict[str, list[str]] = {}

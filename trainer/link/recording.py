@@ -111,7 +111,7 @@ class Recorder:
         try:
             self._flush()
         except OSError as error:
-            if disk_trouble(error) is None:  # `sync` raises any other error, and the run waits
+            if disk_trouble(error) is None:  # disk trouble is raised by `sync`, where the run waits
                 raise
 
     def _flush(self) -> None:
