@@ -32,7 +32,7 @@ from sampler.turns.episodes import Sampled, SingleTurns
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 from tests.support.raising import raising
-from trainer.record.stats import eval_record
+from trainer.record.eval_record import eval_record
 
 SCORED = [({"answer": 1.0}, 1.0)]  # of the one completion of a held-out problem; a group has two
 PROMPT = Prompt(Problem(0, {}), "?", "?", np.array([1], np.int32))

@@ -15,7 +15,7 @@ from report.run_log import MetricsLog
 from report.samples import main
 from tests.support.protocol_helpers import make_group
 from tests.support.vision import PLAIN, picture
-from trainer.record.stats import samples_records
+from trainer.record.samples import samples_records
 
 
 def logged(folder: Path, *records: dict[str, Any]) -> Path:

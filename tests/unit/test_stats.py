@@ -17,11 +17,11 @@ from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
 from trainer.algorithm.mismatch import by_length
 from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.record.eval_record import eval_record
+from trainer.record.samples import samples_records
 from trainer.record.stats import (
     correction_metrics,
-    eval_record,
     rollout_metrics,
-    samples_records,
     shaping_metrics,
     token_metrics,
     turn_metrics,

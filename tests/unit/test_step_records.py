@@ -27,7 +27,7 @@ from trainer.data.tensors import micro_batch
 from trainer.data.training_group import TrainingGroup
 from trainer.engine.step_result import StepResult
 from trainer.record import throughput
-from trainer.record.stats import turn_texts
+from trainer.record.samples import turn_texts
 from trainer.record.step_records import StepRecords
 from trainer.record.throughput import Throughput, num_devices
 

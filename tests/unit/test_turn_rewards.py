@@ -25,7 +25,7 @@ from trainer.algorithm.advantages import is_dead_group, step_advantages
 from trainer.algorithm.estimators import EPS
 from trainer.algorithm.gae import token_rewards
 from trainer.data.tensors import micro_batch, step_denominator
-from trainer.record.stats import samples_records
+from trainer.record.samples import samples_records
 
 ENVELOPE = Envelope("run", "life", "s0")
 SAID = Turn([{"role": "user", "content": "Higher."}])

@@ -16,7 +16,7 @@ from report.model_card import write_model_card
 from report.run_log import MetricsLog
 from report.versions import best_so_far, choice, metric_of, with_failures
 from tests.support.configs import config_of
-from trainer.record.stats import eval_record
+from trainer.record.eval_record import eval_record
 
 
 def settings(metric: str = "answer/accuracy", greater_is_better: bool = True) -> Eval:

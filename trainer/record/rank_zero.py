@@ -24,6 +24,8 @@ from trainer.link.source import GroupSource
 
 @dataclass(frozen=True)
 class RankZero:
+    """The objects that only rank 0 has."""
+
     source: GroupSource
     recorder: Recorder | None  # records the groups that are trained
     log: MetricsLog
@@ -44,33 +46,41 @@ def open_rank_zero(
     cursor: int,
     resumed_at: tuple[int | None, int | None],
 ) -> RankZero:
-    """Opens the records, the display, and the link to the samplers or a recording; `stack` closes them.
+    """Opens the records, the display, and the link to the samplers or to a recording.
 
-    batch, cursor: numbers of trained batches and groups. resumed_at: step and policy version of the checkpoint, if any.
+    stack: closes them all. batch, cursor: the numbers of trained batches and of trained groups.
+    resumed_at: the checkpoint's step and policy version, (None, None) without a checkpoint.
     """
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
         durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # those of an earlier start: this one publishes its own first
+    weights.remove_versions(weights_dir)  # of an earlier start, as this start publishes its own
     public = redacted(config.model_dump(mode="json"))
-    durable.write_file(output_dir / "config.json", json.dumps(public, indent=1, ensure_ascii=False).encode())
+    public_json = json.dumps(public, indent=1, ensure_ascii=False)
+    durable.write_file(output_dir / "config.json", public_json.encode())
     log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
     stack.callback(log.close)
     display = StepDisplay(config)
-    display.recall(read_jsonl(output_dir / "metrics.jsonl"), read_jsonl(output_dir / "eval.jsonl"))
-    for note in filter(None, [config.uneven_work(world_size()), *expert_warnings(config)]):
-        display.note(note)
+    steps = read_jsonl(output_dir / "metrics.jsonl")
+    evaluations = read_jsonl(output_dir / "eval.jsonl")
+    display.recall(steps, evaluations)
+    for note in [config.uneven_work(world_size()), *expert_warnings(config)]:
+        if note:
+            display.note(note)
     stack.callback(_remove_versions, weights_dir)
-    records = config.run.record and config.run.replay is None  # a recording must not be cut while it is replayed
-    recorder = Recorder(output_dir / FILE, cursor) if records else None
-    if recorder is not None:
+    recorder = None
+    if (
+        config.run.record and config.run.replay is None
+    ):  # a recording is not cut while it is replayed
+        recorder = Recorder(output_dir / FILE, cursor)
         stack.callback(recorder.close)
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
         needs_reference = config.reference_on == "sampler"
-        replay = Replay(config.run.replay, incarnation, needs_reference, config.algorithm.router_replay)
+        needs_routing = config.algorithm.router_replay
+        replay = Replay(config.run.replay, incarnation, needs_reference, needs_routing)
         return RankZero(replay, recorder, log, display)
     ledger = Ledger(cursor + config.groups_after(batch), config.window, cursor)
     inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.note)
@@ -78,15 +88,25 @@ def open_rank_zero(
 
 
 def _remove_versions(weights_dir: Path) -> None:
-    with contextlib.suppress(OSError):  # a failing disk must not hide why the run ends; the next start tries again
+    # a failing disk must not hide why the run ends, and the next start tries again
+    with contextlib.suppress(OSError):
         weights.remove_versions(weights_dir)
 
 
 def _limits(config: Config) -> Limits:
-    replays, vision, images = config.algorithm.router_replay, vision_of(config), None
+    images = None
+    vision = vision_of(config)
     if vision is not None:
-        sizes = config.data.limit_images, config.data.max_pixels
-        images = ImageLimits(*sizes, vision.form.patch_size, vision.form.merge_size, vision.image)
+        images = ImageLimits(
+            max_images=config.data.limit_images,
+            max_pixels=config.data.max_pixels,
+            patch_size=vision.form.patch_size,
+            merge_size=vision.form.merge_size,
+            image_token=vision.image,
+        )
+    experts = None
+    if config.algorithm.router_replay:
+        experts = expert_counts(config.model)
     return Limits(
         vocab_size=vocabulary(config.model),
         num_generations=config.sampler.num_generations,
@@ -98,5 +118,5 @@ def _limits(config: Config) -> Limits:
         images=images,
         max_turns=config.max_turns,
         in_flight_updates=config.sampler.in_flight_updates,
-        experts=expert_counts(config.model) if replays else None,
+        experts=experts,
     )

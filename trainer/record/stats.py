@@ -1,27 +1,21 @@
 """Metrics of one step, under TRL's names where TRL has them. Pure functions."""
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
 from common.config import ROUNDING, Algorithm, Config
 from common.types import (
-    EvalResult,
-    EvalSample,
     FailureKind,
     Group,
     Rollout,
     Tombstone,
     without_tombstones,
 )
-from model.files.images import one_mark_an_image, sample_record
-from report.full_marks import by_source
 from trainer.algorithm.advantages import (
     is_dead,
     is_dead_group,
@@ -30,239 +24,239 @@ from trainer.algorithm.advantages import (
     shaped_rewards,
 )
 from trainer.algorithm.mismatch import RANGES
+from trainer.record.eval_record import eval_record as eval_record  # under this name, too
 
-FullMark = Callable[[str], float]  # reward function's name -> the score from which a completion counts as right
+# metric -> the sum over trained tokens whose mean it is
+_TOKEN_MEANS = {
+    "entropy": "entropy",
+    "ratio/mean": "ratio",
+    "clip_ratio/region_mean": "clipped",
+    "mismatch/mean_abs_log_ratio": "abs_log_ratio",
+    "mismatch/mean_abs_prob_diff": "abs_prob_diff",
+    "mismatch/mean_exp_abs_log_ratio": "exp_abs_log_ratio",
+    "mismatch/k3": "k3",
+}
 
 
-def rollout_metrics(groups: Sequence[Group | Tombstone], policy_version: int, config: Config) -> dict[str, float]:
-    """Returns metrics of rewards, lengths, dead groups and staleness, means over completions unless named otherwise."""
+def _rollouts_of(groups: Iterable[Group]) -> list[Rollout]:
+    rollouts: list[Rollout] = []
+    for group in groups:
+        rollouts += group.rollouts
+    return rollouts
+
+
+def rollout_metrics(
+    groups: Sequence[Group | Tombstone], policy_version: int, config: Config
+) -> dict[str, float]:
+    """Returns metrics of rewards, lengths, dead groups and staleness.
+
+    They are means over completions unless their names say otherwise.
+    policy_version: the version of the policy before the step.
+    """
     alive = without_tombstones(groups)
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
     if not alive:
         return metrics
-    rollouts = [r for g in alive for r in g.rollouts]
-    lengths = np.array([r.num_sampled for r in rollouts])
-    rewards = [rewards_of(g) for g in alive]
-    metrics |= {
-        "reward": float(np.concatenate(rewards).mean()),
-        "reward_std": fmean([r.std(ddof=1) for r in rewards]),
-        "frac_reward_zero_std": fmean([is_dead(r) for r in rewards]),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": fmean([r.finish_reason == "length" for r in rollouts]),
-        "prompts/mean_length": fmean([len(g.prompt_ids) for g in alive]),
-        "staleness/mean": fmean([policy_version - g.policy_version for g in alive]),
-        "completion_tokens": float(lengths.sum()),
-    }
+    rollouts = _rollouts_of(alive)
+    lengths = np.array([rollout.num_sampled for rollout in rollouts])
+    rewards = [rewards_of(group) for group in alive]
+    metrics["reward"] = float(np.concatenate(rewards).mean())
+    metrics["reward_std"] = fmean([group_rewards.std(ddof=1) for group_rewards in rewards])
+    metrics["frac_reward_zero_std"] = fmean(map(is_dead, rewards))
+    metrics["completions/mean_length"] = float(lengths.mean())
+    metrics["completions/min_length"] = float(lengths.min())
+    metrics["completions/max_length"] = float(lengths.max())
+    metrics["completions/clipped_ratio"] = fmean(map(_is_clipped, rollouts))
+    metrics["prompts/mean_length"] = fmean([len(group.prompt_ids) for group in alive])
+    metrics["staleness/mean"] = fmean([policy_version - group.policy_version for group in alive])
+    metrics["completion_tokens"] = float(lengths.sum())
     for name in rollouts[0].rewards:
-        asked = [g for g in alive if name in config.for_source(g.source).rewards.names]
-        of_all = [r for g in asked for r in g.rollouts]
-        scored = [r for r in of_all if not math.isnan(r.rewards[name])]
-        if none := len(of_all) - len(scored):
-            metrics[f"rewards/{name}/none"] = none / len(of_all)
-        if scored:
-            scores = np.array([r.rewards[name] for r in scored])
-            full_mark = config.rewards.full_mark(name) - ROUNDING
-            is_right = [not r.failure and r.rewards[name] >= full_mark for r in scored]
-            metrics[f"rewards/{name}/mean"] = float(scores.mean())
-            metrics[f"rewards/{name}/std"] = float(scores.std())
-            metrics[f"rewards/{name}/accuracy"] = fmean(is_right)
+        asked: list[Rollout] = []  # the rollouts that this function was asked to score
+        for group in alive:
+            if name in config.for_source(group.source).rewards.names:
+                asked += group.rollouts
+        metrics |= _reward_metrics(name, asked, config.rewards.full_mark(name))
+    return metrics
+
+
+def _is_clipped(completion: Rollout) -> bool:
+    return completion.finish_reason == "length"
+
+
+def _reward_metrics(name: str, rollouts: Sequence[Rollout], full_mark: float) -> dict[str, float]:
+    """Returns the metrics of one reward function over the rollouts that it was asked to score."""
+    metrics = {}
+    scores = []
+    num_right = 0
+    for rollout in rollouts:
+        score = rollout.rewards[name]
+        if math.isnan(score):
+            continue
+        scores.append(score)
+        if not rollout.failure and score >= full_mark - ROUNDING:
+            num_right += 1
+    num_unscored = len(rollouts) - len(scores)
+    if num_unscored:
+        metrics[f"rewards/{name}/none"] = num_unscored / len(rollouts)
+    if scores:
+        metrics[f"rewards/{name}/mean"] = float(np.mean(scores))
+        metrics[f"rewards/{name}/std"] = float(np.std(scores))
+        metrics[f"rewards/{name}/accuracy"] = num_right / len(scores)
     return metrics
 
 
 def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns groups, reward and length of each named data set, and how many of its groups have an advantage."""
-    metrics, alive = dict[str, float](), without_tombstones(groups)
-    for source in sorted({g.source for g in alive if g.source}):
-        own = [g for g in alive if g.source == source]
-        rollouts = [r for g in own for r in g.rollouts]
-        metrics |= {
-            f"sources/{source}/groups": float(len(own)),
-            f"sources/{source}/kept": float(sum(not is_dead_group(g, config) for g in own)),
-            f"sources/{source}/reward": fmean([r.reward for r in rollouts]),
-            f"sources/{source}/mean_length": fmean([r.num_sampled for r in rollouts]),
-        }
+    """Returns groups, reward and length of each named data set, for those with groups.
+
+    sources/…/kept is the number of its groups that have an advantage.
+    """
+    groups_of_source: dict[str, list[Group]] = {}
+    for group in without_tombstones(groups):
+        if group.source:
+            groups_of_source.setdefault(group.source, []).append(group)
+    metrics = {}
+    for source in sorted(groups_of_source):
+        alive = groups_of_source[source]
+        rollouts = _rollouts_of(alive)
+        num_kept = 0.0
+        for group in alive:
+            if not is_dead_group(group, config):
+                num_kept += 1
+        metrics[f"sources/{source}/groups"] = float(len(alive))
+        metrics[f"sources/{source}/kept"] = num_kept
+        metrics[f"sources/{source}/reward"] = fmean([rollout.reward for rollout in rollouts])
+        lengths = [rollout.num_sampled for rollout in rollouts]
+        metrics[f"sources/{source}/mean_length"] = fmean(lengths)
     return metrics
 
 
 def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns metrics of the rollouts' environments: means over all that have a token, if not named otherwise.
+    """Returns metrics of the rollouts' environments.
 
-    A rollout that ended because its max_turns was reached counts in max_turns_ratio: it was cut off within its task.
-    failed_ratio/… are shares of all rollouts, by the kind of failure; those without a token are missing.
+    They are means over all rollouts that have a token, unless their names say otherwise.
+    rollout/failed_ratio/… are shares of all rollouts, by the kind of failure; a rollout without a
+    token is "missing".
     """
     alive = without_tombstones(groups)
-    rollouts = [r for g in alive for r in g.rollouts]
-    failed = Counter[str](r.failure.kind for r in rollouts if r.failure)
-    failed["missing"] = sum(len(g.failures) for g in alive)
-    metrics = {"rollout/failures": float(failed.total())}
-    if rollouts:
-        num_rollouts = len(rollouts) + failed["missing"]
-        kinds = (*get_args(FailureKind), "missing")
-        metrics |= {f"rollout/failed_ratio/{kind}": failed[kind] / num_rollouts for kind in kinds}
-        limits = [config.for_source(g.source).rollout.max_turns for g in alive for _ in g.rollouts]
-        is_cut = [r.turns >= n and r.finish_reason == "length" for r, n in zip(rollouts, limits, strict=True)]
-        metrics |= {
-            "rollout/turns": fmean([r.turns for r in rollouts]),
-            "rollout/max_turns_ratio": fmean(is_cut),
-            "rollout/tool_calls": fmean([r.tool_calls for r in rollouts]),
-            "rollout/tool_errors": fmean([r.tool_errors for r in rollouts]),
-            "rollout/observed_tokens": fmean([len(r.completion_ids) - r.num_sampled for r in rollouts]),
-            "rollout/forks": fmean([len(r.forks) for r in rollouts]),
-            "rollout/environment_s": fmean([r.environment_s for r in rollouts]),
-        }
+    num_failed = Counter[str]()
+    values: dict[str, list[float]] = {}
+    for group in alive:
+        num_failed["missing"] += len(group.failures)
+        max_turns = config.for_source(group.source).rollout.max_turns
+        for rollout in group.rollouts:
+            if rollout.failure:
+                num_failed[rollout.failure.kind] += 1
+            for name, value in _turn_values(rollout, max_turns).items():
+                values.setdefault(name, []).append(value)
+    metrics = {"rollout/failures": float(num_failed.total())}
+    if values:
+        num_rollouts = len(_rollouts_of(alive)) + num_failed["missing"]
+        for kind in (*get_args(FailureKind), "missing"):
+            metrics[f"rollout/failed_ratio/{kind}"] = num_failed[kind] / num_rollouts
+    for name, values_of_rollouts in values.items():
+        metrics[name] = fmean(values_of_rollouts)
     return metrics
 
 
-def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
-    """Returns metrics of weight updates during sampling. policy_version: the policy's version before the step."""
-    rollouts = [(r, r.token_versions(g.policy_version)) for g in without_tombstones(groups) for r in g.rollouts]
-    if not rollouts:
-        return {}
-    staleness = np.concatenate([(policy_version - versions)[r.sampled()] for r, versions in rollouts])
-    spans = [max(1, len(r.version_spans)) for r, _ in rollouts]
+def _turn_values(rollout: Rollout, max_turns: int) -> dict[str, float]:
+    """Returns the metrics of one rollout's environment."""
+    # a rollout whose task goes on when it reaches max_turns is cut off
+    is_cut_off = rollout.turns >= max_turns and _is_clipped(rollout)
     return {
-        "in_flight/mixed_ratio": fmean([n > 1 for n in spans]),
-        "in_flight/max_versions": float(max(spans)),
-        "staleness/token_mean": float(staleness.mean()),
+        "rollout/turns": rollout.turns,
+        "rollout/max_turns_ratio": is_cut_off,
+        "rollout/tool_calls": rollout.tool_calls,
+        "rollout/tool_errors": rollout.tool_errors,
+        "rollout/observed_tokens": len(rollout.completion_ids) - rollout.num_sampled,
+        "rollout/forks": len(rollout.forks),
+        "rollout/environment_s": rollout.environment_s,
+    }
+
+
+def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
+    """Returns metrics of weight updates during sampling, {} without a rollout.
+
+    policy_version: the version of the policy before the step.
+    """
+    staleness = []
+    num_versions = []
+    for group in without_tombstones(groups):
+        for rollout in group.rollouts:
+            versions = rollout.token_versions(group.policy_version)
+            staleness.append((policy_version - versions)[rollout.sampled()])
+            num_versions.append(max(1, len(rollout.version_spans)))
+    if not staleness:
+        return {}
+    return {
+        "in_flight/mixed_ratio": float(np.mean(np.array(num_versions) > 1)),
+        "in_flight/max_versions": float(max(num_versions)),
+        "staleness/token_mean": float(np.concatenate(staleness).mean()),
     }
 
 
 def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns metrics of the trainer's reward shaping, if switched on. `reward` stays that of the reward functions."""
+    """Returns metrics of the reward shaping that is switched on in the trainer.
+
+    The metric `reward` stays the mean reward of the reward functions.
+    """
+    metrics: dict[str, float] = {}
     alive = without_tombstones(groups)
-    algorithm, metrics = config.algorithm, {}
-    if alive and algorithm.kl_in_reward:
-        metrics["kl_per_completion"] = fmean([r.ref_log_ratios().sum() for g in alive for r in g.rollouts])
-    if alive and (algorithm.kl_in_reward or algorithm.soft_punish_cache):
-        metrics["reward_shaped"] = float(np.concatenate([shaped_rewards(g, config) for g in alive]).mean())
-    if alive and algorithm.mask_truncated_completions:
-        metrics["completions/masked_ratio"] = fmean([not is_unmasked(r, True) for g in alive for r in g.rollouts])
+    if not alive:
+        return metrics
+    algorithm = config.algorithm
+    rollouts = _rollouts_of(alive)
+    if algorithm.kl_in_reward:
+        log_ratios = [rollout.ref_log_ratios().sum() for rollout in rollouts]
+        metrics["kl_per_completion"] = fmean(log_ratios)
+    if algorithm.kl_in_reward or algorithm.soft_punish_cache:
+        shaped = np.concatenate([shaped_rewards(group, config) for group in alive])
+        metrics["reward_shaped"] = float(shaped.mean())
+    if algorithm.mask_truncated_completions:
+        num_masked = 0
+        for rollout in rollouts:
+            if not is_unmasked(rollout, True):
+                num_masked += 1
+        metrics["completions/masked_ratio"] = num_masked / len(rollouts)
     return metrics
 
 
 def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
-    """Returns the update's loss and means over the tokens that trained, where log-ratio = log π_θ − log π_old."""
-    n = max(sums["tokens"], 1.0)
-    metrics = {
-        "loss": sums["loss"],
-        "entropy": sums["entropy"] / n,
-        "ratio/mean": sums["ratio"] / n if sums["tokens"] else 1.0,
-        "clip_ratio/region_mean": sums["clipped"] / n,
-        "mismatch/mean_abs_log_ratio": sums["abs_log_ratio"] / n,
-        "mismatch/mean_abs_prob_diff": sums["abs_prob_diff"] / n,
-        "mismatch/mean_exp_abs_log_ratio": sums["exp_abs_log_ratio"] / n if sums["tokens"] else 1.0,
-        "mismatch/k3": sums["k3"] / n,
-    }
-    return metrics | ({"kl": sums["kl"] / n} if beta > 0 else {})
+    """Returns the update's loss, and means over the tokens that trained.
+
+    log-ratio = log π_θ − log π_old. Without tokens, every mean is that of unchanged weights.
+    """
+    num_tokens = max(sums["tokens"], 1.0)
+    metrics = {"loss": sums["loss"]}
+    for name, summed in _TOKEN_MEANS.items():
+        metrics[name] = sums[summed] / num_tokens
+    if not sums["tokens"]:
+        metrics["ratio/mean"] = 1.0
+        metrics["mismatch/mean_exp_abs_log_ratio"] = 1.0
+    if beta > 0:
+        metrics["kl"] = sums["kl"] / num_tokens
+    return metrics
 
 
 def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[str, float]:
-    """Returns the mean weight of the mismatch correction over tokens, and the share of tokens truncated or masked.
+    """Returns metrics of the mismatch correction over the tokens that trained, {} without one.
 
-    Bounded weights of whole completions shrink with their length: they have a mean for each range.
+    They are the mean weight, and the share of tokens truncated or masked. The bounded weight of a
+    whole completion shrinks with its length, so such weights also have a mean for each range of
+    lengths.
     """
     mode = algorithm.vllm_importance_sampling_mode
     if mode is None:
         return {}
-    n = max(sums["tokens"], 1.0)
+    num_tokens = max(sums["tokens"], 1.0)
     metrics = {
-        "mismatch/correction_mean": sums["correction"] / n if sums["tokens"] else 1.0,
-        "mismatch/corrected_ratio": sums["corrected"] / n,
+        "mismatch/correction_mean": sums["correction"] / num_tokens,
+        "mismatch/corrected_ratio": sums["corrected"] / num_tokens,
     }
-    for name in RANGES if mode.startswith("sequence") else ():
-        if tokens := sums[f"tokens_{name}"]:
-            metrics[f"mismatch/correction_mean/{name}"] = sums[name] / tokens
+    if not sums["tokens"]:
+        metrics["mismatch/correction_mean"] = 1.0
+    if mode.startswith("sequence"):
+        for name in RANGES:
+            num_in_range = sums[f"tokens_{name}"]
+            if num_in_range:
+                metrics[f"mismatch/correction_mean/{name}"] = sums[name] / num_in_range
     return metrics
-
-
-def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """Returns one line of eval.jsonl. Problems that could not be scored are named, and left out of n and the means.
-
-    A function's shares and means cover the completions that it scored: those for which it did not return None. Each of
-    several sources also has shares and means of its own, such as "math/answer". A completion that failed is not right,
-    and counts in a mean as the worst of all, and at most 0. by_problem has the mean of each
-    problem's completions; null where there is none.
-    """
-    samples = [s for result in results for s in result.samples]
-    record: dict[str, Any] = {
-        "step": results[0].policy_version,
-        "eval_id": results[0].eval_id,
-        "n": len(samples),
-        "problems": len({s.problem_index for s in samples}),
-        "failed_problems": {f.problem_index: f.reason for result in results for f in result.failures},
-        "full_marks": {},
-        "mean": {},
-        "by_problem": {},
-    }
-    num_problems = 1 + max([*(s.problem_index for s in samples), *record["failed_problems"]])
-    for place, part in by_source(samples, lambda s: s.source).items():
-        for function in part[0].rewards if part else ():
-            scored = [s for s in part if not math.isnan(s.rewards[function])]
-            if not scored:
-                continue
-            name, lowest = place + function, min([0.0, *(s.rewards[function] for s in scored)])
-            scores = [s.rewards[function] if s.failure is None else lowest for s in scored]
-            mark = full_mark(function) - ROUNDING
-            marks = [not s.failure and s.rewards[function] >= mark for s in scored]
-            record["by_problem"][f"{name}/accuracy"] = _by_problem(scored, marks, num_problems)
-            record["by_problem"][f"{name}/mean"] = _by_problem(scored, scores, num_problems)
-            record["full_marks"][name] = sum(marks)
-            record["mean"][name] = sum(scores) / len(scores)
-            if len(scored) < len(samples):
-                record.setdefault("scored", {})[name] = [len(scored), len({s.problem_index for s in scored})]
-    if samples:
-        record["mean_length"] = fmean([s.num_tokens for s in samples])
-        record["clipped_ratio"] = fmean([s.finish_reason == "length" for s in samples])
-    return record
-
-
-def _by_problem(samples: Sequence[EvalSample], values: Sequence[float], num_problems: int) -> list[float | None]:
-    """Returns the mean value of each problem's samples, by problem index; None without any."""
-    found: list[list[float]] = [[] for _ in range(num_problems)]
-    for sample, value in zip(samples, values, strict=True):
-        found[sample.problem_index].append(value)
-    return [fmean(of_one) if of_one else None for of_one in found]
-
-
-def samples_records(groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any) -> list[dict[str, Any]]:
-    """Returns the worst and the best completion of each of the first `count` groups, for samples.jsonl."""
-    records = []
-    for group in without_tombstones(groups)[:count]:
-        ranked = sorted(group.rollouts, key=lambda r: r.reward)
-        for which, rollout in (("worst", ranked[0]), ("best", ranked[-1])):
-            records.append(
-                {
-                    "step": step,
-                    "group_id": group.group_id,
-                    "policy_version": group.policy_version,
-                    "problem_index": group.problem_index,
-                    "which": which,
-                    "prompt": one_mark_an_image(decode(group.prompt_ids.tolist())),
-                    "completion": decode(rollout.completion_ids.tolist()),
-                    "rewards": dict(rollout.rewards),
-                    "reward": rollout.reward,
-                    "finish_reason": rollout.finish_reason,
-                }
-                | ({"images": [sample_record(image) for image in group.images]} if group.images else {})
-                | ({"turns": turn_texts(rollout, decode)} if rollout.observed else {})
-                | ({"failure": asdict(rollout.failure)} if rollout.failure else {})
-            )
-    return records
-
-
-def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
-    """Returns a completion's parts by author: [{"by": "model", "text": …}, {"by": "environment", "text": …}, …].
-
-    A part by "history" is what a rewritten history repeats, and the new text after it. If turns had rewards of their
-    own, the model's parts have `reward`.
-    """
-    edges = [0, *itertools.chain(*rollout.observed), len(rollout.completion_ids)]
-    texts = [decode(rollout.completion_ids[start:end].tolist()) for start, end in itertools.pairwise(edges)]
-    parts = [{"by": by, "text": text} for by, text in zip(itertools.cycle(("model", "environment")), texts)]
-    for part, span in zip(parts[1::2], rollout.observed, strict=True):
-        part["by"] = "history" if span[0] in dict(rollout.forks) else "environment"
-    for part, reward in zip(parts[::2], rollout.turn_rewards, strict=False):
-        part["reward"] = reward
-    return parts

@@ -1,4 +1,7 @@
-"""Records of each step on rank 0: a line of metrics, a few samples and a row of the display. Training is unaffected."""
+"""Records of each step on rank 0: a line of metrics, a few samples and a row of the display.
+
+They do not change the training.
+"""
 
 import time
 from collections.abc import Mapping
@@ -10,8 +13,10 @@ from trainer.data.mini_batches import TrainedStep
 from trainer.engine.step_result import StepResult
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
+from trainer.record.samples import samples_records
 from trainer.record.throughput import Throughput
 
+# a sampler's statistic -> the name of its metric, where it is not timing/sampler_…
 SAMPLER_TOTALS = {
     "total/idle_s": "wait/sampler_s",
     "total/incomplete_support": "mismatch/support/incomplete_tokens",
@@ -24,7 +29,9 @@ class StepRecords:
     """The writer of step records, which exists only on rank 0."""
 
     def __init__(self, config: Config, rank_zero: RankZero, tokenizer: Any):
-        self._config, self._log, self._display = config, rank_zero.log, rank_zero.display
+        self._config = config
+        self._log = rank_zero.log
+        self._display = rank_zero.display
         self._tokenizer = tokenizer
         self._throughput = Throughput(time.monotonic())
         self._has_warned_of_size = False
@@ -39,14 +46,21 @@ class StepRecords:
         devices: int,
     ) -> None:
         """Writes the records of optimizer step `number`, served by `devices` devices.
-        more: metrics of the caller, which include step_time and policy_version, the newest version."""
-        values = self._learning(trained, result, sums, int(more["policy_version"]) - result.new_versions)
+
+        more: metrics of the caller, which include step_time, in seconds, and policy_version, the
+        newest version.
+        """
+        groups = trained.groups
+        version = int(more["policy_version"]) - result.new_versions  # before the step
+        values = self._learning(trained, result, sums, version)
         values |= more
         values["tokens_per_second"] = values.get("completion_tokens", 0.0) / more["step_time"]
-        values |= self._throughput.step(trained.groups, trained.step.is_last, values, time.monotonic(), devices)
+        now = time.monotonic()
+        values |= self._throughput.step(groups, trained.step.is_last, values, now, devices)
         values |= self._display.advice(number, values)
         self._log.log(number, values)
-        self._log.log_samples(stats.samples_records(trained.groups, number, count=2, decode=self._tokenizer.decode))
+        decode = self._tokenizer.decode
+        self._log.log_samples(samples_records(groups, number, count=2, decode=decode))
         self._display.step(number, values)
         if trained.empty_slots:
             self._display.note(trained.empty_slots)
@@ -57,23 +71,37 @@ class StepRecords:
     def _learning(
         self, trained: TrainedStep, result: StepResult, sums: Mapping[str, float], version: int
     ) -> dict[str, float]:
-        """Returns the metrics of the step's groups and of its result. version: the policy's before the step."""
-        step, groups, config, algorithm = trained.step, trained.groups, self._config, self._config.algorithm
-        values = stats.rollout_metrics(groups, version, config) | stats.source_metrics(groups, config)
+        """Returns the metrics of the step's groups and of its result.
+
+        version: the version of the policy before the step.
+        """
+        groups = trained.groups
+        config = self._config
+        algorithm = config.algorithm
+        values = stats.rollout_metrics(groups, version, config)
+        values |= stats.source_metrics(groups, config)
         if config.max_turns:
             values |= stats.turn_metrics(groups, config)
         if config.sampler.in_flight_updates:
             values |= stats.in_flight_metrics(groups, version)
-        values |= stats.shaping_metrics(groups, config) | trained.metrics
+        values |= stats.shaping_metrics(groups, config)
+        values |= trained.metrics
         if not result.critic_only:
-            values |= stats.token_metrics(sums, algorithm.beta) | stats.correction_metrics(sums, algorithm)
+            values |= stats.token_metrics(sums, algorithm.beta)
+            values |= stats.correction_metrics(sums, algorithm)
             values |= mismatch.cause_metrics(sums)
-            values |= {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+            values["grad_norm"] = result.grad_norm
+            values["learning_rate"] = result.learning_rate
         if algorithm.steps_per_batch > 1:
-            values |= {"iteration": float(step.iteration), "mini_batch": float(step.mini_batch)}
+            values["iteration"] = float(trained.step.iteration)
+            values["mini_batch"] = float(trained.step.mini_batch)
         return values
 
 
 def sampler_values(samplers: Mapping[str, float]) -> dict[str, float]:
     """Returns the samplers' reported statistics under the names of metrics."""
-    return {SAMPLER_TOTALS.get(k, k.replace("total/", "timing/sampler_")): value for k, value in samplers.items()}
+    values = {}
+    for name, value in samplers.items():
+        metric = name.replace("total/", "timing/sampler_")
+        values[SAMPLER_TOTALS.get(name, metric)] = value
+    return values

@@ -1,0 +1,116 @@
+"""The record of a held-out evaluation, from its results. Pure functions."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from common.config import ROUNDING
+from common.types import EvalResult, EvalSample
+from report.full_marks import by_source
+
+# reward function's name -> the score from which a completion counts as right
+FullMark = Callable[[str], float]
+
+
+def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
+    """Returns one line of eval.jsonl.
+
+    Problems that could not be scored are named in failed_problems, and left out of n and the means.
+    The number of full marks and the mean of a function cover the completions that it scored, which
+    are those for which it did not return None. If there are several data sources, each also has its
+    own, such as "math/answer". by_problem has the mean of each problem's completions, null for a
+    problem without any.
+    """
+    samples: list[EvalSample] = []
+    failed_problems = {}
+    for result in results:
+        samples += result.samples
+        for failure in result.failures:
+            failed_problems[failure.problem_index] = failure.reason
+    problems = {sample.problem_index for sample in samples}
+    record: dict[str, Any] = {
+        "step": results[0].policy_version,
+        "eval_id": results[0].eval_id,
+        "n": len(samples),
+        "problems": len(problems),
+        "failed_problems": failed_problems,
+        "full_marks": {},
+        "mean": {},
+        "by_problem": {},
+    }
+    if not samples:
+        return record
+    num_problems = 1 + max([*problems, *failed_problems])
+    for prefix, samples_of_source in by_source(samples, lambda sample: sample.source).items():
+        for function in samples_of_source[0].rewards:
+            scores = _scores(samples_of_source, function, full_mark(function) - ROUNDING)
+            if scores.values:
+                _add_scores(record, prefix + function, scores, num_problems)
+    num_clipped = 0
+    for sample in samples:
+        if sample.finish_reason == "length":
+            num_clipped += 1
+    record["mean_length"] = fmean([sample.num_tokens for sample in samples])
+    record["clipped_ratio"] = num_clipped / len(samples)
+    return record
+
+
+@dataclass
+class _Scores:
+    """What one reward function gave to the completions that it scored, in their order."""
+
+    problems: list[int] = field(default_factory=list)  # problem indexes
+    values: list[float] = field(default_factory=list)
+    full_marks: list[bool] = field(default_factory=list)
+
+
+def _scores(samples: Sequence[EvalSample], function: str, full_mark: float) -> _Scores:
+    """Returns the scores of a function.
+
+    A completion that failed has no full mark, and the lowest score of all, which is at most 0.
+    """
+    scored = []
+    lowest = 0.0
+    for sample in samples:
+        reward = sample.rewards[function]
+        if not math.isnan(reward):
+            scored.append(sample)
+            lowest = min(lowest, reward)
+    scores = _Scores()
+    for sample in scored:
+        value = lowest
+        if sample.failure is None:
+            value = sample.rewards[function]
+        scores.problems.append(sample.problem_index)
+        scores.values.append(value)
+        scores.full_marks.append(sample.failure is None and value >= full_mark)
+    return scores
+
+
+def _add_scores(record: dict[str, Any], name: str, scores: _Scores, num_problems: int) -> None:
+    """Adds the scores of a function to a line of eval.jsonl."""
+    num_scored = len(scores.values)
+    accuracies = _mean_by_problem(scores.problems, scores.full_marks, num_problems)
+    means = _mean_by_problem(scores.problems, scores.values, num_problems)
+    record["by_problem"][f"{name}/accuracy"] = accuracies
+    record["by_problem"][f"{name}/mean"] = means
+    record["full_marks"][name] = sum(scores.full_marks)
+    record["mean"][name] = sum(scores.values) / num_scored
+    if num_scored < record["n"]:
+        num_scored_problems = len(set(scores.problems))
+        record.setdefault("scored", {})[name] = [num_scored, num_scored_problems]
+
+
+def _mean_by_problem(
+    problems: Sequence[int], values: Sequence[float], num_problems: int
+) -> list[float | None]:
+    """Returns [num_problems] means of each problem's values, None for a problem without any."""
+    values_of_problem: dict[int, list[float]] = {}
+    for problem, value in zip(problems, values, strict=True):
+        values_of_problem.setdefault(problem, []).append(value)
+    means: list[float | None] = [None] * num_problems
+    for problem, of_problem in values_of_problem.items():
+        means[problem] = fmean(of_problem)
+    return means
