@@ -12,17 +12,14 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NoReturn
 
 from common.config import Config
 from common.errors import Interrupted, OutOfTime, Retryable
-from common.files.run_folder import FINAL
 from common.processes.exits import interrupted, out_of_time
 from common.types import EvalResult
 from model.cores import lent_cores
 from model.reference import Reference
-from report.model_card import write_model_card
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
@@ -34,14 +31,14 @@ from trainer.engine.step_result import StepResult
 from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource
-from trainer.progress import after_batch, after_step
-from trainer.record import stats
+from trainer.progress import after_batch, after_step, progress_metrics
+from trainer.record.eval_record import eval_record
 from trainer.record.rank_zero import RankZero
-from trainer.record.step_records import StepRecords, sampler_values
+from trainer.record.step_records import StepRecords, link_metrics
 from trainer.record.throughput import num_devices
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress, save_models
-from trainer.save.disk import write_folder
+from trainer.save.checkpoint import Progress
+from trainer.save.final_model import write_final_model
 from trainer.save.moving_reference import MovingReference
 from trainer.save.publisher import Publisher, writes_behind
 from trainer.save.resume import base_fingerprint, with_fingerprints
@@ -137,7 +134,15 @@ class Trainer:
             self.save_and_end()
         finally:
             self.publisher.close()
-        self._write_final_model()
+        write_final_model(
+            self.config,
+            self.best,
+            self.engine,
+            self.critic,
+            self.exchange,
+            self.tokenizer,
+            self.progress.policy_version,
+        )
 
     def _meet_samplers(self) -> None:
         """Waits for a sampler, and checks that its data are those of the run's checkpoint."""
@@ -176,15 +181,6 @@ class Trainer:
         self.saver.save_if_due(self.progress)
         if self.rank_zero and self.saver.saved_step == self.progress.step:
             self._source.forget(self.progress.policy_version)
-
-    def _write_final_model(self) -> None:
-        """Writes the best version as the final model, or the last version if none is the best."""
-        folder = self.config.run.output_dir
-        if self.best.commit_as_final(partial(write_model_card, folder)):
-            return
-        card = partial(write_model_card, folder, version=self.progress.policy_version)
-        save = partial(save_models, self.engine, self.critic, self.exchange, self.tokenizer)
-        write_folder(self.exchange, folder / FINAL, card, save)
 
     # ---- a batch
 
@@ -234,20 +230,13 @@ class Trainer:
         if self.rank_zero is None or self.records is None:
             return
         reported = self.rank_zero.source.drain_statistics()
-        metrics = {
-            "num_tokens": self.progress.num_tokens,
-            "policy_version": self.progress.policy_version,
-            "skipped_steps": self.progress.skipped_steps,
-            "tombstones": self.progress.tombstones,
-            "step_time": seconds,
-            "wait/trainer_s": waited_s,
-            "reference_on_trainer": float(self.step_trainer.models.reference is not None),
-        }
+        metrics = progress_metrics(self.progress)
+        metrics["step_time"] = seconds
+        metrics["wait/trainer_s"] = waited_s
+        metrics["reference_on_trainer"] = float(self.step_trainer.models.reference is not None)
         if self.actor_critic:
             metrics |= self.actor_critic.metrics()
-        metrics |= sampler_values(reported.samplers)
-        for name, count in reported.counters.items():
-            metrics[f"link/{name}"] = float(count)
+        metrics |= link_metrics(reported)
         metrics |= durations
         devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
         trained = self.step_trainer.trained(step)
@@ -292,7 +281,7 @@ class Trainer:
             results = self.exchange.run_on_rank_0(self._source.finish_eval) or []
         record = None
         if results:
-            record = stats.eval_record(results, self.config.rewards.full_mark)
+            record = eval_record(results, self.config.rewards.full_mark)
         # Before the record is written, because a recorded evaluation is not repeated after a crash.
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)
         if self.rank_zero and record:

@@ -1,4 +1,4 @@
-"""How far a run has got after a step, and after a batch of rollouts. Pure functions."""
+"""How far a run has got: after a step, after a batch of rollouts, and as metrics."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +7,16 @@ from common.types import Tombstone
 from trainer.data.training_group import TrainingGroup
 from trainer.engine.step_result import StepResult
 from trainer.save.checkpoint import Progress
+
+
+def progress_metrics(progress: Progress) -> dict[str, float]:
+    """Returns the progress under the names of metrics."""
+    return {
+        "num_tokens": progress.num_tokens,
+        "policy_version": progress.policy_version,
+        "skipped_steps": progress.skipped_steps,
+        "tombstones": progress.tombstones,
+    }
 
 
 def after_step(progress: Progress, result: StepResult, num_tokens: int) -> Progress:

@@ -70,8 +70,10 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether every admitted group has arrived, so that none is to be produced until
-        the cursor moves."""
+        """Returns whether every admitted group has arrived.
+
+        Then no group is to be produced until the cursor moves.
+        """
         return all(group_id in self.held for group_id in self.admitted)
 
     @property

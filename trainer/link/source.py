@@ -60,8 +60,10 @@ class GroupSource:
         """Drops the groups of versions before this one, of which a checkpoint is saved."""
 
     def samplers_are_idle(self) -> bool:
-        """Returns whether no sampler has work until the next `commit`, so that its CPU cores could
-        be borrowed."""
+        """Returns whether no sampler has work until the next `commit`.
+
+        Then its CPU cores could be borrowed.
+        """
         return False
 
     def finish_eval(self) -> list[EvalResult]:

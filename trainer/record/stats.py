@@ -24,7 +24,6 @@ from trainer.algorithm.advantages import (
     shaped_rewards,
 )
 from trainer.algorithm.mismatch import RANGES
-from trainer.record.eval_record import eval_record as eval_record  # under this name, too
 
 # metric -> the sum over trained tokens whose mean it is
 _TOKEN_MEANS = {

@@ -11,6 +11,7 @@ from common.config import Config
 from trainer.algorithm import mismatch
 from trainer.data.mini_batches import TrainedStep
 from trainer.engine.step_result import StepResult
+from trainer.link.source import Statistics
 from trainer.record import stats
 from trainer.record.rank_zero import RankZero
 from trainer.record.samples import samples_records
@@ -98,10 +99,12 @@ class StepRecords:
         return values
 
 
-def sampler_values(samplers: Mapping[str, float]) -> dict[str, float]:
-    """Returns the samplers' reported statistics under the names of metrics."""
-    values = {}
-    for name, value in samplers.items():
+def link_metrics(statistics: Statistics) -> dict[str, float]:
+    """Returns what the samplers reported, and the link's counters, under the names of metrics."""
+    metrics = {}
+    for name, value in statistics.samplers.items():
         metric = name.replace("total/", "timing/sampler_")
-        values[SAMPLER_TOTALS.get(name, metric)] = value
-    return values
+        metrics[SAMPLER_TOTALS.get(name, metric)] = value
+    for name, count in statistics.counters.items():
+        metrics[f"link/{name}"] = float(count)
+    return metrics
