@@ -25,7 +25,7 @@ from trainer.group_receiver import GroupReceiver
 from trainer.save.checkpoint import Progress
 
 
-class Batch:
+class RolloutBatch:
     """The groups of one batch of rollouts. Every rank calls every method."""
 
     def __init__(

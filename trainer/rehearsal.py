@@ -59,7 +59,7 @@ def _train_longest(trainer: Trainer) -> None:
     """Trains the longest row with weight 0. Raises UserError if a log-prob is not finite."""
     report_progress("rehearsing the longest row")
     config = trainer.config
-    models = trainer.batch.models
+    models = trainer.step_trainer.models
     # on a CPU one completion suffices, because the row tests time there, and memory on a GPU
     num_completions = 1
     if devices.count():

@@ -25,7 +25,7 @@ from common.processes.watchdog import report_progress
 from model import devices
 from model.cores import LentCores
 from model.reference import Reference
-from trainer.batch import Batch
+from trainer.batch import RolloutBatch
 from trainer.data import micro_batches
 from trainer.data.micro_batches import Budget, Planner, Round
 from trainer.data.mini_batches import Step, TrainedStep, waits_for
@@ -68,7 +68,7 @@ class StepTrainer:
 
     def begin_batch(self, progress: Progress) -> None:
         """Begins the batch that follows `progress`, without taking any group of it yet."""
-        self.batch = Batch(
+        self.batch = RolloutBatch(
             self.config,
             self.models,
             self._exchange,

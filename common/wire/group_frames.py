@@ -55,12 +55,9 @@ def array_writer(parts: list[bytes]) -> Callable[[Any], Any]:
 
 
 class ArrayReader:
-    """msgspec's hook that reads arrays in the order of the header; `num_bytes` counts those that it has read.
+    """msgspec's hook that reads arrays in the order of the header; `num_bytes` counts those that it has read."""
 
-    arrays: the frame; None: an outline is made of arrays of the right shapes, which take no memory.
-    """
-
-    def __init__(self, arrays: Frame | None) -> None:
+    def __init__(self, arrays: Frame) -> None:
         self._arrays, self.num_bytes = arrays, 0
 
     def __call__(self, kind: Any, given: Any) -> NDArray[Any]:

@@ -111,7 +111,7 @@ def share(mine: Sequence[Group], step: Sequence[Group], config: Config) -> tuple
     errors, _ = value_errors(values, batch.old_values.double(), batch.returns.double(), 0.2)
     loss = (batch.weights.double() * errors).sum()
     (slopes,) = torch.autograd.grad(loss, values)
-    keys = policy.old_logprobs.tolist()
+    keys = [k for g in own for i in g.sampled_tokens.completions for k in g.rollouts[i].old_logprobs.tolist()]
     pairs = zip(policy.advantages.tolist(), slopes.tolist(), strict=True)
     return loss.item(), dict(zip(keys, map(list, pairs), strict=False))
 

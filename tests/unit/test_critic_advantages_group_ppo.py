@@ -17,7 +17,7 @@ from tests.support.tiny import random_group
 from tests.support.training_groups import num_tokens, with_estimates
 from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate_segments
 from trainer.algorithm.losses import Denominator
-from trainer.batch import Batch
+from trainer.batch import RolloutBatch
 from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch, policy_row, value_batch
 
 GROUPS: list[Group | Tombstone] = [
@@ -138,5 +138,5 @@ def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(rate: flo
         _seconds=defaultdict(float),
     )
     critic = SimpleNamespace(score=lambda *given: seen.append(given[-1]))
-    Batch._score_values(training, critic, [])  # type: ignore[arg-type]
+    RolloutBatch._score_values(training, critic, [])  # type: ignore[arg-type]
     assert seen == [used]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,9 +124,11 @@ def test_a_group_whose_advantages_are_all_masked_leaves_its_slot(
 
     cut, trains = group(FIRST, *completions), group(FIRST + 1, (1.0, "stop"), (1.0, "stop"), (0.0, "length"))
     slots = Slots(settings("resample"), FIRST)
-    assert slots.add(cut) == 1 and slots.num_filled == 0
-    slots.add([trains])
-    assert ids(slots) == [[FIRST, FIRST + 1]] and trained(slots) == [trains]
+    refills: list[int] = []
+    arrived = iter([[cut], [trains]])
+    slots.fill(1, 1, SimpleNamespace(receive=lambda _: next(arrived), refill=refills.append))
+    assert refills == [1] and ids(slots) == [[FIRST, FIRST + 1]]
+    assert trained(slots) == [trains]
     [step] = steps(settings("resample"), batch=0)
     assert slots.dead_group_metrics(step) == {"dead_groups": 1.0, "resampled_groups": 1.0, "empty_slots": 0.0}
     for others in (settings("keep"), settings("skip"), settings("resample", masks=False)):

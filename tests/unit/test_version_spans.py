@@ -184,7 +184,7 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
 
     run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
     versions = [Progress("run", 0, 0, index + 1, 0, 0, 0, {}) for index in (0, 1)]
-    run.training.prepare(versions[0])
+    run.training.begin_batch(versions[0])
     for index, progress in enumerate(versions):
         run.step(index, progress)
     first, second = run.batches

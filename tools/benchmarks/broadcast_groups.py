@@ -59,9 +59,7 @@ def frames_of(case: str) -> list[Received]:
 
 def measure(rank: int, ranks: int, folder: str) -> None:
     """Receives the batch of each case on one rank. Rank 0 prints seconds, the last one memory."""
-    config = Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}}
-    )
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=ranks)
     exchange = connect(config)
     for case in CASES:

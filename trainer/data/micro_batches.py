@@ -257,8 +257,8 @@ def _in_rounds(
         sorted_of_ranks.append(by_cost or [[]])
     arrival = {slot: i for i, slot in enumerate(works)}
     rounds = []
-    for micro_batches in itertools.zip_longest(*sorted_of_ranks, fillvalue=[]):
-        in_order = [tuple(sorted(slots, key=arrival.__getitem__)) for slots in micro_batches]
+    for of_ranks in itertools.zip_longest(*sorted_of_ranks, fillvalue=[]):
+        in_order = [tuple(sorted(slots, key=arrival.__getitem__)) for slots in of_ranks]
         rounds.append(tuple(in_order))
     return rounds
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,7 +163,7 @@ def _row(
     images = []
     forks = []
     sampling_masks = []
-    target_indexes: list[np.ndarray] = []
+    target_indexes: list[Any] = []
     num_tokens = 0
     for group, selection in zip(groups, selections, strict=True):
         assert isinstance(group.group, Group)
@@ -186,7 +186,7 @@ def _routing(
     groups: Sequence[TrainingGroup], selections: Sequence[TokenSelection]
 ) -> list[tuple[Experts, list[Experts]]]:
     """Returns the experts of each group's prompt and completions; [] if none were recorded."""
-    routing = []
+    routing: list[Any] = []
     for group, selection in zip(groups, selections, strict=True):
         assert isinstance(group.group, Group)
         if group.group.routing is not None:

@@ -202,7 +202,7 @@ class _Recording(TorchFunctionMode):
 
     def exported(self, name: str, tensor: Tensor) -> Exported:
         """Returns a recorded tensor, with the parameters of which it is made and how."""
-        parameters = []
+        parameters: list[Any] = []
         for source in self._sources_of(tensor):
             parameters += source.parameters
         unique = tuple(dict.fromkeys(parameters))

@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     """Where a parameter's gradient lies in the flat buffers."""
 
     group: int  # index of the parameter group, which has one flat buffer of each kind
-    index: int  # index of the parameter in its group
+    parameter: int  # index of the parameter in its group
 
 
 def add_up_in_buckets() -> None:
@@ -89,7 +89,7 @@ class FlatGradients(_Optimizer):
         else:
             total.copy_(new)
         for slot in run:
-            has_gradients[slot.index] = True
+            has_gradients[slot.parameter] = True
 
     def clear_hp_grads(self) -> None:
         """Forgets all gradients. DeepSpeed's buffers are zeroed or overwritten later."""
@@ -166,7 +166,7 @@ def _runs(slots: list[Slot], has_gradients: list[list[bool]]) -> list[list[Slot]
 
 def _continues(last: Slot, slot: Slot, has_gradients: list[list[bool]]) -> bool:
     """Returns whether a slot can be added to a run that ends with the slot `last`."""
-    if slot != (last.group, last.index + 1):
+    if slot != (last.group, last.parameter + 1):
         return False
     flags = has_gradients[slot.group]
-    return flags[last.index] == flags[slot.index]
+    return flags[last.parameter] == flags[slot.parameter]

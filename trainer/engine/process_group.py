@@ -36,7 +36,7 @@ def init_distributed(config: Config) -> None:
     os.environ["LOCAL_RANK"] = str(devices.use(int(local_rank)))
     capability = devices.compute_capability(devices.first())
     bfloat16.require("model.dtype", config.model.dtype, "this rank's GPU", capability)
-    backend = config.trainer.dist_backend
+    backend: str = config.trainer.dist_backend
     if backend == "auto":
         backend = devices.collectives()
     guard_ops()

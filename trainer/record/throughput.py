@@ -73,7 +73,7 @@ class Throughput:
             self._tokens[group.group_id] = num_tokens
         durations = {**values, **metrics}
         for key in _SECONDS.values():
-            self._seconds[key] += durations.get(key, 0.0)
+            self._seconds[key] += durations.get(key, 0.0)  # type: ignore[assignment]
         if is_last:
             tokens_per_device = sum(self._tokens.values()) / devices
             for name, key in _SECONDS.items():
