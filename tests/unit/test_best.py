@@ -17,11 +17,10 @@ from report.versions import BestSoFar, best_so_far
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.tiny import dense_logprobs, tiny_model
-from trainer import loop
 from trainer.loop import Trainer
 from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
-from trainer.save import publisher
+from trainer.save import final_model, publisher
 from trainer.save.best import Best
 from trainer.save.checkpoint import Progress
 from trainer.save.write_version import Changes
@@ -184,7 +183,7 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_batch", advance)
         patch.setattr(publisher, "snapshot", publish_nothing)
-        patch.setattr(loop, "write_folder", lambda *_: None)
+        patch.setattr(final_model, "write_folder", lambda *_: None)
         patch.setattr(best_module, "keep_version", lambda *_: None)
         Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()

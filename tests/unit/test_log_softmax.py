@@ -116,10 +116,10 @@ def test_no_block_has_a_single_row_where_there_are_more(monkeypatch: pytest.Monk
 # ---- on a GPU: compiled, where there is a compiler ----------------------------------------------------------
 
 
+@torch._dynamo.config.patch(disable=False)
 def test_one_graph_serves_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph: torch.compile refuses code that would leave the graph, such as a question for a value."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of an engine on this CPU, in the same process
-    monkeypatch.setattr("torch._dynamo.config.disable", False)
     counted = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
 

@@ -33,8 +33,9 @@ def trainer_of(folder: Path, **sections: Any) -> Any:
     config.run.output_dir.mkdir()
     engine, rows = engine_of(given), list[Any]()
     engine.backward = lambda batch: rows.append(batch.row) or torch.full((sum(batch.row.lengths),), -1.0)
-    batch = SimpleNamespace(models=SimpleNamespace(reference=None, packing="shared"))
-    parts = {"config": config, "engine": engine, "critic": None, "exchange": OneRank(), "rows": rows, "batch": batch}
+    step_trainer = SimpleNamespace(models=SimpleNamespace(reference=None, packing="shared"))
+    parts = {"config": config, "engine": engine, "critic": None, "exchange": OneRank(), "rows": rows}
+    parts["step_trainer"] = step_trainer
     return SimpleNamespace(**parts, tokenizer=load_tokenizer(str(given)))
 
 
