@@ -79,7 +79,7 @@ class Exchange:
         """Answers the announcements of rank 0 until its work has finished or failed."""
         code = _STILL_WAITING
         while code == _STILL_WAITING:
-            code = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
+            code = self._broadcast_code(code)
             if code == _STILL_WAITING:
                 report_progress(self.broadcast_text(None))
                 self.any_rank(exits.interrupted())
@@ -110,7 +110,13 @@ class Exchange:
             raise
 
     def _announce(self, code: int) -> None:
-        self._broadcast(torch.tensor([code], dtype=torch.int64))
+        self._broadcast_code(code)
+
+    def _broadcast_code(self, code: int) -> int:
+        """Returns rank 0's code, on every rank."""
+        tensor = torch.tensor([code], dtype=torch.int64)
+        dist.broadcast(tensor, src=0, group=self._group)
+        return int(tensor)
 
     def broadcast_frames(self, frames: Sequence[Frame], num_frames: int) -> list[memoryview]:
         """Returns rank 0's frames on every rank. frames: anything on the other ranks.
