@@ -84,10 +84,8 @@ def test_a_fault_that_keeps_a_kernel_from_compiling_is_found(damage: str, compil
     assert wrong["outcome"] == "by group"
 
 
-@pytest.mark.parametrize(
-    ("layer", "kind", "most"),
-    [("layer", "full", 4), pytest.param("layer with LoRA", "window", 4, marks=full)],
-)
+@full  # test_compiled_layers.py counts graphs in each run, without kernels
+@pytest.mark.parametrize(("layer", "kind", "most"), [("layer", "full", 4), ("layer with LoRA", "window", 4)])
 def test_rows_of_twenty_lengths_need_the_graphs_of_the_first_two(
     layer: str, kind: str, most: int, compile_cells: Any
 ) -> None:
