@@ -99,6 +99,7 @@ class StepTrainer:
         report_progress(f"making optimizer step {self._progress.step + 1}")
         start = time.monotonic()
         sums = self._exchange.sum_named(self.models.policy.sums.drain())
+        # the optimizer also computes on the samplers' CPU cores while the samplers are idle
         with self._lent_cores.borrowed():
             if self.models.actor_critic:
                 result = self.models.actor_critic.step(self.critic_only)
@@ -216,19 +217,23 @@ class StepTrainer:
     def _with_reference(
         self, batch: MicroBatch, reference: Reference | ShardedReference
     ) -> MicroBatch:
-        """Returns the batch with reference log-probs, which are scored once for all passes."""
+        """Returns the batch with reference log-probs, which only the first pass has to score.
+
+        The groups of the batch keep these log-probs for later passes.
+        """
         needs_scores = not batch.is_filler and batch.ref_logprobs is None
         scores_now = needs_scores
-        if isinstance(reference, ShardedReference):  # all ranks score, or none
+        if isinstance(reference, ShardedReference):
+            # its forward gathers weights from all ranks, so all ranks score, or none
             scores_now = self._exchange.any_rank(needs_scores)
         if not scores_now:
             return batch
         report_progress("scoring a micro-batch with the reference model")
         ref_logprobs = reference.score(batch.row)
         if not needs_scores:
-            return batch
-        for group, of_group in batch.split(ref_logprobs):
-            group.ref_logprobs = of_group
+            return batch  # this rank only took part in the forward that other ranks needed
+        for group, logprobs_of_group in batch.split(ref_logprobs):
+            group.ref_logprobs = logprobs_of_group
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _check_proximal(self, batch: MicroBatch) -> None:

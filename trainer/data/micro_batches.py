@@ -51,6 +51,7 @@ class Budget:
     def groups_at_once(self, ranks: int) -> int:
         """Returns how many groups to take from the stream at a time, which at most fill a round."""
         if self.tokens:
+            # lengths are unknown before groups arrive, and a single group may fill a micro-batch
             return ranks
         return ranks * self.groups
 
@@ -195,7 +196,11 @@ class Planner:
             self._loads[rank] += sum(self._waiting.pop(slot).cost for slot in slots)
 
     def finish(self) -> list[Round]:
-        """Returns the rounds of the remaining groups; a single empty round if none had work."""
+        """Plans the groups that still wait for a round, after `add` got the last group.
+
+        Returns their rounds, in each of which every rank has one micro-batch. If no group of
+        `add` had any work, this is a single round of empty micro-batches.
+        """
         num_rounds_before = len(self.rounds)
         if self._waiting or not self.rounds:
             self.rounds += plan(self._waiting, self._ranks, self._budget, self._loads)
@@ -249,15 +254,23 @@ def _in_rounds(
 ) -> list[Round]:
     """Returns the rounds of each rank's micro-batches, the costliest of each rank first.
 
-    Where collectives end every micro-batch, those of one round should take equally long.
+    Where every micro-batch ends with collectives, ranks wait for the slowest of a round, so the
+    micro-batches of one round should take equally long.
     """
+
+    def cost(slots: list[int]) -> float:
+        return sum(works[slot].cost for slot in slots)
+
     sorted_of_ranks = []
     for micro_batches in micro_batches_of_ranks:
-        by_cost = sorted(micro_batches, key=lambda slots: -sum(works[slot].cost for slot in slots))
+        by_cost = sorted(micro_batches, key=cost, reverse=True)
+        # an empty micro-batch, so that there is a round even if no rank has a group
         sorted_of_ranks.append(by_cost or [[]])
     arrival = {slot: i for i, slot in enumerate(works)}
     rounds = []
+    # a rank with fewer micro-batches than another one runs empty ones in the last rounds
     for of_ranks in itertools.zip_longest(*sorted_of_ranks, fillvalue=[]):
+        # groups were chosen by cost, and are packed in the order of `works`
         in_order = [tuple(sorted(slots, key=arrival.__getitem__)) for slots in of_ranks]
         rounds.append(tuple(in_order))
     return rounds

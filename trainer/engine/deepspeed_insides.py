@@ -77,6 +77,8 @@ class Cutting:
         import deepspeed
 
         self._init = deepspeed.zero.Init(config_dict_or_path=settings)
+        # Init replaces F.linear only when it is given a module or entered as a context. It gets no
+        # module here, and as a context it would replace the constructors of all modules, too.
         if settings["zero_optimization"].get("memory_efficient_linear", True):
             self._init._enable_mem_efficient_linear()
 
@@ -278,7 +280,9 @@ def load_without_code(path: str, map_location: Any = None, is_mapped: bool = Fal
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    # the classes in DeepSpeed's files that torch.load would refuse by default
     allowed = [LossScaler, ZeroStageEnum, fragment_address]
     with torch.serialization.safe_globals(allowed), PieceReader(path) as file:
+        # torch maps only a file that it opens itself; any other file reports progress as it is read
         source: Any = path if is_mapped else file
         return torch.load(source, map_location=map_location, weights_only=True, mmap=is_mapped)

@@ -35,6 +35,8 @@ from trainer.link.recording import Recorder
 FOLDER = "kept"
 # sections of the settings that do not decide how groups are sampled and scored
 _NOT_SAMPLING = {"run", "channel", "weights", "eval", "trainer", "critic", "deepspeed"}
+# a Recorder's cursor above every group id, with which it keeps all groups of its file
+_AFTER_EVERY_GROUP = sys.maxsize
 _FILE_NAME = re.compile(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]')  # in settings as JSON
 
 
@@ -66,9 +68,10 @@ class Kept:
         self._drop(unusable, "settings of sampling have changed")
 
     def begin(self, published: Published) -> None:
-        """Starts the journal of the newest version.
+        """Starts the file of the newest version, to which `add` appends groups.
 
-        Groups that an earlier start accepted under this version become `waiting`.
+        If an earlier start of the trainer published the same version bit for bit, the groups that
+        it accepted under this version become `waiting`.
         """
         version = published.version
         digest = published.tensors_sha256[:16]
@@ -78,11 +81,16 @@ class Kept:
         is_first = self._newest is None
         self._newest = path
         is_next = self._match(path, is_first)
-        self.reserved.intersection_update(set().union(*self._expected.values()))
+        # the next expected file holds this version's groups already, and others are added to them
+        cursor = _AFTER_EVERY_GROUP if is_next else 0
+        self._open_recorder(path, cursor)
+
+    def _open_recorder(self, path: Path, cursor: int) -> None:
+        """Opens the file to which groups are appended, after its groups below `cursor`.
+
+        If the disk fails, it says so, and no group is kept until the next version.
+        """
         self.close()
-        cursor = 0  # from this group id on, the file is overwritten
-        if is_next:
-            cursor = sys.maxsize
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._recorder = Recorder(path, cursor, syncs=False)
@@ -94,8 +102,10 @@ class Kept:
     def _match(self, path: Path, is_first: bool) -> bool:
         """Returns whether `path`, the newest version's file, is the next expected one.
 
-        Groups of the same history become `waiting`. If the version has another history, all
-        expected files are dropped.
+        A file's name holds the version and the digests of its tensors and of what decides how
+        groups are sampled. So if an expected file has this name, an earlier start of the trainer
+        went through the same history, and its groups become `waiting`. If the version has another
+        history, all expected files are dropped.
         """
         version = _version(path)
         earlier = []
@@ -113,6 +123,7 @@ class Kept:
         else:
             self._drop(self._expected, f"version {version} differs from that of the earlier start")
             self._expected = {}
+        self.reserved.intersection_update(set().union(*self._expected.values()))
         return is_next
 
     def add(self, received: Received) -> None:

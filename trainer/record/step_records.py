@@ -49,7 +49,9 @@ class StepRecords:
         """Writes the records of optimizer step `number`, served by `devices` devices.
 
         more: metrics of the caller, which include step_time, in seconds, and policy_version, the
-        newest version.
+        newest version. They replace the step's own metrics of the same name. The throughputs are
+        computed from all of these metrics, and the advice from these and the throughputs. The step
+        is displayed after its records are written.
         """
         groups = trained.groups
         version = int(more["policy_version"]) - result.new_versions  # before the step
@@ -100,7 +102,10 @@ class StepRecords:
 
 
 def link_metrics(statistics: Statistics) -> dict[str, float]:
-    """Returns what the samplers reported, and the link's counters, under the names of metrics."""
+    """Returns the metrics of the link to the samplers, by name.
+
+    They are the statistics that the samplers reported, and the counts of what happened on the link.
+    """
     metrics = {}
     for name, value in statistics.samplers.items():
         metric = name.replace("total/", "timing/sampler_")

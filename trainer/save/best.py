@@ -102,24 +102,26 @@ class Best:
         commit_record = json.dumps(self._commit_record(), indent=1)
         durable.write_file(folder / COMMIT, commit_record.encode())
 
-    def commit_as_final(self, describe: Callable[[Path, int], None] | None = None) -> bool:
+    def commit_as_final(self, write_card: Callable[[Path, int], None] | None = None) -> bool:
         """Makes output_dir/final a copy of best/, if eval.load_best_model_at_end is set.
 
-        describe: adds a model card of this version to the folder. Returns False if no copy was
-        made, because it was not asked for, or because no evaluation of this run names best/.
+        write_card: writes a model card into a folder, which is its first argument; the second one
+        is the policy version. None: no card. Returns False if no copy was made, because it was not
+        asked for, or because no evaluation of this run names best/.
         """
         is_wanted = self.config.eval.load_best_model_at_end and self._is_of_this_history()
         if not self.exchange.agree(is_wanted):
             return False
         final = self.config.run.output_dir / FINAL
-        write_folder(self.exchange, final, partial(self._copy, describe))
+        write_folder(self.exchange, final, partial(self._copy, write_card))
         return True
 
-    def _copy(self, describe: Callable[[Path, int], None] | None, folder: Path) -> None:
+    def _copy(self, write_card: Callable[[Path, int], None] | None, folder: Path) -> None:
+        """Copies best/ into this folder, and adds a model card as in `commit_as_final`."""
         shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
-        if describe is not None:
+        if write_card is not None:
             commit_record = json.loads((folder / COMMIT).read_bytes())
-            describe(folder, commit_record["policy_version"])
+            write_card(folder, commit_record["policy_version"])
 
     def _check_patience(self) -> None:
         """Sets `stops_early` after too many evaluations in a row without an improvement."""

@@ -10,7 +10,6 @@ they are.
 """
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +37,11 @@ class DiskTrouble(Retryable):
 
 
 class _Statuses:
-    """The statuses of all ranks in one collective write, exchanged by sums over ranks."""
+    """Tells every rank which ranks of a collective write still write, are done or have failed.
+
+    Each rank has a status. The ranks exchange their statuses by a sum over ranks, to which each
+    rank contributes a list that is zero except for its own status.
+    """
 
     def __init__(self, ranks: Exchange):
         self._ranks = ranks
@@ -111,11 +114,13 @@ def retry_on_disk_trouble(
 ) -> T:
     """Returns the result of `attempt`, which is called until the disk has failed no rank.
 
-    Every rank calls it. what: a name for messages, such as "step_000040". temporary: a folder that
-    `attempt` fills; it is removed before each pause, because it could be what fills the disk. Rank
-    0's clock decides. Raises DiskTrouble after channel.stall_timeout_s of trouble, or Interrupted.
+    Every rank calls it. attempt: raises DiskTrouble on all ranks together or on none, which it does
+    if its disk errors occur within `sharing_disk_trouble`. what: a name for messages,
+    such as "step_000040". temporary: a folder that `attempt` fills; it is removed before each
+    pause, because it could be what fills the disk. Rank 0's clock decides. Raises DiskTrouble after
+    channel.stall_timeout_s of trouble, or Interrupted.
     """
-    failing_since = math.inf
+    failing_since: float | None = None  # monotonic seconds; None: the disk has not failed yet
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
@@ -124,8 +129,9 @@ def retry_on_disk_trouble(
             if ranks.rank == 0 and temporary is not None:
                 with reporting_failed_deletion("a part of it"):
                     durable.remove_dir(temporary)
-            # not from the start, because a slow disk may become full only after the timeout
-            failing_since = min(failing_since, time.monotonic())
+            if failing_since is None:
+                # not from the start, because a slow disk may become full only after the timeout
+                failing_since = time.monotonic()
             failing_s = time.monotonic() - failing_since
             if ranks.agree(failing_s + pause_s > ranks.stall_timeout_s):
                 raise
