@@ -78,11 +78,13 @@ def estimate_segments(
     threshold: float,  # τ
     config: Config,
 ) -> Estimates:
-    """Returns the estimates by GROUP PPO, with one return per segment.
+    """Returns advantages and returns by GROUP PPO, which cuts completions into segments of tokens.
 
-    There is one advantage per segment too if segment_loss is "endpoint", otherwise one per token.
+    There is one return per segment. There is also one advantage per segment if segment_loss is
+    "endpoint", otherwise one per token.
     values: the critic's value of every sampled token of every completion.
-    scores: q of every sampled token; None = (1 − p)² from old_logprobs.
+    scores: the squared score norm q of every sampled token (segments.py). None: its lower bound
+    (1 − p)² is taken, where p is the sampled token's probability by old_logprobs.
     """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
@@ -129,11 +131,16 @@ def _cut_group(
     lam = config.algorithm.lam
     params = config.algorithm.group_params
     if scores is None:
-        scores = [sampled_scores(r.old_logprobs[r.sampled()]) for r in group.rollouts]
+        scores = []
+        for rollout in group.rollouts:
+            scores.append(sampled_scores(rollout.old_logprobs[rollout.sampled()]))
     rewards = group_token_rewards(group, config)
     completions = []
-    for r, v, q in zip(rewards, values, scores, strict=True):
-        completions.append(cut_into_segments(r, v, q, threshold, gamma, lam, params))
+    for token_rewards, token_values, token_scores in zip(rewards, values, scores, strict=True):
+        segments = cut_into_segments(
+            token_rewards, token_values, token_scores, threshold, gamma, lam, params
+        )
+        completions.append(segments)
     return completions
 
 

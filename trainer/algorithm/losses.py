@@ -52,10 +52,11 @@ class Denominator:
 def token_weights(
     lengths: Sequence[int], denominator: Denominator, shares: Sequence[float] = ()
 ) -> Tensor:
-    """Returns w_it of the tokens of completions of these lengths, [Σ lengths], as float32.
+    """Returns the weight w_it of every token in a step's loss, [Σ lengths] float32.
 
     grpo with B = 2 and lengths (2, 1) -> (.25, .25, .5)
-    shares: as in `Denominator.of`, one per completion; () = 1 for all.
+    lengths: the number of tokens of each completion. shares: as in `Denominator.of`, one per
+    completion; () = 1 for all.
     """
     weights = []
     for length, share in zip(lengths, shares or [1.0] * len(lengths), strict=True):

@@ -105,11 +105,13 @@ def by_length(correction: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics of each cause, as means over its tokens, from the sums of a step.
+    """Returns metrics of the log-ratio of trainer and sampler, split by its causes.
 
-    A cause without tokens is absent. The log-ratios add up: sampled_ratio · numerics + staleness is
-    the mean log-ratio of all tokens. With support added, it is the mean log-ratio of the full
-    softmax to the distribution that was sampled from.
+    They are means over the tokens of each cause. A cause without tokens is absent. With router
+    replay there is also the share of (token, layer) pairs that would have met other experts.
+    sums: the step's TOKEN_SUMS over all ranks. The log-ratios add up: sampled_ratio · numerics +
+    staleness is the mean log-ratio of all tokens. With support added, it is the mean log-ratio of
+    the full softmax to the distribution that was sampled from.
     """
     metrics: dict[str, float] = {}
     for cause in CAUSES:

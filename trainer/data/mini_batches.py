@@ -80,15 +80,21 @@ def corrects_later_steps(algorithm: Algorithm) -> bool:
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
     """Returns which groups must have arrived before the first backward of a step.
 
-    With "micro_batch", groups train as they arrive. Waiting changes nothing but time: the
-    denominator of a token mean, or of a step that leaves dead groups out, is known only with the
-    step's last group. The correction of the sampler's mismatch needs log-probs of the whole batch
-    from before the first step updates the weights.
+    With "micro_batch", groups train as they arrive. Waiting changes nothing but time.
     """
-    if needs_batch_statistics(algorithm) or algorithm.shuffle_mini_batches:
+    # advantages depend on all groups of the batch
+    if needs_batch_statistics(algorithm):
         return "batch"
+    # a shuffled mini-batch has groups from anywhere in the batch
+    if algorithm.shuffle_mini_batches:
+        return "batch"
+    # log-probs of the whole batch are computed before the first step updates the weights
     if corrects_later_steps(algorithm):
         return "batch"
-    if algorithm.loss_type in TOKEN_MEAN or algorithm.dead_groups == "skip":
+    # the denominator is a number of tokens, which is known only with the step's last group
+    if algorithm.loss_type in TOKEN_MEAN:
+        return "mini_batch"
+    # the denominator does not count dead groups, and the step's last group may be dead
+    if algorithm.dead_groups == "skip":
         return "mini_batch"
     return "micro_batch"

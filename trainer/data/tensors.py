@@ -159,12 +159,14 @@ def _row(
     """Packs the selected completions of each group. The row's targets are the selected tokens."""
     if not groups:
         return filler_row()
+    # one entry for each group
     token_ids = []
     images = []
     forks = []
+    # one entry for each completion of all groups
     sampling_masks = []
     target_indexes: list[Any] = []
-    num_tokens = 0
+    num_tokens = 0  # of all these completions, selected or not
     for group, selection in zip(groups, selections, strict=True):
         assert isinstance(group.group, Group)
         rollouts = [group.rollouts[i] for i in selection.completions]
@@ -178,7 +180,7 @@ def _row(
     row = pack(token_ids, packing, images, _routing(groups, selections), forks)
     row = row.with_sampling_mask(sampling_masks)
     if sum(map(len, target_indexes)) == num_tokens:
-        return row
+        return row  # every token is selected, and `pack` has made them all targets
     return select(row, target_indexes)
 
 

@@ -129,10 +129,11 @@ class TrainingGroup:
     def set_advantages(
         self, advantages: PerCompletion, positions: Sequence[Positions] | None = None
     ) -> None:
-        """Sets the advantages, and which tokens train the policy.
+        """Stores the group's advantages, and selects the tokens that train the policy with them.
 
-        advantages: one for each completion, or for each of its tokens that train.
-        positions: for each completion, its sampled tokens that train; None = all.
+        advantages: for each completion one number, or one for each of its selected tokens.
+        positions: for each completion, indexes of the selected tokens among its sampled tokens;
+        None = all of them.
         """
         self._has_advantage = has_advantage(np.hstack(list(advantages)))
         self.policy_tokens = self.sampled_tokens.narrowed(positions)

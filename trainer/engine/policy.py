@@ -96,7 +96,10 @@ class PolicyEngine(DeepSpeedModel):
 
     @property
     def published_settings(self) -> bytes | None:
-        """Returns adapter_config.json of every version; None if whole weights are published."""
+        """Returns the contents of the adapter_config.json that is published with every version.
+
+        Returns None if versions are whole weights and not adapters.
+        """
         return self.adapter_settings if self.config.lora.publishes_adapters else None
 
     def base_checksums(self) -> dict[str, str]:
@@ -178,14 +181,18 @@ def _sums_of(
     of_tokens: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Returns TOKEN_SUMS of a micro-batch from its tokens' values [N] on the CPU."""
-    logprobs = of_tokens.pop("logprobs")
-    log_mass = of_tokens.pop("log_mass", None)
+    logprobs = of_tokens["logprobs"]
+    log_mass = of_tokens.get("log_mass")
     old_logprobs = batch.old_logprobs
     sampled, is_known = _sampled_logprobs(batch, logprobs, policy_version)
-    of_tokens["abs_log_ratio"] = (logprobs - old_logprobs).abs()
-    sums = {name: values.double().sum() for name, values in of_tokens.items()}
+    sums: dict[str, Tensor] = {}
+    for name, values in of_tokens.items():
+        if name not in ("logprobs", "log_mass"):  # only the gaps of these two are summed
+            sums[name] = values.double().sum()
+    sums["abs_log_ratio"] = (logprobs - old_logprobs).abs().double().sum()
     if batch.ref_logprobs is not None and kl_estimator == "k3":
-        # The loss has it in float32, in which it is noise below x = 1e-3.
+        # The loss has computed k3(x) of x = log π_ref − log π_θ in float32, in which it is rounding
+        # noise where |x| is below 1e-3.
         sums["kl"] = gaps(batch.ref_logprobs.cpu(), logprobs)["k3"]
     sums |= by_length(of_tokens["correction"], batch.row.lengths)
     sums |= gaps(logprobs, old_logprobs)
