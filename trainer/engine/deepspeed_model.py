@@ -125,9 +125,11 @@ class DeepSpeedModel(abc.ABC):
         """Returns the tensors of versions and checkpoints."""
 
     def start(self) -> Self:
-        """Joins the other ranks, and returns self. Every rank calls it once, before anything else.
+        """Creates DeepSpeed's engine of the loaded model, and returns self.
 
-        Raises UserError if ranks shall share rows and the model's layers cannot share a prompt.
+        Every rank calls it once, before any other method. Raises UserError if
+        trainer.sequence_parallel_size splits rows over ranks, but the model's layers cannot take
+        rows in which completions share a prompt.
         """
         pickle_the_stage_by_value()
         add_up_in_buckets()
@@ -227,7 +229,10 @@ class DeepSpeedModel(abc.ABC):
         return self.ds.device
 
     def row_on_device(self, row: PackedRow) -> PackedRow:
-        """Returns this rank's shard of a row on its device, with images in the model's form."""
+        """Returns a row on this rank's device, as the model takes it.
+
+        Images are laid out for the vision tower. If ranks share rows, it is only this rank's shard.
+        """
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -258,16 +263,23 @@ class DeepSpeedModel(abc.ABC):
         skip by themselves. ZeRO 0 would write the gradient into the weights, so it is dropped here
         first.
         """
+        # it is read before the step, with which the schedule moves on
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if self.stage == 0 and not self.gradients_are_finite():
             self.ds.zero_grad()
-            return StepResult(False, math.nan, learning_rate)
+            return StepResult(applied=False, grad_norm=math.nan, learning_rate=learning_rate)
         if self.stage == 1 and not isinstance(self.optimizer, FlatGradients):
+            # FlatGradients itself takes a missing gradient as zero
             give_every_parameter_a_gradient(self.optimizer)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
-        norm = self._clipped_norm if norm is None else float(norm)
-        return StepResult(self.ds.was_step_applied(), norm, learning_rate)
+        if norm is None:  # DeepSpeed does not know the norm where `_clip` has clipped
+            norm = self._clipped_norm
+        return StepResult(
+            applied=self.ds.was_step_applied(),
+            grad_norm=float(norm),
+            learning_rate=learning_rate,
+        )
 
     def watch_gradients(self) -> None:
         """Lets `gradients_are_finite` answer before the step, in every ZeRO stage.

@@ -52,14 +52,15 @@ def parameters(model: Any) -> list[Exported]:
 
     A tied head is left out, because it is the embedding.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    forms = {}
+    named_parameters = dict(model.named_parameters(remove_duplicate=False))
+    forms = {}  # a form has a tensor's full shape and dtype, and no memory
     for name, tensor in model.state_dict().items():
-        forms[name] = _form(named.get(name, tensor))
+        # only a parameter itself knows its full shape if ranks hold shards of it
+        forms[name] = _form(named_parameters.get(name, tensor))
     tensors = []
     for name, form in without_tied(model, forms).items():
-        if name in named:
-            tensors.append(_unchanged(name, named[name]))
+        if name in named_parameters:
+            tensors.append(_unchanged(name, named_parameters[name]))
         else:
             tensors.append(_buffer(model, name, form))
     return tensors
@@ -119,6 +120,7 @@ def _buffer(model: Any, name: str, tensor: Tensor) -> Exported:
 
 
 def _form(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory that has this tensor's full shape and its dtype."""
     return torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
 
 

@@ -28,7 +28,11 @@ class Slot(NamedTuple):
 
 
 def add_up_in_buckets() -> None:
-    """Makes DeepSpeed create its bfloat16 optimizer of ZeRO 1 with FlatGradients, from now on."""
+    """Replaces DeepSpeed's BF16_Optimizer by a subclass of it with FlatGradients.
+
+    It must run before deepspeed.initialize, which creates this optimizer for ZeRO 1 in bfloat16.
+    The class stays replaced in this process.
+    """
     engine: Any = importlib.import_module("deepspeed.runtime.engine")
     if not issubclass(engine.BF16_Optimizer, FlatGradients):
         bases = (FlatGradients, engine.BF16_Optimizer)
@@ -78,7 +82,11 @@ class FlatGradients(_Optimizer):
             parameter.grad = None
 
     def _add_to_buffer(self, run: list[Slot], gradients: list[Tensor]) -> None:
-        """Adds gradients to the piece of a flat buffer in which the slots of a run lie."""
+        """Adds the gradients of consecutive parameters to the sums in a flat buffer.
+
+        run: slots that follow each other in the buffer, as from `_runs`. gradients: one for each.
+        A step's first gradients replace the values that an earlier step has left in the buffer.
+        """
         group, first = run[0]
         new = torch.cat([gradient.flatten() for gradient in gradients])
         begin = self.fp32_groups_gradients[group][first].storage_offset()

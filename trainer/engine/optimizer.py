@@ -75,9 +75,10 @@ def scheduler(
 
 @contextlib.contextmanager
 def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
-    """Keeps this run's learning rate, betas and weight decay while the block loads a saved state.
+    """Restores this run's learning rate, betas and weight decay after the block has loaded a state.
 
-    torch saves these with Adam's moments, and the initial learning rate with the number of steps.
+    The block would replace them by those of the run that saved the state: torch saves them with
+    Adam's moments, and the initial learning rate with the number of steps.
     """
     settings_of_groups = []
     for group in optimizer.param_groups:

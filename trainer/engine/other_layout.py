@@ -43,9 +43,11 @@ _MASTERS = ""  # stands for the masters among the names of moments
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int = 1) -> None:
-    """Restores what `ranks` ranks saved at a ZeRO stage, of which tp_size shared each layer.
+    """Restores weights and optimizer from a folder that other ranks or another ZeRO stage saved.
 
-    Every rank calls it before its first step. Raises UserError for another optimizer than Adam.
+    stage, ranks, tp_size: the saving run's ZeRO stage, its number of ranks, and how many of them
+    shared each layer. Every rank calls it before its first step. Raises UserError for another
+    optimizer than Adam.
     """
     trained = _trained_parameters(engine)
     saved_ranks = []
@@ -82,9 +84,10 @@ def _trained_parameters(engine: DeepSpeedModel) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedSlice:
-    """Masters and moments of some of a parameter's values, which one rank saved.
+    """A slice of a parameter's masters (weights in float32) and of Adam's moments, saved by a rank.
 
-    tensors: flat masters and moments by name, in which the slice has numel values from start on.
+    tensors: saved masters and moments by name, which may also hold other parameters. The slice is
+    the numel values of each of them from start on, when it is laid flat.
     """
 
     tensors: dict[str, Any]

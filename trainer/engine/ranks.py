@@ -92,7 +92,12 @@ class Exchange:
         """Runs work on rank 0, and tells the other ranks that it still runs or that it failed."""
         is_due = exits.every(self._announce_every_s)
 
-        def announce(doing: str) -> None:
+        def tell_now_and_then(doing: str) -> None:
+            """Tells the waiting ranks what rank 0 does, every few seconds.
+
+            It runs on rank 0 when `work` reports progress. The other ranks call the same three
+            collectives in `_wait_for_rank_0`.
+            """
             if is_due():
                 self._announce(_STILL_WAITING)
                 self.broadcast_text(doing)
@@ -100,7 +105,7 @@ class Exchange:
                     exits.ask_to_end()  # `work` checks for it
 
         try:
-            with progress_heard_by(announce):
+            with progress_heard_by(tell_now_and_then):
                 return work()
         except Interrupted:
             self._announce(_STOP_TOGETHER)
@@ -228,7 +233,11 @@ def collective_timeout(config: Config) -> datetime.timedelta:
 
 
 def connect(config: Config) -> Exchange:
-    """Creates the process groups of an Exchange. Every rank calls it equally often."""
+    """Returns a new Exchange with process groups of its own, which no other Exchange uses.
+
+    They are gloo's group of all ranks and, with sequence parallelism, a group of the ranks that
+    share rows. Creating a group is a collective, so all ranks call this function equally often.
+    """
     timeout = collective_timeout(config)
     group = dist.new_group(backend="gloo", timeout=timeout)
     size = config.trainer.sequence_parallel_size
