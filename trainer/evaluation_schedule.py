@@ -10,7 +10,7 @@ class EvaluationSchedule:
     """Decides which versions are evaluated: every eval.steps versions, and the last one."""
 
     def __init__(self, config: Config, policy_version: int):
-        """policy_version: that of the start."""
+        """Starts the schedule at the policy version with which the run starts or resumes."""
         self._config = config
         self._evaluated_version = policy_version  # of the newest evaluation, or of the start
 
@@ -25,7 +25,7 @@ class EvaluationSchedule:
         last batch. A batch may step over a multiple. Steps of the critic alone, and skipped steps,
         leave the version unchanged.
         """
-        return self._is_due(progress, since=self._evaluated_version)
+        return self._is_due(progress, self._evaluated_version)
 
     def is_due_at_start(self, progress: Progress, recorded_versions: Collection[int]) -> bool:
         """Returns whether the run starts with an evaluation.
@@ -38,14 +38,18 @@ class EvaluationSchedule:
             return self._config.eval.before
         if progress.policy_version in recorded_versions:
             return False
-        if self._is_due(progress, since=max([0, *recorded_versions])):
+        if self._is_due(progress, last_evaluated_version=max([0, *recorded_versions])):
             return True
         return not recorded_versions and self._config.eval.before
 
-    def _is_due(self, progress: Progress, since: int) -> bool:
+    def _is_due(self, progress: Progress, last_evaluated_version: int) -> bool:
+        """Returns whether a multiple of eval.steps lies after that version, up to the present one.
+
+        After the last batch it always returns True.
+        """
         if progress.batch == self._config.num_batches:
             return True
         every = self._config.eval.steps
         if every is None:
             return False
-        return progress.policy_version // every > since // every
+        return progress.policy_version // every > last_evaluated_version // every

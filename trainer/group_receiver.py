@@ -14,7 +14,10 @@ from trainer.record.rank_zero import RankZero
 
 
 class GroupReceiver:
-    """A receiver of groups by id. Every rank calls `receive` and `refill`."""
+    """Gives every rank the sampled groups that rank 0 receives, by their ids in the run's stream.
+
+    Every rank calls `receive` and `refill`.
+    """
 
     def __init__(self, rank_zero: RankZero | None, exchange: Exchange):
         self._rank_zero = rank_zero

@@ -49,9 +49,11 @@ class Acceptor:
         self._failed_groups = FailedGroups(config.prompts_per_batch)
 
     def check(self, group: Group | Tombstone, sampler: str | None = None) -> None:
-        """Raises WireError unless this group may train now.
+        """Raises WireError, with the reason, if training may not use this group.
 
-        sampler: the sender, None for a group of the journal (kept.py).
+        Training uses only a group that is still awaited, that was sampled by a version within the
+        allowed lag, and whose contents are valid. sampler: the sender, whose group is refused if
+        another sampler has its lease; None for a group of the journal (kept.py).
         """
         assert self._state.published is not None
         newest = self._state.published.version

@@ -78,9 +78,10 @@ class Evaluation:
         self.results[result.chunk] = result
 
     def fail(self, chunk: int, version: int, reason: str) -> EvalResult:
-        """Answers a chunk with a failure of each of its problems, and returns this result.
+        """Counts all problems of a chunk as failed, and returns this as the chunk's result.
 
-        It is for a chunk that will get no better answer.
+        A chunk is some of the held-out problems. This method is for one whose sampler has no
+        better answer. reason: for the user.
         """
         request = self.requests[chunk]
         failures = tuple(EvalFailure(problem, reason) for problem in request.problem_indexes)

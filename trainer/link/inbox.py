@@ -206,11 +206,14 @@ class Inbox(GroupSource):
     def _missing_sampler(self) -> str:
         """Returns "" if a sampler has connected, else a text that changes as one prepares its data.
 
-        It changes because a million rows may take longer to load than the timeout of the wait.
+        A wait times out only while this text stays the same, so a sampler may take longer than the
+        timeout to load a million rows.
         """
         if self.state.peers:
             return ""
-        return f"a sampler to connect; {self.state.preparing}".removesuffix("; ")
+        if not self.state.preparing:
+            return "a sampler to connect"
+        return f"a sampler to connect; {self.state.preparing}"
 
     def versions_in_use(self) -> list[int]:
         versions = []

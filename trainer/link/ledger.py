@@ -173,9 +173,10 @@ class Ledger:
         return None
 
     def accept(self, received: Received, sampler: str) -> None:
-        """Stores the result of a group and ends its lease.
+        """Stores a group that has arrived, and ends its lease to a sampler.
 
-        sampler: the sender, "" for a group of the journal.
+        sampler: the name of the sampler that sent it; "" for a group that an earlier start of the
+        trainer had accepted and kept in the journal (kept.py).
         """
         group_id = received.group.group_id
         self.held[group_id] = received

@@ -26,9 +26,9 @@ class Statistics:
 
 
 class GroupSource:
-    """A source of groups for rank 0, by default one without samplers.
+    """The interface through which rank 0 gets sampled groups and announces new weights.
 
-    A subclass must override `receive`.
+    The methods here do what suits a source without samplers. A subclass must override `receive`.
     """
 
     incarnation: str  # names this start of the trainer

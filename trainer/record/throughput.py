@@ -32,8 +32,10 @@ def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
 
     A replay has no sampler and counts the devices of one.
     """
+    # if sampler.devices is empty, a sampler has a device for each tensor-parallel rank of vLLM
     listed = len(config.sampler.devices) // config.sampler.num_samplers
     devices_per_sampler = max(listed, config.engine_gpus)
+    # num_samplers is 0 in a replay
     return world_size + max(1, num_samplers) * devices_per_sampler
 
 

@@ -191,7 +191,7 @@ def save_models(
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What `save_model` did on this rank."""
+    """The weight files that a rank wrote in `save_model`, and which other files are missing."""
 
     written: Written  # the weight files that this rank wrote
     missing: list[str]  # on rank 0: what the folder lacks, with reasons, as from `write_side_files`
@@ -272,10 +272,15 @@ def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) ->
 def _restore_state(
     engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int
 ) -> None:
-    """Restores one model. stage, ranks, tp_size: of the run that saved it."""
+    """Restores one model and its optimizer from the folder of a checkpoint.
+
+    stage, ranks, tp_size: the saving run's ZeRO stage, number of ranks and number of ranks that
+    shared each layer. This run's own values are those of the engine.
+    """
     # with adapters the frozen weights come from model.path, not from the file
     only_adapters = engine.adapter_settings is not None
     has_same_stage = (engine.stage, engine.tp_size) == (stage, tp_size)
+    # ZeRO 0 divides nothing between ranks, so any number of ranks can load what it saved
     has_same_shards = has_same_stage and (engine.world_size == ranks or stage == 0)
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
         if not has_same_shards:

@@ -163,9 +163,9 @@ class _SideFiles:
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """Writes the config as transformers' save_pretrained does.
+    """Writes config.json, and the model's own code if it has any, as save_pretrained does.
 
-    The code is written first, because it may change the config.
+    The code is written first, because transformers then adds the names of its classes to `config`.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]

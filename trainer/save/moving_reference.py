@@ -54,7 +54,7 @@ class MovingReference:
         return step // self._sync_steps * self._sync_steps
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the reference after `step` is another than the present one."""
+        """Returns whether the reference has to be replaced after this optimizer step."""
         return self._reference_step(step) != self._present_step
 
     def follow(self, step: int, published: Published) -> None:

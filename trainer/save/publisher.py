@@ -36,15 +36,21 @@ from trainer.save.write_version import Changes, Snapshot, snapshot
 
 
 def writes_behind(config: Config) -> bool:
-    """Returns whether versions are written while training goes on.
+    """Returns whether a thread writes each new version of the weights while training goes on.
 
-    Samplers must have other work meanwhile, and nothing else may change the ledger.
+    This needs max_staleness > 0, with which the samplers have groups to sample meanwhile. It
+    excludes dead_groups=resample, which changes the ledger (the state of all groups, ledger.py)
+    while the thread owns it.
     """
     return config.trainer.max_staleness > 0 and config.algorithm.dead_groups != "resample"
 
 
 class Publisher:
-    """The publisher of versions. Every rank calls every method. Only rank 0 has a source."""
+    """Sends new weights of the policy to the samplers, as numbered versions.
+
+    All ranks write the files, so every rank calls every method. `source`, through which samplers
+    learn of a version, is None except on rank 0.
+    """
 
     def __init__(
         self,

@@ -77,7 +77,10 @@ def stream_settings(config: Config) -> dict[str, Any]:
 
 
 def _adapter_settings(config: Config) -> dict[str, Any]:
-    """Returns settings that define adapters. A checkpoint with adapters has no other weights."""
+    """Returns the LoRA settings that a run must have in common with the checkpoint it resumes from.
+
+    With LoRA a checkpoint holds only adapters, which fit no other base model and no other shape.
+    """
     lora = config.lora
     target_modules = None
     base_model = None
