@@ -55,7 +55,12 @@ class RolloutBatch:
     # ---- taking and scoring
 
     def take(self, num_slots: int) -> None:
-        """Fills slots, then scores the groups whose advantages and log-probs can be known now."""
+        """Waits until groups fill the first `num_slots` slots of the batch, and takes the groups.
+
+        Then it sets the groups' advantages if they do not depend on the whole batch. Otherwise
+        these are set once the last slot is filled, like the critic's targets and the proximal
+        log-probs.
+        """
         self.slots.fill(num_slots, self.groups_at_once, self._receiver)
         groups = trainable(self.slots.taken, self.config.algorithm)
         if not needs_batch_statistics(self.config.algorithm):

@@ -55,9 +55,10 @@ class GroupReceiver:
             self._rank_zero.source.refill(count)
 
     def samplers_are_idle(self) -> bool:
-        """Returns, on rank 0, whether no sampler has work.
+        """Returns whether no sampler has work, so that the trainer could borrow its CPU cores.
 
-        It is False while a run is recorded, because a replay could not repeat it.
+        Only rank 0 knows; the other ranks get False. The answer is also False while a run is
+        recorded, because a replay has no samplers and could not borrow at the same moments.
         """
         if self._rank_zero is None or self._rank_zero.recorder is not None:
             return False

@@ -223,6 +223,7 @@ class Trainer:
     ) -> None:
         """Records a step's metrics and samples on rank 0.
 
+        sums: over the step's trained tokens on all ranks, named as in sums.TOKEN_SUMS.
         seconds: the duration of the step. waited_s: its seconds of waiting for groups.
         """
         durations = dict(self.seconds)
@@ -266,6 +267,12 @@ class Trainer:
             self.moving_reference.follow(self.progress.step, self.publisher.published)
 
     def _starts_with_evaluation(self) -> bool:
+        """Returns whether the first published version is to be evaluated.
+
+        Only rank 0's answer counts, because only rank 0 requests evaluations from the samplers. A
+        resumed run decides by the recorded evaluations, which only rank 0 can read, so the other
+        ranks answer yes only in a new run.
+        """
         if self.rank_zero is None:
             return self.progress.step == 0 and self.config.eval.before
         recorded_versions = [record["step"] for record in self._evaluations()]

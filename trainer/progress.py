@@ -40,9 +40,11 @@ def after_step(progress: Progress, result: StepResult, num_tokens: int) -> Progr
 def after_batch(
     progress: Progress, taken: Sequence[TrainingGroup], threshold: float | None
 ) -> Progress:
-    """Returns the progress after the last step on a batch, whether or not that step was applied.
+    """Returns the progress of a run that has made all its optimizer steps on a batch of rollouts.
 
-    taken: all groups that were taken for the batch. threshold: τ of group_ppo for the next batch.
+    It moves to the next batch even if the last step was skipped as not finite.
+    progress: as `after_step` returned it for the last step. taken: all groups that were taken for
+    the batch. threshold: τ of group_ppo for the next batch.
     """
     num_tombstones = sum(isinstance(group.group, Tombstone) for group in taken)
     return replace(

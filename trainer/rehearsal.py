@@ -102,9 +102,10 @@ def _save(trainer: Trainer) -> None:
 
 
 def _save_one_tensor(trainer: Trainer, folder: Path) -> list[str]:
-    """Saves one tensor of each model, and all other files, into a folder that is removed again.
+    """Tries a save into `folder` with one tensor of each model and all other files of final/.
 
-    Returns what the folder lacked, with reasons.
+    At the end, rank 0 removes the folder. Returns a text about each file that could be neither
+    written nor copied from the initial model, with the reason.
     """
     exchange = trainer.exchange
     with sharing_disk_trouble(exchange):

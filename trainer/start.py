@@ -57,7 +57,11 @@ def run(config: Config) -> None:
 
 
 def _reserve(config: Config, stack: contextlib.ExitStack) -> None:
-    """Locks the run folder while `stack` is open. Raises UserError if folder or port are taken."""
+    """Makes sure that no other trainer works in the run folder, as long as `stack` is open.
+
+    Raises UserError if another trainer has locked the folder, or if another process uses the port
+    at which the samplers will connect.
+    """
     output_dir = config.run.output_dir
 
     def in_use(holder: str) -> UserError:

@@ -138,7 +138,10 @@ class StepTrainer:
         return 0
 
     def _set_denominators(self, step: Step) -> None:
-        """Sets the denominators of the step's losses, which its later groups do not change."""
+        """Sets the denominators by which the losses of policy and critic are divided in this step.
+
+        Groups of the step that arrive after this do not change them.
+        """
         slots = self.batch.slots
         taken = slots.taken_for(step.slots)
         self._denominator = step_denominator(taken, len(step.slots), self.config)
@@ -164,11 +167,14 @@ class StepTrainer:
             rounds[step.slots] = self._train_as_groups_arrive(step)
 
     def _train_as_groups_arrive(self, step: Step) -> list[Round]:
-        """Trains each round once its groups are there. Returns the rounds, for later passes."""
+        """Trains each round of micro-batches once its groups have arrived.
+
+        Returns the rounds, which later passes repeat.
+        """
         planner = Planner(self._exchange.dp_size, self.batch.budget)
         for first in range(0, len(step.slots), self.batch.groups_at_once):
             slots = step.slots[first : first + self.batch.groups_at_once]
-            self.batch.take(max(slots) + 1)
+            self.batch.take(max(slots) + 1)  # waits until the groups of these slots have arrived
             for round_ in planner.add(self.batch.works(slots)):
                 self._train_round(round_)
         for round_ in planner.finish():
@@ -237,20 +243,23 @@ class StepTrainer:
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _check_proximal(self, batch: MicroBatch) -> None:
-        """Asserts that proximal log-probs are known once an update on the batch has moved weights.
+        """Asserts that a micro-batch has the proximal log-probs that a correction needs.
 
-        Otherwise the moved weights would give them, and correct the sampler's mismatch wrongly.
+        They are the policy's log-probs before the first update on the batch of rollouts. Without
+        them the objective takes those of the present weights, which an update may have moved.
         """
         is_corrected = self.config.algorithm.vllm_importance_sampling_mode is not None
-        has_moved = self._progress.policy_version != self.batch.first_version
-        if is_corrected and has_moved and not batch.is_filler:
+        weights_have_moved = self._progress.policy_version != self.batch.first_version
+        if is_corrected and weights_have_moved and not batch.is_filler:
             group_ids = [group.group_id for group in batch.groups]
             assert batch.proximal_logprobs is not None, f"log-probs of groups {group_ids} are lost"
 
     def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Keeps the policy's log-probs for later passes.
+        """Stores the policy's log-probs of a micro-batch, [N], in its groups, for later passes.
 
-        They correct the sampler's mismatch, and tell numerics from staleness.
+        proximal_logprobs, from before the first update on the group, correct the mismatch of
+        sampler and trainer. sampled_logprobs, under the weights that sampled, split the metrics of
+        this mismatch into numerics and staleness (mismatch.py).
         """
         algorithm = self.config.algorithm
         if algorithm.vllm_importance_sampling_mode is not None:
@@ -268,10 +277,16 @@ class StepTrainer:
                 group.sampled_logprobs = of_group
 
     def _must_share_logprobs(self, step: Step) -> bool:
-        """Returns whether later passes shuffle groups to ranks that do not know their log-probs."""
+        """Returns whether all ranks must learn the log-probs that this step has computed.
+
+        Later passes need them, and passes that shuffle may train a group on another rank. Sharing
+        in the first of several passes is enough, because the reference's log-probs do not change
+        within a batch, and those under the weights that sampled can be computed only before later
+        updates. A step that trains only the critic computes none.
+        """
         algorithm = self.config.algorithm
-        has_later_passes = step.iteration == 0 and algorithm.num_iterations > 1
-        return algorithm.shuffle_mini_batches and has_later_passes and not self.critic_only
+        is_first_of_several = step.iteration == 0 and algorithm.num_iterations > 1
+        return algorithm.shuffle_mini_batches and is_first_of_several and not self.critic_only
 
     # ---- memory that runs out
 

@@ -239,9 +239,10 @@ def whiten_tokens(
 def _mean_and_divisor(
     advantages: Sequence[Floats], counts: Sequence[Floats], divides: bool
 ) -> tuple[float, float]:
-    """Returns the mean of all advantages, and their std + eps, or 1 if not divides.
+    """Returns the two numbers with which whitening replaces A by (A − mean) / divisor.
 
-    Each advantage is weighted by its count; std uses n − 1.
+    The divisor is std + eps if `divides`, otherwise 1. An advantage counts in mean and std as often
+    as its entry in `counts` says. std uses n − 1, with n the sum of the counts.
     """
     a = np.concatenate(advantages)
     count = np.concatenate(counts)

@@ -50,9 +50,10 @@ class Estimates:
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    """Returns the estimates by GAE for every sampled token.
+    """Returns the advantage and the critic's target of every sampled token, both by GAE.
 
-    values: the critic's value of every sampled token of every completion.
+    Advantages are whitened if `algorithm.whitens`. values: the critic's value of every sampled
+    token of every completion.
     """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
@@ -126,7 +127,11 @@ def _cut_group(
     threshold: float,
     config: Config,
 ) -> list[Segments]:
-    """Returns the segments of each completion of a group. scores: as in `estimate_segments`."""
+    """Returns the segments of each completion of a group.
+
+    values: the critic's value of every sampled token. scores: the squared score norm q of every
+    sampled token (segments.py); None = its lower bound by `sampled_scores`. threshold: τ.
+    """
     gamma = config.algorithm.gamma
     lam = config.algorithm.lam
     params = config.algorithm.group_params

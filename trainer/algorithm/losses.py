@@ -193,15 +193,16 @@ def sums_of_completions(x: Tensor, lengths: Sequence[int] | Tensor) -> tuple[Ten
 def mismatch_correction(
     log_weight: Tensor, lengths: Sequence[int] | Tensor, mode: str, floor: float, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns ([N] correction, [N] is_corrected) for the mismatch of trainer and sampler.
+    """Returns (weight, is_corrected), [N] each, against the mismatch of trainer and sampler.
 
         log_weight_t = log π_own(t) − log π_old(t), [N]
-
         token_…       w_t = exp(log_weight_t)
-        sequence_…    w_t = exp(Σ_s log_weight_s), all tokens s of i
+        sequence_…    w_t = exp(Σ_s log_weight_s), all tokens s of the completion of t
         …_truncate    max(min(w, cap), floor)       biased, little variance
         …_mask        w where floor ≤ w ≤ cap, else 0
 
+    is_corrected tells which weights were truncated or masked. π_old is the sampler's policy, π_own
+    the trainer's before its first update on the batch. `bounded` keeps exp of a large sum finite.
     F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
     token_mask with a floor is IcePop, arXiv 2510.18855.
     """
@@ -217,13 +218,15 @@ def mismatch_correction(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns ([N] surrogate, [N] is_clipped).  PPO, arXiv 1707.06347, equation 7.
+    """Returns PPO's clipped surrogate of every token, [N], and whether it is clipped, [N].
 
-        surrogate = min(ratio · A, clip(ratio, 1 − ε, 1 + ε_high) · A)
-        with delta  min(min(ratio, δ) · A, …): also bounded below, by δ · A, where A < 0
+        without delta    min(ratio · A, clip(ratio, 1 − ε, 1 + ε_high) · A)
+        with delta       min(min(ratio, δ) · A, clip(ratio, 1 − ε, 1 + ε_high) · A)
 
-    ε_high: DAPO, arXiv 2503.14476.
-    delta > 1 + ε_high is TRL's name for the c of dual clip, arXiv 1912.09729, equation 5.
+    The surrogate is to be maximised; a clipped one has no gradient. A is the advantage. delta is
+    TRL's name for the c of dual clip, above 1 + ε_high: where A < 0, δ · A is a lower bound.
+    PPO, arXiv 1707.06347, equation 7. ε_high: DAPO, arXiv 2503.14476. Dual clip: arXiv 1912.09729,
+    equation 5.
     """
     is_too_low = (ratio < 1 - epsilon) & (advantages < 0)
     is_too_high = (ratio > 1 + epsilon_high) & (advantages > 0)

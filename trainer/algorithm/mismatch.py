@@ -92,16 +92,19 @@ def by_cause(
 
 
 def by_length(correction: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """Returns BY_LENGTH: the sum of the tokens' weights, and their number, in each of RANGES.
+    """Returns sums of the correction's weights, and numbers of tokens, by completion length.
 
-    correction: the weights, [N]. lengths: of the completions, Σ lengths = N.
+    Each of RANGES has both, as float64 and int64 scalars under the names BY_LENGTH. A token counts
+    in the range of its completion's length.
+    correction: each token's weight, [N]. lengths: trained tokens of each completion, Σ = N.
     """
     sizes = torch.tensor(lengths)
-    range_of_completions = torch.bucketize(sizes, torch.tensor((1024, 4096, 16384)))
+    upper_bounds = torch.tensor((1024, 4096, 16384))  # of RANGES, inclusive
+    range_of_completions = torch.bucketize(sizes, upper_bounds)
     range_of_tokens = range_of_completions.repeat_interleave(sizes)
-    weights = range_of_tokens.bincount(correction.double(), minlength=4)
-    counts = range_of_tokens.bincount(minlength=4)
-    return dict(zip(BY_LENGTH, [*weights, *counts], strict=True))
+    sums = range_of_tokens.bincount(correction.double(), minlength=len(RANGES))
+    counts = range_of_tokens.bincount(minlength=len(RANGES))
+    return dict(zip(BY_LENGTH, [*sums, *counts], strict=True))
 
 
 def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -57,9 +57,12 @@ class Segments:
 
 
 def sampled_scores(old_logprobs: NDArray[np.float32]) -> Floats:
-    """Returns (1 − p_t)² ≤ q_t, [T], from the log-probs [T] that every rollout has.
+    """Returns a cheap lower bound of each token's squared score norm q_t, [T].
 
-    This is the sampled token's share of q_t. model.logprobs.score_norms computes all of q_t.
+        q_t = ‖∇_logits ln π(a_t)‖² = (1 − p_t)² + Σ_{a ≠ a_t} π(a)²  ≥  (1 − p_t)²
+
+    The bound needs only the sampled tokens' log-probs [T], which every rollout has, with
+    p_t = π(a_t). model.logprobs.score_norms computes all of q_t.
     """
     return (1.0 - np.exp(old_logprobs.astype(np.float64))) ** 2
 
@@ -79,6 +82,9 @@ def cut_into_segments(
         R_k      = Σ rewards inside segment k
         A_k      = GAE(R, values at starts)      the value after the last segment is 0
 
+    A segment ends before the token with which sharing one advantage would raise the variance too
+    much, that is, r_grpo > τ · n · r_ppo for the n tokens including it. `segment_ends` also limits
+    the size, and has another rule, "literal".
     A segment is one step of GAE, so γ and λ count segments, and rewards inside a segment are summed
     without a discount. With γ = λ = 1, A_k is Â at the segment's start.
     """

@@ -29,7 +29,10 @@ Round = tuple[tuple[int, ...], ...]  # [rank] -> slots of its groups
 
 @dataclass(frozen=True)
 class Work:
-    """The work of training one group; zeros if none of its completions train."""
+    """How much work it is to train one group, by which micro-batches are filled and ranks balanced.
+
+    A group none of whose completions train is `NOTHING`.
+    """
 
     tokens: int  # in the group's packed row
     cost: float  # in any unit that is the same for all groups
@@ -211,16 +214,25 @@ class Planner:
 def plan_metrics(
     rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget
 ) -> dict[str, float]:
-    """Returns the metrics of a step's rounds. works: the work of each of the step's slots."""
+    """Returns how well a step's groups are divided into micro-batches, as metrics.
+
+        rank_imbalance = max(cost of a rank) / mean(cost of a rank) − 1      0 = perfectly balanced
+
+    rank_imbalance is absent with one rank. micro_batches is the number that each rank trains.
+    oversized_groups is the number of groups above a budget of tokens.
+    works: the work of each of the step's slots.
+    """
     metrics = {"micro_batches": float(len(rounds))}
-    costs = []
-    for micro_batches in zip(*rounds, strict=True):
-        slots = itertools.chain(*micro_batches)
-        costs.append(sum(works[slot].cost for slot in slots))
-    if len(costs) > 1:
+    costs_of_ranks = []
+    for micro_batches_of_rank in zip(*rounds, strict=True):  # rounds are indexed [round][rank]
+        slots_of_rank = itertools.chain(*micro_batches_of_rank)
+        costs_of_ranks.append(sum(works[slot].cost for slot in slots_of_rank))
+    num_ranks = len(costs_of_ranks)
+    if num_ranks > 1:
         metrics["rank_imbalance"] = 0.0
-        if any(costs):
-            metrics["rank_imbalance"] = max(costs) * len(costs) / sum(costs) - 1
+        if any(costs_of_ranks):
+            imbalance = max(costs_of_ranks) * num_ranks / sum(costs_of_ranks) - 1
+            metrics["rank_imbalance"] = imbalance
     if budget.tokens:
         metrics["oversized_groups"] = float(sum(map(budget.is_exceeded_by, works.values())))
     return metrics

@@ -106,7 +106,11 @@ def micro_batch(
 
 
 def policy_row(groups: Iterable[TrainingGroup], packing: Packing) -> PackedRow:
-    """Returns the row of `micro_batch`, for use before all its log-probs are known."""
+    """Returns the packed row of the groups that train the policy, or a filler if none does.
+
+    It is equal to the row of `micro_batch`, and needs no log-probs, so that they can be computed
+    with it.
+    """
     trained = [group for group in groups if group.trains_policy]
     return _row(trained, [group.policy_tokens for group in trained], packing)
 

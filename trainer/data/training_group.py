@@ -81,13 +81,19 @@ class TrainingGroup:
         self._always_has_gradient = algorithm.always_has_gradient
         # Every sampled token of the completions whose loss is not masked. A critic scores them all.
         self.sampled_tokens = _sampled_tokens(group, algorithm.mask_truncated_completions)
+
+        # Set by `set_advantages`.
         self.policy_tokens = self.sampled_tokens  # N, the tokens that count in the policy's loss
-        self.value_tokens = self.sampled_tokens  # M, the tokens at which the critic learns
         self.advantages: Tensor | None = None  # [N] float32; None: not known yet, or a tombstone
         self._has_advantage = False  # whether some completion has an advantage that is not zero
+
+        # Set by `set_value_targets`.
+        self.value_tokens = self.sampled_tokens  # M, the tokens at which the critic learns
         self.old_values: Tensor | None = None  # [M] the critic's, before its first update
         self.returns: Tensor | None = None  # [M] the critic's targets
-        # Log-probs of the tokens [N] float32. None: not known yet.
+
+        # Log-probs of the policy tokens, [N] float32, set by StepTrainer (step.py) and RolloutBatch
+        # (batch.py) as forwards give them. None: not known yet.
         self.ref_logprobs: Tensor | None = None  # by the trainer's reference, if it has one
         self.proximal_logprobs: Tensor | None = None  # before the first update on the group
         self.sampled_logprobs: Tensor | None = None  # at the version that sampled; NaN = unknown
@@ -123,7 +129,7 @@ class TrainingGroup:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Returns how many of a micro-batch's policy tokens are the group's."""
+        """Returns how many tokens of this group train the policy, 0 if none can change it."""
         return self.policy_tokens.num_tokens if self.trains_policy else 0
 
     def set_advantages(

@@ -14,9 +14,11 @@ _agreed: set[str] = set()
 
 
 def agree_on_kinds(exchange: Exchange, kinds: Iterable[str]) -> None:
-    """Stops compiling, on every rank, the kinds that any rank gives or has abandoned.
+    """Stops compiling, on every rank, each kind of attention that any rank gives up.
 
-    Every rank calls it, each with its own kinds.
+    A kind is a text that describes an attention by its options, but not by its length, as in
+    model.compiled. A rank gives up its `kinds` and those that it has abandoned before. Every rank
+    calls this function.
     """
     kinds_here = {*kinds, *compiled.abandoned_kinds()}
     is_news = not kinds_here <= _agreed

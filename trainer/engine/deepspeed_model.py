@@ -122,7 +122,7 @@ class DeepSpeedModel(abc.ABC):
 
     @abc.abstractmethod
     def _exported(self) -> Sequence[Exported]:
-        """Returns the tensors of versions and checkpoints."""
+        """Returns the model's tensors as published versions and checkpoints name them."""
 
     def start(self) -> Self:
         """Creates DeepSpeed's engine of the loaded model, and returns self.
@@ -197,14 +197,24 @@ class DeepSpeedModel(abc.ABC):
         return largest.item()
 
     def _compile_layers(self) -> None:
-        """Compiles the layers of a dense text decoder. Rank 0 prints whether, or why not."""
+        """Compiles the layers of a dense text decoder, unless there is an obstacle.
+
+        Rank 0 prints that the layers are compiled, or the first obstacle.
+        """
         capability = devices.compute_capability(devices.first())
         obstacles = {
+            # A compiled layer would contain DeepSpeed's hooks, which gather and free the weights.
             "ZeRO 3 gathers the weights of each module as it runs": self.stage == 3,
+            # Attention exchanges tokens with the other ranks in the middle of a layer.
             "ranks share its rows": self.sequence_group is not None,
+            # The ranks add up their shares of the output in the middle of a layer.
             "ranks share each of them": self.config.trainer.tensor_parallel_size > 1,
+            # Such layers run the model's own attention, and only that of model/attention.py is
+            # written to be compiled.
             "its layers cannot share a prompt": self.packing == "separate",
+            # How many tokens an expert gets depends on the data.
             "it has experts": expert_counts(self.config.model) is not None,
+            # model/compiled.py compiles nothing on a GPU without bfloat16.
             "its GPU is older than compute capability 8.0": bfloat16.is_missing(capability),
         }
         reasons = [reason for reason, applies in obstacles.items() if applies]

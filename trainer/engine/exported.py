@@ -125,7 +125,10 @@ def _form(tensor: Tensor) -> Tensor:
 
 
 def _with_adapter(name: str, tensor: Exported, layer: Any) -> Exported:
-    """Returns the weight of a layer plus its adapter's product."""
+    """Returns the sum of a layer's weight and its adapter's scaled product of two factors.
+
+    The sum is computed only when `make` is called, because only then are the parameters gathered.
+    """
     weight = tensor.parameters[0]
 
     def make() -> Tensor:
@@ -133,7 +136,7 @@ def _with_adapter(name: str, tensor: Exported, layer: Any) -> Exported:
             return weight.detach() + layer.get_delta_weight("default").to(weight.dtype)
 
     factors = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    return Exported(name, (weight, *factors), make, tensor.form)
+    return Exported(name=name, parameters=(weight, *factors), make=make, form=tensor.form)
 
 
 def under_checkpoint_names(model: Any, tensors: list[Exported]) -> list[Exported]:
@@ -192,7 +195,12 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.contiguous:  # done once for the published tensor, at its end
+        """Calls a function of torch, and records the call for each result in new memory.
+
+        torch calls this method for every function inside a `with` block of the recording. A view
+        is not recorded, because its memory belongs to a tensor that was recorded before.
+        """
+        if func is Tensor.contiguous:  # `exported` does this once, for the published tensor
             return args[0]
         options = dict(kwargs or {})
         result = func(*args, **options)

@@ -148,15 +148,26 @@ class _SavedRank:
                 self.slices[name].append(saved_slice)
 
     def _read_stage_3(self, optimizer: dict[str, Any], rank: int, num_ranks: int) -> None:
+        """Adds a slice of every parameter, the shard that one of `num_ranks` ZeRO 3 ranks saved.
+
+        Each parameter, laid flat, is cut into num_ranks shards of equal size, with padding after
+        its last value. A rank lays its shards of the parameters in param_shapes[i] one behind the
+        other in the i-th flat tensor.
+
+            2 ranks, parameters a of 4 values, b of 3:    rank 0   a0 a1 b0 b1
+                                                          rank 1   a2 a3 b2 (padding)
+        """
         moments = optimizer["optimizer_state_dict"]["state"]
         for i, masters in enumerate(optimizer["fp32_flat_groups"]):
             tensors = {_MASTERS: masters, **moments.get(i, {})}
             start = 0
             for name, shape in self.model["param_shapes"][i].items():
                 numel = math.prod(shape)
-                shard_size = math.ceil(numel / num_ranks)  # the last shards may be padded
-                remaining = max(0, numel - rank * shard_size)
-                saved_slice = _SavedSlice(tensors, start, min(shard_size, remaining))
+                shard_size = math.ceil(numel / num_ranks)
+                remaining = max(0, numel - rank * shard_size)  # values from this shard on
+                saved_slice = _SavedSlice(
+                    tensors=tensors, start=start, numel=min(shard_size, remaining)
+                )
                 self.slices[name].append(saved_slice)
                 start += shard_size
 

@@ -57,7 +57,10 @@ class Policy(torch.nn.Module):
 
 
 class PolicyEngine(DeepSpeedModel):
-    """The policy on one rank."""
+    """The policy, which is a causal language model in DeepSpeed, with its forward and backward.
+
+    DeepSpeedModel has what policy and critic have in common, such as the optimizer step.
+    """
 
     _sums = TOKEN_SUMS
 
@@ -202,10 +205,11 @@ def _sums_of(
 def _sampled_logprobs(
     batch: MicroBatch, logprobs: Tensor, policy_version: int | None
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Returns log-probs [N] under the weights that sampled, and for which tokens they are known.
+    """Returns each token's log-prob under the weights that sampled it, and whether it is known.
 
-    They are those of an earlier pass. For tokens that the present version sampled, they are the
-    present ones.
+    Both are [N]. The log-prob is known if an earlier pass stored it in the batch, or if the present
+    policy version sampled the token, because `logprobs` are those under the present weights. An
+    unknown one has any value.
     """
     if policy_version is None:
         policy_version = -1  # which sampled no token

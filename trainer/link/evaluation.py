@@ -96,10 +96,11 @@ def _check_problems(result: EvalResult, request: EvalRequest, num_generations: i
     A problem is answered by a failure or by `num_generations` samples.
     """
     failed = [failure.problem_index for failure in result.failures]
-    scored = [problem for problem in request.problem_indexes if problem not in failed]
+    # the requested problems that must have samples, because the result has no failure of them
+    to_score = [problem for problem in request.problem_indexes if problem not in failed]
     num_samples = collections.Counter(sample.problem_index for sample in result.samples)
-    is_partition = sorted(scored + failed) == sorted(request.problem_indexes)
-    is_complete = num_samples == dict.fromkeys(scored, num_generations)
+    is_partition = sorted(to_score + failed) == sorted(request.problem_indexes)
+    is_complete = num_samples == dict.fromkeys(to_score, num_generations)
     answers = f"{dict(num_samples)} and failed {failed}, expected {request.problem_indexes}"
     require(is_partition and is_complete, "eval_problems", answers)
 

@@ -166,9 +166,10 @@ class Inbox(GroupSource):
             ledger.note_interrupted(group_id for group_id in ledger.free if group_id in begun)
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        """Returns the groups, in this order, once all have arrived.
+        """Waits until the groups with these ids have arrived, and returns them in this order.
 
-        They stay held until `commit` passes them.
+        Each group stays in the ledger until `commit` moves the cursor beyond its id. Raises as
+        `_wait`.
         """
         self._wait(lambda: self._missing_groups(group_ids))
         with self.state.changed:
@@ -228,12 +229,15 @@ class Inbox(GroupSource):
             return Statistics(values, num_samplers, self.state.counters.copy())
 
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
-        """Waits until missing() is empty, and reports what is missing.
+        """Blocks the training loop until nothing is missing, and tells the user what it waits for.
 
-        Raises the error of the thread, if it failed. Raises Retryable if for timeout_s, by default
-        channel.stall_timeout_s, missing() has not changed and the samplers together have not got
-        further, because a single completion may take longer than that. Raises Interrupted if the
-        process shall end, because a sampler may take minutes to deliver.
+        missing: returns in words what has not arrived yet, and "" at the end. timeout_s: by default
+        channel.stall_timeout_s. This time starts anew when the text of missing() changes, and when
+        the samplers together get further, because a single completion may take longer.
+
+        Raises Retryable when the time is over, and the error of the socket's thread if the thread
+        failed. Raises Interrupted if the process was asked to end, because a sampler may take
+        minutes to deliver.
         """
         progress = {peer.process: peer.progress for peer in self.state.peers.values()}
         wait = _Wait(time.monotonic(), progress)

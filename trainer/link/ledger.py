@@ -64,7 +64,10 @@ class Ledger:
 
     @property
     def admitted(self) -> range:
-        """Returns the ids of the admitted groups, the first of which is at the cursor."""
+        """Returns the ids of the groups that samplers may produce now or have produced.
+
+        They begin at the cursor, the first group that is not trained yet.
+        """
         end = self.cursor + self.window + self.refilled
         return range(self.cursor, min(end, self.total))
 
@@ -83,10 +86,11 @@ class Ledger:
         return [group_id for group_id in self.admitted if group_id not in taken]
 
     def lease_out(self, samplers: Collection[str]) -> None:
-        """Leases all free groups to these live samplers.
+        """Assigns every free group to one of these live samplers, which then has to produce it.
 
-        Each group goes to the sampler that would finish it first. If fewer groups than samplers are
-        free, only the samplers' speeds and a hash decide, not the groups that they have in work.
+        Such a lease goes to the sampler that would finish the group first, by its speed and the
+        number of groups that it has in work. If fewer groups are free than there are samplers, and
+        they do not replace dead groups, only the speeds and a hash of the ids decide.
         """
         self.is_due = False
         if not samplers:

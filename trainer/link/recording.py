@@ -30,9 +30,10 @@ _HEAD = _LENGTHS.size + 4  # bytes of a record before its frames, with the CRC o
 
 
 def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
-    """Yields (group and frames, offset of the end of its record) for every whole record.
+    """Yields every group of a recording, and the offset in bytes at which its record ends.
 
-    Raises UserError if the file cannot be read, or for a damaged record that is not torn.
+    A record that is cut off at the end of the file is ignored. Raises UserError if the file cannot
+    be read, or if a record is damaged in another way.
     """
     try:
         data = path.read_bytes()

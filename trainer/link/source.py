@@ -13,15 +13,18 @@ from common.wire import wire
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics that the samplers reported, and the link's counters.
+    """What the samplers have done since the previous statistics, and the trainer's own counters.
 
-    samplers: total/… is the growth since the previous statistics. Counts are summed over samplers.
-    Seconds (…_s) are averaged, so that they compare with the wall time of a step. Any other value
-    is the mean of the samplers' newest values.
+    The name of a value in `samplers` tells how it is made of the samplers' reports:
+
+        total/…_s    growth of seconds since the previous statistics, mean over the samplers, which
+                     compares with the wall time of a step
+        total/…      growth of any other count, sum over the samplers
+        other        newest value, mean over the samplers that reported it
     """
 
     samplers: Mapping[str, float]
-    num_samplers: int
+    num_samplers: int  # samplers that are connected, or reported since the previous statistics
     counters: Mapping[str, int]  # since this trainer started
 
 
@@ -67,9 +70,10 @@ class GroupSource:
         return False
 
     def finish_eval(self) -> list[EvalResult]:
-        """Returns the results of the evaluation that `commit` requested, chunk by chunk.
+        """Waits for the evaluation that `commit` requested, and returns the result of each chunk.
 
-        Returns [] if it requested none.
+        Returns [] if no evaluation was requested. This default is for a source that has no samplers
+        and so no evaluations.
         """
         return []
 

@@ -90,7 +90,13 @@ def _scores(samples: Sequence[EvalSample], function: str, full_mark: float) -> _
 
 
 def _add_scores(record: dict[str, Any], name: str, scores: _Scores, num_problems: int) -> None:
-    """Adds the scores of a function to a line of eval.jsonl."""
+    """Adds what one reward function has measured to the record of an evaluation, under its name.
+
+    These are the mean score and the number of full marks over all scored completions, and for each
+    problem the mean score and the share of full marks. If the function did not score every
+    completion, `scored` has the numbers of completions and problems that it scored.
+    num_problems: the largest index of a problem in the evaluation, plus 1.
+    """
     num_scored = len(scores.values)
     accuracies = _mean_by_problem(scores.problems, scores.full_marks, num_problems)
     means = _mean_by_problem(scores.problems, scores.values, num_problems)

@@ -105,9 +105,10 @@ def _reward_metrics(name: str, rollouts: Sequence[Rollout], full_mark: float) ->
 
 
 def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns groups, reward and length of each named data set, for those with groups.
+    """Returns metrics of each named data source: its groups, mean reward and mean length.
 
-    sources/…/kept is the number of its groups that have an advantage.
+    A source without groups in this step has none. sources/…/kept is the number of a source's groups
+    that are not dead, that is, whose rewards give some completion an advantage.
     """
     groups_of_source: dict[str, list[Group]] = {}
     for group in without_tombstones(groups):
@@ -115,13 +116,13 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
             groups_of_source.setdefault(group.source, []).append(group)
     metrics = {}
     for source in sorted(groups_of_source):
-        alive = groups_of_source[source]
-        rollouts = _rollouts_of(alive)
+        source_groups = groups_of_source[source]
+        rollouts = _rollouts_of(source_groups)
         num_kept = 0.0
-        for group in alive:
+        for group in source_groups:
             if not is_dead_group(group, config):
                 num_kept += 1
-        metrics[f"sources/{source}/groups"] = float(len(alive))
+        metrics[f"sources/{source}/groups"] = float(len(source_groups))
         metrics[f"sources/{source}/kept"] = num_kept
         metrics[f"sources/{source}/reward"] = fmean([rollout.reward for rollout in rollouts])
         lengths = [rollout.num_sampled for rollout in rollouts]

@@ -57,9 +57,10 @@ class Best:
         self._metric = config.eval.metric_for_best_model
 
     def load_history(self) -> None:
-        """Reads past evaluations before the first step.
+        """Reads the evaluations that earlier starts of this run recorded, on rank 0.
 
-        A resumed run that had stopped early stops again.
+        It is called before the first step. If these evaluations had stopped the run early, a
+        resumed run stops again, so it also sets `stops_early`.
         """
         if self._metric is not None:
             self.records = self._recorded()

@@ -44,9 +44,11 @@ _say_once = cache(say)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
-    """Writes tensors into an open file, the very bytes that safetensors' save_file would write.
+    """Writes tensors by name into an open binary file, in the safetensors format.
 
-    save_file reports no progress, whereas `file` may be that of `pieces.write`, which does.
+    The bytes are those that safetensors' save_file would write. save_file opens its file by itself,
+    whereas this function can write to the file of `pieces.write`, which reports progress to the
+    watchdog, or to memory.
     """
     from safetensors.torch import _TYPES
 
@@ -148,7 +150,10 @@ class _SideFiles:
                 _say_once(f"{reason}; {self._folder.name} goes without it")
 
     def _copy(self, patterns: Sequence[str]) -> bool:
-        """Copies the initial model's files. Returns False if there are none, and for a critic."""
+        """Copies the initial model's files that match the patterns. Returns whether any was copied.
+
+        Nothing is copied for a critic, because model.path is the initial model of the policy.
+        """
         settings = self._engine.config.model
         config_file = present_file(settings.path, "config.json", settings.revision)
         if config_file is None or not self._engine.model.can_generate():

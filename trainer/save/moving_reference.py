@@ -81,7 +81,10 @@ class MovingReference:
                 self._prune()
 
     def _write(self, published: Published, folder: Path) -> None:
-        """Writes a published version, with its manifest, as the folder of a reference."""
+        """Writes a published version into `folder`, from which every rank will load the reference.
+
+        The version's manifest is copied, too, because it has the checksums of the tensors.
+        """
         keep_version(folder, published, self._engine, self._tokenizer)
         shutil.copyfile(Path(published.weights_dir) / MANIFEST, folder / MANIFEST)
 
