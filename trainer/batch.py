@@ -1,6 +1,8 @@
 """One batch of rollouts on a rank: its groups are taken from the stream, scored and planned.
 
-take groups ─► advantages ─► with a critic values, with a correction log-probs of all groups
+    take groups ─► advantages ─► with a critic values, with a correction log-probs of all groups
+
+Scoring is done once for all optimizer steps on the batch (step.py).
 """
 
 import time
@@ -17,7 +19,13 @@ from trainer.data.micro_batches import Budget, Round, Work
 from trainer.data.mini_batches import corrects_later_steps, needs_batch_statistics
 from trainer.data.slots import Slots
 from trainer.data.tensors import policy_row
-from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards, trainable
+from trainer.data.training_group import (
+    TrainingGroup,
+    set_advantages_from_rewards,
+    split_by_group,
+    trainable,
+    training_policy,
+)
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.models import Models
 from trainer.engine.ranks import Exchange
@@ -103,13 +111,9 @@ class RolloutBatch:
             own_groups = self.own_groups(round_)
             row = policy_row(own_groups, self.models.packing)
             logprobs = self.models.policy.score(row, self.config.sampler.temperature)
-            trained = [group for group in own_groups if group.trains_policy]
-            if not trained:
-                continue  # the row is a filler
-            lengths = [group.policy_tokens.num_tokens for group in trained]
-            for group, of_group in zip(trained, logprobs.split(lengths), strict=True):
-                group.proximal_logprobs = of_group
-        trained = [group for group in groups if group.trains_policy]
+            for group, logprobs_of_group in split_by_group(training_policy(own_groups), logprobs):
+                group.proximal_logprobs = logprobs_of_group
+        trained = training_policy(groups)
         shared = self._on_all_ranks(trained, [group.proximal_logprobs for group in trained])
         for group, logprobs in zip(trained, shared, strict=True):
             group.proximal_logprobs = logprobs
@@ -140,7 +144,7 @@ class RolloutBatch:
 
     def share_logprobs(self, slots: Iterable[int]) -> None:
         """Gives every rank the log-probs that one rank found of each group of these slots."""
-        groups = [group for group in self.slots.trainable(slots) if group.trains_policy]
+        groups = training_policy(self.slots.trainable(slots))
         sampled = self._on_all_ranks(groups, [group.sampled_logprobs for group in groups])
         for group, logprobs in zip(groups, sampled, strict=True):
             group.sampled_logprobs = logprobs
@@ -154,8 +158,11 @@ class RolloutBatch:
     ) -> list[Tensor]:
         """Returns each group's log-probs [N] on every rank. Before, only one rank has each."""
         lengths = [group.policy_tokens.num_tokens for group in groups]
-        known = [torch.zeros(0)]
-        for of_group, length in zip(logprobs, lengths, strict=True):
-            known.append(torch.zeros(length) if of_group is None else of_group.cpu())
-        total = self.exchange.sum_over_dp(torch.cat(known))  # exact, because other ranks add 0
+        addends = [torch.zeros(0)]
+        for logprobs_of_group, length in zip(logprobs, lengths, strict=True):
+            if logprobs_of_group is None:
+                addends.append(torch.zeros(length))
+            else:
+                addends.append(logprobs_of_group.cpu())
+        total = self.exchange.sum_over_dp(torch.cat(addends))  # exact, because others add 0
         return list(total.split(lengths))

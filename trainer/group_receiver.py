@@ -1,6 +1,8 @@
-"""Receiver of groups for the training loop. Every rank gets whole groups.
+"""Receiver of groups for the training loop. Every rank gets all groups with all their tokens.
 
-rank 0   samplers or a recording ─► the run's own recording ─► one broadcast for each group
+    rank 0   samplers or a recording ─► the run's own recording ─► one broadcast for each group
+
+The other ranks only take part in the broadcasts.
 """
 
 import functools

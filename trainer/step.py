@@ -263,9 +263,9 @@ class StepTrainer:
         """
         algorithm = self.config.algorithm
         if algorithm.vllm_importance_sampling_mode is not None:
-            for group, of_group in batch.split(logprobs):
+            for group, logprobs_of_group in batch.split(logprobs):
                 if group.proximal_logprobs is None:
-                    group.proximal_logprobs = of_group
+                    group.proximal_logprobs = logprobs_of_group
         if algorithm.num_iterations > 1:
             logprobs = logprobs.cpu()
             known_before = batch.sampled_logprobs
@@ -273,8 +273,8 @@ class StepTrainer:
                 known_before = torch.full_like(logprobs, torch.nan)
             is_sampled_now = batch.policy_versions == self._progress.policy_version
             sampled_logprobs = torch.where(is_sampled_now, logprobs, known_before)
-            for group, of_group in batch.split(sampled_logprobs):
-                group.sampled_logprobs = of_group
+            for group, logprobs_of_group in batch.split(sampled_logprobs):
+                group.sampled_logprobs = logprobs_of_group
 
     def _must_share_logprobs(self, step: Step) -> bool:
         """Returns whether all ranks must learn the log-probs that this step has computed.

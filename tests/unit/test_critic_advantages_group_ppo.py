@@ -19,6 +19,7 @@ from trainer.algorithm.critic_advantages import ByGroup, Estimates, estimate_seg
 from trainer.algorithm.losses import Denominator
 from trainer.batch import RolloutBatch
 from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch, policy_row, value_batch
+from trainer.data.training_group import split_by_group, training_policy
 
 GROUPS: list[Group | Tombstone] = [
     random_group(0, 50, [1.0, 0.0, 0.5]),
@@ -113,11 +114,12 @@ def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_
     algorithm = config.algorithm.model_copy(update={"beta": 0.04})
     known = with_estimates(GROUPS, segments(config, random_values()), algorithm)
     row = policy_row(known, "shared")
-    lengths = [group.num_trained_tokens for group in known]
-    assert sum(lengths) == len(row.target_ids) < num_tokens(GROUPS, algorithm)
-    scored = torch.arange(sum(lengths)).float()  # as a reference would, of the row's targets
-    for group, of_group in zip(known, scored.split(lengths), strict=True):
-        group.ref_logprobs = of_group
+    assert len(row.target_ids) < num_tokens(GROUPS, algorithm)
+    scored = torch.arange(len(row.target_ids)).float()  # as a reference would, of the row's targets
+    trained = training_policy(known)
+    lengths = [group.policy_tokens.num_tokens for group in trained]
+    for group, logprobs in split_by_group(trained, scored):
+        group.ref_logprobs = logprobs
     batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm, awaits_reference=True)
     assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
     assert torch.equal(batch.row.target_ids, row.target_ids)

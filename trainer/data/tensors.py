@@ -13,7 +13,13 @@ from common.config import Algorithm, Config
 from common.types import Group
 from model.packing import Experts, PackedRow, Packing, pack, select
 from trainer.algorithm.losses import Denominator, token_weights
-from trainer.data.training_group import TokenSelection, TrainingGroup, trainable
+from trainer.data.training_group import (
+    TokenSelection,
+    TrainingGroup,
+    split_by_group,
+    trainable,
+    training_policy,
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,7 @@ class MicroBatch:
 
     def split(self, values: Tensor) -> Iterator[tuple[TrainingGroup, Tensor]]:
         """Yields each group with its part of a tensor [N]; nothing for a filler."""
-        if self.is_filler:
-            return
-        lengths = [group.policy_tokens.num_tokens for group in self.groups]
-        yield from zip(self.groups, values.split(lengths), strict=True)
+        return split_by_group(self.groups, values)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def micro_batch(
 
     awaits_reference: whether this trainer scores the reference, and not the sampler.
     """
-    trained = [group for group in groups if group.trains_policy]
+    trained = training_policy(groups)
     if not trained:
         return _filler_batch()
     ref_logprobs = None
@@ -111,7 +114,7 @@ def policy_row(groups: Iterable[TrainingGroup], packing: Packing) -> PackedRow:
     It is equal to the row of `micro_batch`, and needs no log-probs, so that they can be computed
     with it.
     """
-    trained = [group for group in groups if group.trains_policy]
+    trained = training_policy(groups)
     return _row(trained, [group.policy_tokens for group in trained], packing)
 
 

@@ -7,7 +7,7 @@ padding. N = the tokens that train the policy, M = those at which the critic lea
 tool or an environment wrote, and completions whose loss is masked, are in neither.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -127,11 +127,6 @@ class TrainingGroup:
         assert self.advantages is not None, f"group {self.group_id} has no advantages yet"
         return self._has_advantage
 
-    @property
-    def num_trained_tokens(self) -> int:
-        """Returns how many tokens of this group train the policy, 0 if none can change it."""
-        return self.policy_tokens.num_tokens if self.trains_policy else 0
-
     def set_advantages(
         self, advantages: PerCompletion, positions: Sequence[Positions] | None = None
     ) -> None:
@@ -165,6 +160,24 @@ def trainable(groups: Iterable[TrainingGroup], algorithm: Algorithm) -> list[Tra
     if algorithm.dead_groups == "keep":
         return list(groups)
     return [group for group in groups if not group.is_dead]
+
+
+def training_policy(groups: Iterable[TrainingGroup]) -> list[TrainingGroup]:
+    """Returns the groups of which some token can change the policy."""
+    return [group for group in groups if group.trains_policy]
+
+
+def split_by_group(
+    groups: Sequence[TrainingGroup], values: Tensor
+) -> Iterator[tuple[TrainingGroup, Tensor]]:
+    """Yields each group with its values among those of all groups' policy tokens, [N].
+
+    Without groups the values are those of a filler, and nothing is yielded.
+    """
+    if not groups:
+        return
+    lengths = [group.policy_tokens.num_tokens for group in groups]
+    yield from zip(groups, values.split(lengths), strict=True)
 
 
 def set_advantages_from_rewards(groups: Sequence[TrainingGroup], config: Config) -> None:
