@@ -21,6 +21,7 @@ import pytest
 import pytest_timeout
 
 from launcher.processes.processes import MARK, Guard
+from tests.support.environment import restored_environment
 from tests.support.namespaces import hosts  # noqa: F401  a fixture, as the next ones
 from tests.support.slurm import cluster  # noqa: F401
 from tests.support.speed import limit, slowness
@@ -140,6 +141,13 @@ def pytest_collection(session: pytest.Session) -> Any:
 
 
 # ---- no test depends on those before it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_file() -> Iterator[None]:
+    """Engines set environment variables for the whole process: they end with the file that started the engine."""
+    with restored_environment():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

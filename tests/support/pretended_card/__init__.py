@@ -76,6 +76,7 @@ def run(module: str, request: Any, library: Path, folder: Path, **environment: s
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",  # it loads kernels in C, where no card can be pretended
+        "TORCH_COMPILE_DISABLE": "0",
         "TORCHDYNAMO_DISABLE": "0",
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "1" if module == "executes" else "0",
