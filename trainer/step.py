@@ -30,7 +30,7 @@ from trainer.data import micro_batches
 from trainer.data.micro_batches import Budget, Planner, Round
 from trainer.data.mini_batches import Step, TrainedStep, waits_for
 from trainer.data.tensors import MicroBatch, micro_batch, step_denominator
-from trainer.data.training_group import TrainingGroup
+from trainer.data.training_group import TrainingGroup, split_by_group
 from trainer.engine.abandoned_kinds import agree_on_kinds
 from trainer.engine.models import Models
 from trainer.engine.ranks import Exchange
@@ -206,14 +206,11 @@ class StepTrainer:
 
     def _pack(self, groups: Sequence[TrainingGroup]) -> MicroBatch:
         """Packs a micro-batch, with reference log-probs if this trainer computes them."""
-        batch = micro_batch(
-            groups,
-            self._denominator,
-            self.config.algorithm,
-            self.models.packing,
-            awaits_reference=self.models.reference is not None,
-        )
+        algorithm = self.config.algorithm
+        batch = micro_batch(groups, self._denominator, algorithm, self.models.packing)
         if self.models.reference is None:
+            if algorithm.beta > 0 and not batch.is_filler:
+                assert batch.ref_logprobs is not None, "the sampler sent no reference log-probs"
             return batch
         start = time.monotonic()
         batch = self._with_reference(batch, self.models.reference)
@@ -238,7 +235,7 @@ class StepTrainer:
         ref_logprobs = reference.score(batch.row)
         if not needs_scores:
             return batch  # this rank only took part in the forward that other ranks needed
-        for group, logprobs_of_group in batch.split(ref_logprobs):
+        for group, logprobs_of_group in split_by_group(batch.groups, ref_logprobs):
             group.ref_logprobs = logprobs_of_group
         return replace(batch, ref_logprobs=ref_logprobs)
 
@@ -263,7 +260,7 @@ class StepTrainer:
         """
         algorithm = self.config.algorithm
         if algorithm.vllm_importance_sampling_mode is not None:
-            for group, logprobs_of_group in batch.split(logprobs):
+            for group, logprobs_of_group in split_by_group(batch.groups, logprobs):
                 if group.proximal_logprobs is None:
                     group.proximal_logprobs = logprobs_of_group
         if algorithm.num_iterations > 1:
@@ -273,7 +270,7 @@ class StepTrainer:
                 known_before = torch.full_like(logprobs, torch.nan)
             is_sampled_now = batch.policy_versions == self._progress.policy_version
             sampled_logprobs = torch.where(is_sampled_now, logprobs, known_before)
-            for group, logprobs_of_group in batch.split(sampled_logprobs):
+            for group, logprobs_of_group in split_by_group(batch.groups, sampled_logprobs):
                 group.sampled_logprobs = logprobs_of_group
 
     def _must_share_logprobs(self, step: Step) -> bool:

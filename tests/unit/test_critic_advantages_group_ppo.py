@@ -120,10 +120,10 @@ def test_reference_log_probs_that_the_trainer_scores_are_those_of_the_endpoints_
     lengths = [group.policy_tokens.num_tokens for group in trained]
     for group, logprobs in split_by_group(trained, scored):
         group.ref_logprobs = logprobs
-    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm, awaits_reference=True)
+    batch = micro_batch(known, Denominator("dapo", 9, 1, 12), algorithm)
     assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, scored)
     assert torch.equal(batch.row.target_ids, row.target_ids)
-    assert {g.group_id: x.tolist() for g, x in batch.split(scored)} == {
+    assert {g.group_id: x.tolist() for g, x in split_by_group(batch.groups, scored)} == {
         0: scored[: lengths[0]].tolist(), 2: scored[lengths[0] :].tolist()
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ from tests.support.tiny import random_group
 from tests.unit.test_batch_training import START, Run, config
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
-from trainer.data.training_group import TrainingGroup
+from trainer.data.training_group import TrainingGroup, split_by_group
 
 TOKENS = 120  # of a micro-batch: about five of the groups below
 CORRECTED = {"vllm_importance_sampling_mode": "token_truncate"}
@@ -193,7 +193,7 @@ class Simulation:
         for batch in run.batches:
             assert found.values.keys().isdisjoint(group.group_id for group in batch.groups)
             for name, values in effective(batch, version).items():
-                for group, of_group in batch.split(values):
+                for group, of_group in split_by_group(batch.groups, values):
                     found.values.setdefault(group.group_id, {})[name] = str(of_group.tolist())
         run.batches.clear()
         if critic:

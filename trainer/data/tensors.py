@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from trainer.algorithm.losses import Denominator, token_weights
 from trainer.data.training_group import (
     TokenSelection,
     TrainingGroup,
-    split_by_group,
     trainable,
     training_policy,
 )
@@ -40,10 +39,6 @@ class MicroBatch:
     def is_filler(self) -> bool:
         """Returns whether none of the row's tokens train."""
         return not self.groups
-
-    def split(self, values: Tensor) -> Iterator[tuple[TrainingGroup, Tensor]]:
-        """Yields each group with its part of a tensor [N]; nothing for a filler."""
-        return split_by_group(self.groups, values)
 
 
 @dataclass(frozen=True)
@@ -80,28 +75,25 @@ def micro_batch(
     denominator: Denominator,
     algorithm: Algorithm,
     packing: Packing = "shared",
-    awaits_reference: bool = False,
 ) -> MicroBatch:
-    """Packs the completions that can change the policy; a filler of weight 0 if there are none.
-
-    awaits_reference: whether this trainer scores the reference, and not the sampler.
-    """
+    """Packs the completions that can change the policy; a filler of weight 0 if there are none."""
     trained = training_policy(groups)
     if not trained:
         return _filler_batch()
+    advantages = []
+    for group in trained:
+        assert group.advantages is not None, f"group {group.group_id} has no advantages yet"
+        advantages.append(group.advantages)
     ref_logprobs = None
     if algorithm.beta > 0:
-        if awaits_reference:
-            ref_logprobs = _all_or_none([group.ref_logprobs for group in trained])
-        else:
-            ref_logprobs = torch.cat([_sampler_ref_logprobs(group) for group in trained])
+        ref_logprobs = _all_or_none([group.ref_logprobs for group in trained])
     return MicroBatch(
         row=policy_row(trained, packing),
-        old_logprobs=torch.cat([_old_logprobs(group) for group in trained]),
+        old_logprobs=torch.cat([group.old_logprobs for group in trained]),
         ref_logprobs=ref_logprobs,
-        advantages=torch.cat([_advantages(group) for group in trained]),
+        advantages=torch.cat(advantages),
         weights=_weights(trained, denominator),
-        policy_versions=torch.cat([_policy_versions(group) for group in trained]),
+        policy_versions=torch.cat([group.policy_versions for group in trained]),
         proximal_logprobs=_all_or_none([group.proximal_logprobs for group in trained]),
         sampled_logprobs=_known_or_nan(trained),
         groups=trained,
@@ -206,31 +198,6 @@ def _routing(
         f"of {len(groups)} groups {num_known} say which experts their tokens met"
     )
     return routing
-
-
-def _old_logprobs(group: TrainingGroup) -> Tensor:
-    old_logprobs = [rollout.old_logprobs for rollout in group.rollouts]
-    return group.policy_tokens.flat(old_logprobs).float()
-
-
-def _sampler_ref_logprobs(group: TrainingGroup) -> Tensor:
-    """Returns the reference log-probs [N] that the sampler sent."""
-    ref_logprobs = []
-    for rollout in group.rollouts:
-        assert rollout.ref_logprobs is not None, f"group {group.group_id} lacks reference log-probs"
-        ref_logprobs.append(rollout.ref_logprobs)
-    return group.policy_tokens.flat(ref_logprobs).float()
-
-
-def _policy_versions(group: TrainingGroup) -> Tensor:
-    """Returns the policy version [N] that sampled each token."""
-    version = group.group.policy_version
-    return group.policy_tokens.flat([rollout.token_versions(version) for rollout in group.rollouts])
-
-
-def _advantages(group: TrainingGroup) -> Tensor:
-    assert group.advantages is not None, f"group {group.group_id} has no advantages yet"
-    return group.advantages
 
 
 def _weights(groups: Sequence[TrainingGroup], denominator: Denominator) -> Tensor:

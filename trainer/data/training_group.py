@@ -86,6 +86,8 @@ class TrainingGroup:
         self.policy_tokens = self.sampled_tokens  # N, the tokens that count in the policy's loss
         self.advantages: Tensor | None = None  # [N] float32; None: not known yet, or a tombstone
         self._has_advantage = False  # whether some completion has an advantage that is not zero
+        self.old_logprobs = torch.zeros(0)  # [N] float32, the sampler's
+        self.policy_versions = torch.zeros(0, dtype=torch.int64)  # [N], which sampled each token
 
         # Set by `set_value_targets`.
         self.value_tokens = self.sampled_tokens  # M, the tokens at which the critic learns
@@ -94,7 +96,8 @@ class TrainingGroup:
 
         # Log-probs of the policy tokens, [N] float32, set by StepTrainer (step.py) and RolloutBatch
         # (batch.py) as forwards give them. None: not known yet.
-        self.ref_logprobs: Tensor | None = None  # by the trainer's reference, if it has one
+        # Reference log-probs that the sampler sent are set by `set_advantages`.
+        self.ref_logprobs: Tensor | None = None
         self.proximal_logprobs: Tensor | None = None  # before the first update on the group
         self.sampled_logprobs: Tensor | None = None  # at the version that sampled; NaN = unknown
 
@@ -132,6 +135,8 @@ class TrainingGroup:
     ) -> None:
         """Stores the group's advantages, and selects the tokens that train the policy with them.
 
+        What the sampler sent for each of these tokens is stored beside them.
+
         advantages: for each completion one number, or one for each of its selected tokens.
         positions: for each completion, indexes of the selected tokens among its sampled tokens;
         None = all of them.
@@ -139,6 +144,18 @@ class TrainingGroup:
         self._has_advantage = has_advantage(np.hstack(list(advantages)))
         self.policy_tokens = self.sampled_tokens.narrowed(positions)
         self.advantages = self.policy_tokens.spread(advantages)
+        old_logprobs = []
+        ref_logprobs = []
+        versions = []
+        for rollout in self.rollouts:
+            old_logprobs.append(rollout.old_logprobs)
+            versions.append(rollout.token_versions(self.group.policy_version))
+            if rollout.ref_logprobs is not None:
+                ref_logprobs.append(rollout.ref_logprobs)
+        self.old_logprobs = self.policy_tokens.flat(old_logprobs).float()
+        self.policy_versions = self.policy_tokens.flat(versions)
+        if len(ref_logprobs) == len(old_logprobs):
+            self.ref_logprobs = self.policy_tokens.flat(ref_logprobs).float()
 
     def set_value_targets(
         self,
