@@ -30,12 +30,12 @@ def main() -> None:
     from common import config  # only after signal handlers are set
     from report.sinks import require_packages
     from trainer.algorithm.user_functions import require_user_functions
-    from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
+    from trainer.engine.deepspeed_config import deepspeed_config, optimizer_settings
     from trainer.engine.slurm_rank import set_rank
 
     settings = config.load(arguments.config, arguments.overrides)
     set_rank(os.environ)
-    for optimized in all_optimized(settings):
+    for optimized in optimizer_settings(settings):
         deepspeed_config(settings, config.world_size(), optimized)
     require_packages(settings.run.report_to)
     require_user_functions(settings.algorithm)

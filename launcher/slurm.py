@@ -27,7 +27,7 @@ from report.sinks import require_packages
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.sources import require_source
 from trainer.algorithm.user_functions import require_user_functions
-from trainer.engine.deepspeed_config import all_optimized, deepspeed_config
+from trainer.engine.deepspeed_config import deepspeed_config, optimizer_settings
 
 _DEFAULTS = {
     "--exclusive": "",
@@ -129,7 +129,7 @@ def _check(config: Config, ranks: int) -> None:
     """Raises UserError for errors that would end the job at its start, except those that only the hub can tell."""
     require_packages(config.run.report_to)
     require_user_functions(config.algorithm)
-    for optimized in all_optimized(config):
+    for optimized in optimizer_settings(config):
         deepspeed_config(config, ranks, optimized)
     require_models(config)
     if (config.run.output_dir / FINAL).is_dir():

@@ -28,9 +28,9 @@ from trainer.data.training_group import (
 )
 from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.models import Models
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.group_receiver import GroupReceiver
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 
 class RolloutBatch:
@@ -40,23 +40,23 @@ class RolloutBatch:
         self,
         config: Config,
         models: Models,
-        exchange: Exchange,
+        collectives: Collectives,
         receiver: GroupReceiver,
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
-        progress: Progress,
+        run_state: RunState,
         budget: Budget,
     ):
-        """Starts the batch that follows `progress`, without taking any group of it yet."""
+        """Starts the batch that follows `run_state`, without taking any group of it yet."""
         self.config = config
         self.models = models
-        self.exchange = exchange
+        self.collectives = collectives
         self._receiver = receiver
         self._seconds = seconds
-        self._progress = progress
-        self.first_version = progress.policy_version  # before any update on the batch
-        self.slots = Slots(config, progress.cursor)
+        self._run_state = run_state
+        self.first_version = run_state.policy_version  # before any update on the batch
+        self.slots = Slots(config, run_state.cursor)
         self.budget = budget  # of a micro-batch
-        self.groups_at_once = budget.groups_at_once(exchange.dp_size)
+        self.groups_at_once = budget.groups_at_once(collectives.dp_size)
         self.rounds: dict[tuple[int, ...], list[Round]] = {}  # by a step's slots, for all passes
         self._is_scored = False
 
@@ -95,8 +95,8 @@ class RolloutBatch:
         own_micro_batches = [self.own_groups(round_) for round_ in rounds]
         params = self.config.algorithm.group_params
         threshold = params.group_variance_threshold
-        if params.threshold_lr and self._progress.threshold:
-            threshold = self._progress.threshold
+        if params.threshold_lr and self._run_state.threshold:
+            threshold = self._run_state.threshold
         actor_critic.score(groups, own_micro_batches, threshold)
         self._seconds["timing/values_s"] += time.monotonic() - start
 
@@ -134,11 +134,11 @@ class RolloutBatch:
         return works
 
     def plan(self, slots: Iterable[int]) -> list[Round]:
-        return micro_batches.plan(self.works(slots), self.exchange.dp_size, self.budget)
+        return micro_batches.plan(self.works(slots), self.collectives.dp_size, self.budget)
 
     def own_groups(self, round_: Round) -> list[TrainingGroup]:
         """Returns the groups of this rank's micro-batch of a round."""
-        return self.slots.trainable(round_[self.exchange.dp_rank])
+        return self.slots.trainable(round_[self.collectives.dp_rank])
 
     # ---- what later passes need
 
@@ -164,5 +164,5 @@ class RolloutBatch:
                 addends.append(torch.zeros(length))
             else:
                 addends.append(logprobs_of_group.cpu())
-        total = self.exchange.sum_over_dp(torch.cat(addends))  # exact, because others add 0
+        total = self.collectives.sum_over_dp(torch.cat(addends))  # exact, because others add 0
         return list(total.split(lengths))

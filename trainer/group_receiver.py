@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from common.types import Group, Tombstone
 from common.wire import wire
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.record.rank_zero import RankZero
 
 
@@ -21,24 +21,24 @@ class GroupReceiver:
     Every rank calls `receive` and `refill`.
     """
 
-    def __init__(self, rank_zero: RankZero | None, exchange: Exchange):
+    def __init__(self, rank_zero: RankZero | None, collectives: Collectives):
         self._rank_zero = rank_zero
-        self._exchange = exchange
+        self._collectives = collectives
         self.waited_s = 0.0  # seconds of waiting for groups since the start of the run, on rank 0
 
     def receive(self, group_ids: Sequence[int]) -> list[Group | Tombstone]:
         """Returns the groups with these ids, in this order, once all of them have arrived."""
         receive = functools.partial(self._receive_on_rank_0, group_ids)
-        received = self._exchange.run_on_rank_0(receive)
+        received = self._collectives.run_on_rank_0(receive)
         if received is None:
             return [self._receive_from_rank_0() for _ in group_ids]
-        if self._exchange.world_size > 1:
+        if self._collectives.world_size > 1:
             for one in received:
-                self._exchange.broadcast_frames(one.frames, wire.NUM_FRAMES)
+                self._collectives.broadcast_frames(one.frames, wire.NUM_FRAMES)
         return [one.group for one in received]
 
     def _receive_from_rank_0(self) -> Group | Tombstone:
-        _, group = wire.decode(self._exchange.broadcast_frames([], wire.NUM_FRAMES))
+        _, group = wire.decode(self._collectives.broadcast_frames([], wire.NUM_FRAMES))
         assert isinstance(group, Group | Tombstone)
         return group
 

@@ -25,19 +25,19 @@ from trainer.engine.actor_critic import ActorCritic
 from trainer.engine.critic import Critic
 from trainer.engine.models import Models
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange, connect
+from trainer.engine.ranks import Collectives, connect
 from trainer.engine.sharded_reference import ShardedReference
 from trainer.engine.step_result import StepResult
 from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.group_receiver import GroupReceiver
 from trainer.link.source import GroupSource
-from trainer.progress import after_batch, after_step, progress_metrics
 from trainer.record.eval_record import eval_record
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, link_metrics
 from trainer.record.throughput import num_devices
+from trainer.run_state import after_batch, after_step, state_metrics
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 from trainer.save.final_model import write_final_model
 from trainer.save.moving_reference import MovingReference
 from trainer.save.publisher import Publisher, writes_behind
@@ -55,9 +55,9 @@ class Trainer:
         self,
         config: Config,
         engine: PolicyEngine,
-        exchange: Exchange,
+        collectives: Collectives,
         tokenizer: Any,
-        progress: Progress,
+        run_state: RunState,
         rank_zero: RankZero | None,
         reference: Reference | ShardedReference | None = None,
         critic: Critic | None = None,
@@ -65,9 +65,9 @@ class Trainer:
         self.config = config
         self.engine = engine
         self.critic = critic
-        self.exchange = exchange
+        self.collectives = collectives
         self.tokenizer = tokenizer
-        self.progress = progress
+        self.run_state = run_state
         self.rank_zero = rank_zero
         source = rank_zero.source if rank_zero else None
         self._source = source or GroupSource()  # only rank 0 uses it
@@ -75,40 +75,40 @@ class Trainer:
         self.seconds = defaultdict[str, float](float)
         publishing_exchange = connect(config) if writes_behind(config) else None
         self.publisher = Publisher(
-            config, engine, exchange, publishing_exchange, source, self.seconds
+            config, engine, collectives, publishing_exchange, source, self.seconds
         )
-        self.receiver = GroupReceiver(rank_zero, exchange)
+        self.receiver = GroupReceiver(rank_zero, collectives)
         self.lent_cores = lent_cores(
-            config, exchange, self.receiver.samplers_are_idle, self.publisher.is_writing
+            config, collectives, self.receiver.samplers_are_idle, self.publisher.is_writing
         )
         self.lent_cores.watch(engine)
         self.actor_critic = None
         if critic is not None:
             self.lent_cores.watch(critic)
-            self.actor_critic = ActorCritic(config, engine, critic, exchange)
+            self.actor_critic = ActorCritic(config, engine, critic, collectives)
         self.step_trainer = StepTrainer(
             config,
             Models(engine, reference, self.actor_critic),
-            exchange,
+            collectives,
             self.receiver,
             self.seconds,
             self.lent_cores,
         )
-        self.moving_reference = MovingReference(config, engine, exchange, tokenizer, reference)
-        self.best = Best(config, exchange, self._say, self._evaluations)
+        self.moving_reference = MovingReference(config, engine, collectives, tokenizer, reference)
+        self.best = Best(config, collectives, self._say, self._evaluations)
         self.saver = Saver(
             config,
             engine,
             critic,
-            exchange,
+            collectives,
             tokenizer,
             self._say,
             self._sync_records,
             self.seconds,
-            progress.step,
+            run_state.step,
         )
         self.records = StepRecords(config, rank_zero, tokenizer) if rank_zero else None
-        self.schedule = EvaluationSchedule(config, progress.policy_version)
+        self.schedule = EvaluationSchedule(config, run_state.policy_version)
         self._is_between_batches = True  # the weights contain no step of a started batch
         self._num_eval_problems = 0
 
@@ -120,13 +120,13 @@ class Trainer:
         self.best.load_history()
         self.publish(evaluate=self._starts_with_evaluation())
         try:
-            while self.progress.batch < self.config.num_batches and not self.best.stops_early:
+            while self.run_state.batch < self.config.num_batches and not self.best.stops_early:
                 self.train_batch()
                 self.finish_evaluation()
                 self.stop_if_interrupted()
                 if self.best.stops_early:
                     break
-                self.publish(evaluate=self.schedule.is_due(self.progress))
+                self.publish(evaluate=self.schedule.is_due(self.run_state))
                 self._save_if_due()
             self.finish_evaluation()
             self.stop_if_interrupted()
@@ -139,9 +139,9 @@ class Trainer:
             self.best,
             self.engine,
             self.critic,
-            self.exchange,
+            self.collectives,
             self.tokenizer,
-            self.progress.policy_version,
+            self.run_state.policy_version,
         )
 
     def _meet_samplers(self) -> None:
@@ -149,18 +149,18 @@ class Trainer:
         fingerprints = {"base_fingerprint": ""}
         if self.config.lora.r:
             fingerprints["base_fingerprint"] = base_fingerprint(self.engine)
-        hello = self.exchange.run_on_rank_0(self._source.wait_for_sampler)
+        hello = self.collectives.run_on_rank_0(self._source.wait_for_sampler)
         if hello is None:
             return
         self._num_eval_problems = hello.num_eval_problems
         fingerprints["dataset_fingerprint"] = hello.dataset_fingerprint
         fingerprints["tokenizer_hash"] = hello.tokenizer_hash
         output_dir = self.config.run.output_dir
-        self.progress = with_fingerprints(self.progress, fingerprints, output_dir)
+        self.run_state = with_fingerprints(self.run_state, fingerprints, output_dir)
 
     def stop_if_interrupted(self) -> None:
         """Raises Interrupted on every rank if one of them was asked to end."""
-        if self.exchange.any_rank(interrupted()):
+        if self.collectives.any_rank(interrupted()):
             raise Interrupted
 
     def save_and_end(self) -> NoReturn:
@@ -168,8 +168,8 @@ class Trainer:
 
         OutOfTime is raised if trainer.max_hours are over.
         """
-        is_over = self.exchange.agree(out_of_time())
-        self.saver.save_before_the_end(self.progress, self._is_between_batches)
+        is_over = self.collectives.agree(out_of_time())
+        self.saver.save_before_the_end(self.run_state, self._is_between_batches)
         if not is_over:
             raise Interrupted
         advice = "no step is saved"
@@ -178,39 +178,39 @@ class Trainer:
         raise OutOfTime(f"trainer.max_hours {self.config.trainer.max_hours:g} is over: {advice}")
 
     def _save_if_due(self) -> None:
-        self.saver.save_if_due(self.progress)
-        if self.rank_zero and self.saver.saved_step == self.progress.step:
-            self._source.forget(self.progress.policy_version)
+        self.saver.save_if_due(self.run_state)
+        if self.rank_zero and self.saver.saved_step == self.run_state.step:
+            self._source.forget(self.run_state.policy_version)
 
     # ---- a batch
 
     def train_batch(self) -> None:
         """Trains num_iterations passes over the next batch, one optimizer step per mini-batch."""
-        self.step_trainer.begin_batch(self.progress)
-        for step in steps(self.config, self.progress.batch):
+        self.step_trainer.begin_batch(self.run_state)
+        for step in steps(self.config, self.run_state.batch):
             start = time.monotonic()
             waited_s_before = self.receiver.waited_s
-            self.step_trainer.backward(step, self.progress)
+            self.step_trainer.backward(step, self.run_state)
             result, sums = self.step_trainer.optimizer_step()
             self._advance(result, sums, step.is_last)
             waited_s = self.receiver.waited_s - waited_s_before
             self.record(step, result, sums, time.monotonic() - start, waited_s)
 
     def _advance(self, result: StepResult, sums: Mapping[str, float], is_last: bool) -> None:
-        """Updates the progress by a step. is_last: whether it is the last step on its batch."""
-        self.progress = after_step(self.progress, result, int(sums["tokens"]))
+        """Updates the run state by a step. is_last: whether it is the last step on its batch."""
+        self.run_state = after_step(self.run_state, result, int(sums["tokens"]))
         if is_last:
-            threshold = self.progress.threshold
+            threshold = self.run_state.threshold
             if self.actor_critic:
                 threshold = self.actor_critic.next_threshold()
             taken = self.step_trainer.batch.slots.taken
-            self.progress = after_batch(self.progress, taken, threshold)
+            self.run_state = after_batch(self.run_state, taken, threshold)
         self._is_between_batches = is_last
-        if self.progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        if self.run_state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise Retryable(
-                f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss "
+                f"{self.run_state.skipped_in_a_row} steps in a row were not finite (loss "
                 f"{sums['loss']}, gradient norm {result.grad_norm}) and were skipped; the weights "
-                f"are those of version {self.progress.policy_version}"
+                f"are those of version {self.run_state.policy_version}"
             )
 
     def record(
@@ -231,7 +231,7 @@ class Trainer:
         if self.rank_zero is None or self.records is None:
             return
         reported = self.rank_zero.source.drain_statistics()
-        metrics = progress_metrics(self.progress)
+        metrics = state_metrics(self.run_state)
         metrics["step_time"] = seconds
         metrics["wait/trainer_s"] = waited_s
         metrics["reference_on_trainer"] = float(self.step_trainer.models.reference is not None)
@@ -239,15 +239,15 @@ class Trainer:
             metrics |= self.actor_critic.metrics()
         metrics |= link_metrics(reported)
         metrics |= durations
-        devices = num_devices(self.config, self.exchange.world_size, reported.num_samplers)
+        devices = num_devices(self.config, self.collectives.world_size, reported.num_samplers)
         trained = self.step_trainer.trained(step)
-        self.records.write(self.progress.step, trained, result, sums, metrics, devices)
+        self.records.write(self.run_state.step, trained, result, sums, metrics, devices)
 
     # ---- publishing and evaluation
 
     def publish(self, evaluate: bool) -> None:
         """Publishes the present version, with an evaluation if there are problems for one."""
-        version = self.progress.policy_version
+        version = self.run_state.policy_version
         eval_id = None
         if evaluate:
             self.schedule.note_evaluation(version)
@@ -256,15 +256,15 @@ class Trainer:
         with self.lent_cores.borrowed():
             self.publisher.publish(
                 version,
-                self.progress.run_id,
+                self.run_state.run_id,
                 len(self.tokenizer),
-                self.progress.cursor,
+                self.run_state.cursor,
                 eval_id,
                 self._num_eval_problems,
             )
-        if self.moving_reference.is_due(self.progress.step):
+        if self.moving_reference.is_due(self.run_state.step):
             self.publisher.finish()
-            self.moving_reference.follow(self.progress.step, self.publisher.published)
+            self.moving_reference.follow(self.run_state.step, self.publisher.published)
 
     def _starts_with_evaluation(self) -> bool:
         """Returns whether the first published version is to be evaluated.
@@ -274,9 +274,9 @@ class Trainer:
         ranks answer yes only in a new run.
         """
         if self.rank_zero is None:
-            return self.progress.step == 0 and self.config.eval.before
+            return self.run_state.step == 0 and self.config.eval.before
         recorded_versions = [record["step"] for record in self._evaluations()]
-        return self.schedule.is_due_at_start(self.progress, recorded_versions)
+        return self.schedule.is_due_at_start(self.run_state, recorded_versions)
 
     def finish_evaluation(self) -> None:
         """Waits for the published version's evaluation, before that version is replaced."""
@@ -285,7 +285,7 @@ class Trainer:
         results: list[EvalResult] = []
         # After an interrupt all ranks stop together a moment later, without this evaluation.
         with contextlib.suppress(Interrupted):
-            results = self.exchange.run_on_rank_0(self._source.finish_eval) or []
+            results = self.collectives.run_on_rank_0(self._source.finish_eval) or []
         record = None
         if results:
             record = eval_record(results, self.config.rewards.full_mark)

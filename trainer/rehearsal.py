@@ -34,7 +34,7 @@ from model.packing import pack
 from model.tokenizer import load_tokenizer
 from report.model_card import write_model_card
 from trainer.data.tensors import MicroBatch, ValueBatch
-from trainer.engine.abandoned_kinds import agree_on_kinds
+from trainer.engine.uncompiled_kinds import share_uncompiled_kinds
 from trainer.loop import Trainer
 from trainer.save.checkpoint import CRITIC, save_model
 from trainer.save.disk import DiskTrouble, sharing_disk_trouble
@@ -51,7 +51,7 @@ def rehearse(trainer: Trainer) -> None:
     start = time.monotonic()
     _train_longest(trainer)
     _save(trainer)
-    if trainer.exchange.rank == 0:
+    if trainer.collectives.rank == 0:
         say(f"rehearsal: the longest row and a save work ({time.monotonic() - start:.1f} s)")
 
 
@@ -74,7 +74,7 @@ def _train_longest(trainer: Trainer) -> None:
         trainer.critic.backward(ValueBatch(row, zeros, zeros, zeros))
     logprobs = trainer.engine.backward(MicroBatch(row, zeros, None, zeros, zeros, zeros.long()))
     if devices.count():
-        agree_on_kinds(trainer.exchange, failed_kinds())
+        share_uncompiled_kinds(trainer.collectives, failed_kinds())
     if not logprobs.isfinite().all():
         raise UserError(
             f"{config.model.path} has no finite log-probs for {config.data.max_prompt_length} + "
@@ -107,19 +107,19 @@ def _save_one_tensor(trainer: Trainer, folder: Path) -> list[str]:
     At the end, rank 0 removes the folder. Returns a text about each file that could be neither
     written nor copied from the initial model, with the reason.
     """
-    exchange = trainer.exchange
-    with sharing_disk_trouble(exchange):
-        if exchange.rank == 0:
+    collectives = trainer.collectives
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
             _prepare(trainer.config, folder)
-    saved = save_model(trainer.engine, exchange, trainer.tokenizer, folder, max_tensors=1)
+    saved = save_model(trainer.engine, collectives, trainer.tokenizer, folder, max_tensors=1)
     missing = saved.missing
     if trainer.critic:
         saved = save_model(
-            trainer.critic, exchange, trainer.tokenizer, folder / CRITIC, max_tensors=1
+            trainer.critic, collectives, trainer.tokenizer, folder / CRITIC, max_tensors=1
         )
         missing += saved.missing
-    with sharing_disk_trouble(exchange):
-        if exchange.rank == 0:
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
             _finish(trainer, folder)
     return missing
 

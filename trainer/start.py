@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from model.reference import Reference
     from trainer.engine.critic import Critic
     from trainer.engine.policy import PolicyEngine
-    from trainer.engine.ranks import Exchange
+    from trainer.engine.ranks import Collectives
     from trainer.engine.sharded_reference import ShardedReference
     from trainer.loop import Trainer
 
@@ -118,48 +118,50 @@ def _build_trainer(config: Config, rank: int, stack: contextlib.ExitStack) -> Tr
     if rank == 0:
         resume_from = resume.find_checkpoint(config, exits.say)
         if resume_from:
-            resume.read_progress(Path(resume_from), stream)
+            resume.read_run_state(Path(resume_from), stream)
     init_distributed(config)
-    exchange = connect(config)
-    resume_from = resume.verified(config, resume_from, exchange, exits.say)
-    run_id = exchange.broadcast_text(secrets.token_hex(8))
-    progress = checkpoint.Progress(run_id, 0, 0, 0, 0, 0, 0, stream)
+    collectives = connect(config)
+    resume_from = resume.verified(config, resume_from, collectives, exits.say)
+    run_id = collectives.broadcast_text(secrets.token_hex(8))
+    run_state = checkpoint.RunState(run_id, 0, 0, 0, 0, 0, 0, stream)
     resumed_at: tuple[int | None, int | None] = (None, None)
     if resume_from:
-        progress = resume.read_progress(Path(resume_from), stream)
-        resumed_at = (progress.step, progress.policy_version)
+        run_state = resume.read_run_state(Path(resume_from), stream)
+        resumed_at = (run_state.step, run_state.policy_version)
     rank_zero = None
     if rank == 0:
         rank_zero = open_rank_zero(
-            stack, config, progress.run_id, progress.batch, progress.cursor, resumed_at
+            stack, config, run_state.run_id, run_state.batch, run_state.cursor, resumed_at
         )
 
-    engine = PolicyEngine(config, exchange.world_size, exchange.sequence_group).start()
+    engine = PolicyEngine(config, collectives.world_size, collectives.sequence_group).start()
     vocab_size = min(len(tokenizer), vocabulary(config.model))
-    critic = _critic(config, exchange, vocab_size)
+    critic = _critic(config, collectives, vocab_size)
     if resume_from:
         checkpoint.restore(engine, Path(resume_from), critic)
-    reference = _reference(config, engine, exchange, vocab_size)
+    reference = _reference(config, engine, collectives, vocab_size)
     if rank == 0 and engine.packing == "separate":
         exits.say("rows are separate: the layers of this model cannot share a group's prompt")
-    trainer = Trainer(config, engine, exchange, tokenizer, progress, rank_zero, reference, critic)
-    if progress.step == 0:
+    trainer = Trainer(
+        config, engine, collectives, tokenizer, run_state, rank_zero, reference, critic
+    )
+    if run_state.step == 0:
         rehearse(trainer)
     return trainer
 
 
-def _critic(config: Config, exchange: Exchange, vocab_size: int) -> Critic | None:
+def _critic(config: Config, collectives: Collectives, vocab_size: int) -> Critic | None:
     from trainer.engine.critic import Critic
 
     if not config.algorithm.needs_critic:
         return None
-    critic = Critic(config, exchange.world_size, exchange.sequence_group).start()
+    critic = Critic(config, collectives.world_size, collectives.sequence_group).start()
     check_vocabulary(critic.model, vocab_size, "critic")
     return critic
 
 
 def _reference(
-    config: Config, engine: PolicyEngine, exchange: Exchange, vocab_size: int
+    config: Config, engine: PolicyEngine, collectives: Collectives, vocab_size: int
 ) -> Reference | ShardedReference | None:
     from model.reference import Reference
     from trainer.engine.sharded_reference import ShardedReference
@@ -168,10 +170,10 @@ def _reference(
         return None
     reference: Reference | ShardedReference
     if engine.stage == 3 or engine.tp_size > 1:
-        reference = ShardedReference(config, exchange, engine)
+        reference = ShardedReference(config, collectives, engine)
     else:
         policy = engine.model if config.reference_is_base else None
-        reference = Reference(config, engine.device, policy, exchange.sequence_group)
+        reference = Reference(config, engine.device, policy, collectives.sequence_group)
     check_vocabulary(reference.model, vocab_size, "reference")
     return reference
 

@@ -31,13 +31,13 @@ from trainer.data.micro_batches import Budget, Planner, Round
 from trainer.data.mini_batches import Step, TrainedStep, waits_for
 from trainer.data.tensors import MicroBatch, micro_batch, step_denominator
 from trainer.data.training_group import TrainingGroup, split_by_group
-from trainer.engine.abandoned_kinds import agree_on_kinds
 from trainer.engine.models import Models
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.engine.sharded_reference import ShardedReference
 from trainer.engine.step_result import StepResult
+from trainer.engine.uncompiled_kinds import share_uncompiled_kinds
 from trainer.group_receiver import GroupReceiver
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 
 class StepTrainer:
@@ -50,14 +50,14 @@ class StepTrainer:
         self,
         config: Config,
         models: Models,
-        exchange: Exchange,
+        collectives: Collectives,
         receiver: GroupReceiver,
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
         lent_cores: LentCores,
     ):
         self.config = config
         self.models = models
-        self._exchange = exchange
+        self._collectives = collectives
         self._receiver = receiver
         self._seconds = seconds
         self._lent_cores = lent_cores
@@ -66,39 +66,39 @@ class StepTrainer:
         )
         self._ran_out_of_memory = False  # on this rank, in this step
 
-    def begin_batch(self, progress: Progress) -> None:
-        """Begins the batch that follows `progress`, without taking any group of it yet."""
+    def begin_batch(self, run_state: RunState) -> None:
+        """Begins the batch that follows `run_state`, without taking any group of it yet."""
         self.batch = RolloutBatch(
             self.config,
             self.models,
-            self._exchange,
+            self._collectives,
             self._receiver,
             self._seconds,
-            progress,
+            run_state,
             self._budget,
         )
 
     # ---- a step
 
-    def backward(self, step: Step, progress: Progress) -> None:
+    def backward(self, step: Step, run_state: RunState) -> None:
         """Runs forward and backward of a step's groups, while later groups may still decode."""
-        self._progress = progress
+        self._run_state = run_state
         self.batch.take(self._num_slots_before_backward(step))
         self._set_denominators(step)
         self._train_rounds(step)
-        if self._may_halve and self._exchange.any_rank(self._ran_out_of_memory):
+        if self._may_halve and self._collectives.any_rank(self._ran_out_of_memory):
             self._halve_micro_batches()
             self._train_rounds(step)
         if self._must_share_logprobs(step):
             self.batch.share_logprobs(step.slots)
-        if devices.count() and self._exchange.world_size > 1:
-            agree_on_kinds(self._exchange, ())
+        if devices.count() and self._collectives.world_size > 1:
+            share_uncompiled_kinds(self._collectives, ())
 
     def optimizer_step(self) -> tuple[StepResult, dict[str, float]]:
         """Makes one optimizer step. Returns its result and the step's sums over all ranks."""
-        report_progress(f"making optimizer step {self._progress.step + 1}")
+        report_progress(f"making optimizer step {self._run_state.step + 1}")
         start = time.monotonic()
-        sums = self._exchange.sum_named(self.models.policy.sums.drain())
+        sums = self._collectives.sum_named(self.models.policy.sums.drain())
         # the optimizer also computes on the samplers' CPU cores while the samplers are idle
         with self._lent_cores.borrowed():
             if self.models.actor_critic:
@@ -112,7 +112,7 @@ class StepTrainer:
     @property
     def critic_only(self) -> bool:
         """Returns whether the step is within critic_warmup_steps, which leave the policy alone."""
-        return self._progress.step < self.config.critic.critic_warmup_steps
+        return self._run_state.step < self.config.critic.critic_warmup_steps
 
     def trained(self, step: Step) -> TrainedStep:
         """Returns the groups and metrics of a step, for its records."""
@@ -171,7 +171,7 @@ class StepTrainer:
 
         Returns the rounds, which later passes repeat.
         """
-        planner = Planner(self._exchange.dp_size, self.batch.budget)
+        planner = Planner(self._collectives.dp_size, self.batch.budget)
         for first in range(0, len(step.slots), self.batch.groups_at_once):
             slots = step.slots[first : first + self.batch.groups_at_once]
             self.batch.take(max(slots) + 1)  # waits until the groups of these slots have arrived
@@ -194,13 +194,13 @@ class StepTrainer:
 
     def _train_micro_batch(self, groups: Sequence[TrainingGroup]) -> None:
         batch = None if self.critic_only else self._pack(groups)
-        report_progress(f"training a micro-batch of step {self._progress.step + 1}")
+        report_progress(f"training a micro-batch of step {self._run_state.step + 1}")
         start = time.monotonic()
         if self.models.actor_critic:
             self.models.actor_critic.backward(groups, self._num_value_tokens)
         if batch is not None:
             self._check_proximal(batch)
-            logprobs = self.models.policy.backward(batch, self._progress.policy_version)
+            logprobs = self.models.policy.backward(batch, self._run_state.policy_version)
             self._remember(batch, logprobs)
         self._seconds["timing/backward_s"] += time.monotonic() - start
 
@@ -228,7 +228,7 @@ class StepTrainer:
         scores_now = needs_scores
         if isinstance(reference, ShardedReference):
             # its forward gathers weights from all ranks, so all ranks score, or none
-            scores_now = self._exchange.any_rank(needs_scores)
+            scores_now = self._collectives.any_rank(needs_scores)
         if not scores_now:
             return batch
         report_progress("scoring a micro-batch with the reference model")
@@ -246,7 +246,7 @@ class StepTrainer:
         them the objective takes those of the present weights, which an update may have moved.
         """
         is_corrected = self.config.algorithm.vllm_importance_sampling_mode is not None
-        weights_have_moved = self._progress.policy_version != self.batch.first_version
+        weights_have_moved = self._run_state.policy_version != self.batch.first_version
         if is_corrected and weights_have_moved and not batch.is_filler:
             group_ids = [group.group_id for group in batch.groups]
             assert batch.proximal_logprobs is not None, f"log-probs of groups {group_ids} are lost"
@@ -268,7 +268,7 @@ class StepTrainer:
             known_before = batch.sampled_logprobs
             if known_before is None:
                 known_before = torch.full_like(logprobs, torch.nan)
-            is_sampled_now = batch.policy_versions == self._progress.policy_version
+            is_sampled_now = batch.policy_versions == self._run_state.policy_version
             sampled_logprobs = torch.where(is_sampled_now, logprobs, known_before)
             for group, logprobs_of_group in split_by_group(batch.groups, sampled_logprobs):
                 group.sampled_logprobs = logprobs_of_group
@@ -297,7 +297,7 @@ class StepTrainer:
         if max_tokens is None or self._budget.tokens != max_tokens:
             return False
         # No other rank may wait for this rank in its forward and backward.
-        return self._exchange.ranks_per_row == 1 and self.models.policy.can_drop_gradients
+        return self._collectives.ranks_per_row == 1 and self.models.policy.can_drop_gradients
 
     def _halve_micro_batches(self) -> None:
         """Drops the step's gradients, and divides the micro-batches of all passes.
@@ -318,7 +318,7 @@ class StepTrainer:
         for slots, rounds in self.batch.rounds.items():
             works = self.batch.works(slots)
             self.batch.rounds[slots] = micro_batches.divided(rounds, works, half)
-        if self._exchange.rank == 0:
+        if self._collectives.rank == 0:
             say(
                 f"memory ran out with micro-batches of {max_tokens:,} tokens: the step begins "
                 f"anew with {half:,}; to start so, set trainer.max_tokens_per_micro_batch={half}"

@@ -146,7 +146,7 @@ def test_a_step_of_dead_groups_alone_has_a_gradient_of_zero(runs: Runs, ranks: i
     numbers = {"grad_norm": 0.0, "learning_rate": 0.0, "loss": 0.0, "tokens": 0.0}
     assert step == {"applied": True, "critic_only": False} | numbers
     assert all(not t.any() for t in runs.gradient(ranks, name).values())
-    assert runs.of(ranks, name)["progress"]["cursor"] == cursor
+    assert runs.of(ranks, name)["run_state"]["cursor"] == cursor
 
 
 BATCH_OF_EIGHT = [*batch(0), *batch(1)]
@@ -202,9 +202,9 @@ def test_objectives_passes_and_ways_to_compute_them_equal_plain_steps_with_advan
         assert difference(expected, load_file(runs.model / "model.safetensors")) > 1e-3
     # Adam divides each gradient by its own size: where that is rounding alone, so is the step
     assert difference(runs.tensors(ranks, f"{name}/weights"), expected) < 1e-5
-    progress = seen["progress"]
-    assert (progress["batch"], progress["cursor"]) == (1, ALIVE[name][1] if name in ALIVE else len(whole))
-    assert progress["step"] == progress["policy_version"] == len(planned)
+    end = seen["run_state"]
+    assert (end["batch"], end["cursor"]) == (1, ALIVE[name][1] if name in ALIVE else len(whole))
+    assert end["step"] == end["policy_version"] == len(planned)
 
 
 @of_many
@@ -230,8 +230,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
         start, after_skip, after_good = run["hashes"]
         assert after_skip == start
         assert after_good == run["alone"] != start  # as if the good step had been the first
-        assert run["progress"]["policy_version"] == run["progress"]["skipped_steps"] == 1
-        assert run["progress"]["step"] == run["progress"]["batch"] == 2
+        assert run["run_state"]["policy_version"] == run["run_state"]["skipped_steps"] == 1
+        assert run["run_state"]["step"] == run["run_state"]["batch"] == 2
         assert not name.startswith("inf") or run["steps"][0]["loss"] == float("inf"), "it is reported as it is"
     figure("R11", "NaN or infinity in policy, critic or values, on one rank or both: skipped, weights unchanged")
 
@@ -285,7 +285,7 @@ def test_mini_batches_with_a_critic_equal_plain_steps_with_old_values_of_the_who
     assert seen["steps"][0]["value_clip_fraction"] == 0 < seen["steps"][3]["value_clip_fraction"]
     for kind, model in (("", plain.model), ("value_", plain.critic)):
         assert difference(runs.tensors(ranks, f"{name}/{kind}weights"), weights_of(model)) < 1e-5
-    assert (seen["progress"]["cursor"], seen["progress"]["policy_version"]) == (8, 4)
+    assert (seen["run_state"]["cursor"], seen["run_state"]["policy_version"]) == (8, 4)
 
 
 @of_many
@@ -319,7 +319,11 @@ def test_while_only_the_critic_learns_the_policy_and_its_version_stay(runs: Runs
     assert policy == policy1 != policy2  # the first of the second batch's two updates is still the critic's alone
     assert len({critic, critic1, critic2}) == 3
     assert [s["critic_only"] for s in run["steps"]] == [True, True, True, False]
-    assert (run["progress"]["policy_version"], run["progress"]["step"], run["progress"]["skipped_steps"]) == (1, 4, 0)
+    assert (run["run_state"]["policy_version"], run["run_state"]["step"], run["run_state"]["skipped_steps"]) == (
+        1,
+        4,
+        0,
+    )
     assert run["due"] == [False, True]  # eval.steps is 1: version 0 was evaluated at the start, version 1 is new
     values, later = run["steps"][0], run["steps"][1]
     assert later["values/mean"] == values["values/mean"]  # old values and returns are fixed over a batch
@@ -400,7 +404,7 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped_and_skips_
         assert run["hashes"] == straight["hashes"][-2:]  # as saved, and after the next step
         assert run["hashes"][0] != run["before"]
         assert run["steps"] == straight["steps"][-1:]
-        assert (run["progress"]["cursor"], run["progress"]["step"]) == (NUM_STEPS * GROUPS_PER_STEP, NUM_STEPS)
+        assert (run["run_state"]["cursor"], run["run_state"]["step"]) == (NUM_STEPS * GROUPS_PER_STEP, NUM_STEPS)
         file = "critic/model.safetensors" if name.startswith(("critic", "segments")) else "model.safetensors"
         assert run["found"] == f"step_{NUM_STEPS - 1:06d}"
         assert len(run["said"]) == (rank == 0), "one says it for all"

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {f"zero{stage}": (stage, {}) for 
 
 def work(folder: Path) -> None:
     worker = Worker(folder)
-    cases = CASES if worker.exchange.world_size == 2 else {"alone": (1, {}), "critic": CASES["critic"]}
+    cases = CASES if worker.collectives.world_size == 2 else {"alone": (1, {}), "critic": CASES["critic"]}
     for name, (stage, sections) in cases.items():
         worker.one_batch(Case(name, stage, group, UNCLIPPED | sections))
     worker.tell()

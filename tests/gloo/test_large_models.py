@@ -44,7 +44,7 @@ def work(folder: Path) -> None:
         before = resident("VmHWM", "RssAnon")
         engine = PolicyEngine(settings(folder, "run", stage), 2)
         worker.seen[f"loaded{stage}"] = [b - a for a, b in zip(before, resident("VmHWM", "RssAnon"), strict=True)]
-        checkpoint.save_model(engine.start(), worker.exchange, worker.tokenizer, folder / f"saved{stage}")
+        checkpoint.save_model(engine.start(), worker.collectives, worker.tokenizer, folder / f"saved{stage}")
     worker.tell()
 
 

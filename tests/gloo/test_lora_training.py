@@ -72,7 +72,7 @@ def work(folder: Path) -> None:
     """What each rank does: trains adapters, straight and from the checkpoint before the last."""
     worker = LoraWorker(folder)
     for name, (stage, sections) in VARIANTS.items():
-        if (worker.exchange.world_size, name) not in RUNS:
+        if (worker.collectives.world_size, name) not in RUNS:
             continue
         trainers = [worker.train(name, stage, **LORA | sections)]
         engine = trainers[0].engine

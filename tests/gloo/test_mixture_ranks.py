@@ -44,7 +44,7 @@ def group(group_id: int) -> Item:
 
 def work(folder: Path) -> None:
     worker = Worker(folder)
-    if worker.exchange.world_size == 1:
+    if worker.collectives.world_size == 1:
         worker.one_batch(Case("alone", 1, group, REPLAY))
         worker.one_batch(Case("own", 1, group, REPLAY | {"algorithm": {"beta": 0.0}}))
     else:

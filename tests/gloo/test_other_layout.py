@@ -29,11 +29,11 @@ def work(folder: Path) -> None:
     trainer = worker.trainer(settings(folder, "run", life["stage"], **sections), group)
     hashes = []
     if saved := run_folder.checkpoints(folder / "run"):
-        trainer.progress = resume.read_progress(saved[-1], {})
+        trainer.run_state = resume.read_run_state(saved[-1], {})
         checkpoint.restore(trainer.engine, saved[-1], trainer.critic)
         hashes.append(run_hash(trainer))
     trainer.train_batch()
-    trainer.saver.save_if_due(trainer.progress)
+    trainer.saver.save_if_due(trainer.run_state)
     worker.write_models("after", "weights", trainer)
     worker.tell_steps("life", trainer, hashes=[*hashes, run_hash(trainer)])
     worker.tell()
@@ -71,7 +71,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_go_on_as_on_one_layout(
     for before, after in itertools.pairwise(found):
         assert after.ranks[0]["life"]["hashes"][0] == before.ranks[0]["life"]["hashes"][-1]
     same = lives(f"{name}-same", layouts[:1] * len(layouts), sections)
-    assert found[-1].ranks[0]["life"]["progress"] == same[-1].ranks[0]["life"]["progress"]
+    assert found[-1].ranks[0]["life"]["run_state"] == same[-1].ranks[0]["life"]["run_state"]
     expected = same[-1].tensors("after/weights")
     most = 1e-3 * len(layouts) if sections == HALF else 2e-6
     for key, tensor in found[-1].tensors("after/weights").items():

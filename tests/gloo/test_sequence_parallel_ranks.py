@@ -117,7 +117,7 @@ ALONE, DEFAULT = ("sequence", 1, 1), ("sequence", 2, 1)
 
 def work(folder: Path) -> None:
     worker = Worker(folder)
-    shares = worker.exchange.world_size > 1
+    shares = worker.collectives.world_size > 1
     for layout, names in LAYOUTS.items() if shares else [(ALONE, CASES)]:
         for name in names:
             worker.one_batch(case_of(name, layout))
@@ -172,7 +172,7 @@ def test_rows_shared_by_ranks_give_the_gradient_of_one_rank(trainers: Trainers, 
     found, expected = several.ranks[0][shared.name], alone.ranks[0][one.name]
     assert all(rank[shared.name] == found for rank in several.ranks)
     for key in ("step", "batch", "cursor", "num_tokens", "threshold"):
-        assert found["progress"][key] == pytest.approx(expected["progress"][key]), key
+        assert found["run_state"][key] == pytest.approx(expected["run_state"][key]), key
     for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-7)
 

@@ -314,15 +314,15 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
 
     engine.backward(tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm))
     is_filler_applied = engine.step().applied
-    trainer.saver.save_if_due(trainer.progress)
+    trainer.saver.save_if_due(trainer.run_state)
     saved = weights_of(engine)
     engine.backward(tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm))
     engine.step()
     moved = weights_of(engine)
-    found = resume.newest_valid(config.run.output_dir / "checkpoints", worker.exchange, print)
+    found = resume.newest_valid(config.run.output_dir / "checkpoints", worker.collectives, print)
     checkpoint.restore(engine, found, trainer.critic)
     restored = weights_of(engine)
-    engine.poison()
+    engine.make_gradients_nan()
     is_poison_applied = engine.step().applied
 
     scores = {"policy": engine.score(rows[0], config.sampler.temperature), "norms": engine.score_norms(rows[0])}

@@ -94,7 +94,7 @@ def stream(without: tuple[int, ...]) -> Stream:
 def work(folder: Path) -> None:
     """What each rank does; of several each has its turn to be slow. One alone makes what the others must equal."""
     worker = Worker(folder)
-    ranks = worker.exchange.world_size
+    ranks = worker.collectives.world_size
     several = steps(ranks) if ranks > 1 else sorted({step.alone for n in RANKS[1:] for step in steps(n)})
     for step in several:
         trainer = {"prompts_per_step": step.count, "max_grad_norm": 1e9} | KINDS[step.kind]["trainer"]

@@ -120,7 +120,7 @@ def train(worker: Worker, name: str, stage: int, sections: dict[str, Any]) -> No
         "algorithm": {"beta": 0.0} | sections.get("algorithm", {}),
     }
     trainer = worker.trainer(settings(worker.folder, name, stage, **chosen), stream)
-    if name.startswith("memory") and worker.exchange.rank == worker.exchange.world_size - 1:
+    if name.startswith("memory") and worker.collectives.rank == worker.collectives.world_size - 1:
         fail_once(trainer.engine)
     layers = experts_of(trainer.engine.model)
     used = []

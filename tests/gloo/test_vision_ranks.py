@@ -74,7 +74,7 @@ def work(folder: Path) -> None:
     worker = Worker(folder)
     family = json.loads((folder / "model" / "config.json").read_text())["model_type"]
     for kind, stage in LAYOUTS if family == FAMILY else [("mixed", stage) for stage in FEW]:
-        if worker.exchange.world_size > 1 or stage == 1 or kind in ("mixed", "recomputed"):
+        if worker.collectives.world_size > 1 or stage == 1 or kind in ("mixed", "recomputed"):
             worker.one_batch(case_of(folder, kind, stage))
     worker.tell()
 

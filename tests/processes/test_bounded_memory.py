@@ -84,7 +84,7 @@ def train(folder: Path, frozen: bool) -> dict[str, Any]:
             time.sleep(TRAIN_S)
             inbox.commit((step + 1) * PER_STEP, published(step + 1))
             (growth.begin if len(trained) <= WARM_UP else growth.look)()
-        held, counters = len(ledger.held), dict(inbox.state.counters)
+        held, counters = len(ledger.received), dict(inbox.state.counters)
     return {"held": held, "counters": counters, "trained": trained, "growth": growth.num_bytes}
 
 

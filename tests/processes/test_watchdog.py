@@ -147,7 +147,7 @@ def test_a_sampler_that_has_nothing_to_do_is_left_alone(config: Config) -> None:
     impatient = changed(config, channel={"stall_timeout_s": stall_s})
     with make_inbox(impatient, say=said.append) as inbox, FakeSampler(config, "s0") as idle:
         inbox.commit(0, published(0))
-        until(lambda: len(inbox.state.ledger.held) == 4)
+        until(lambda: len(inbox.state.ledger.received) == 4)
         time.sleep(2 * stall_s)  # the trainer trains
         assert not idle.ended
     assert not [line for line in said if "sent away" in line]
@@ -162,7 +162,7 @@ def test_an_interrupt_ends_the_wait_for_groups_at_once_but_what_is_here_is_taken
     with FakeSampler(config) as sampler:
         with pytest.raises(Interrupted), make_inbox(config) as inbox:
             inbox.commit(0, published(0))
-            until(lambda: len(inbox.state.ledger.held) == 4)
+            until(lambda: len(inbox.state.ledger.received) == 4)
             monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
             assert [one.group.group_id for one in inbox.receive([0, 1])] == [0, 1]
             inbox.receive([2, 3, 4])

@@ -19,7 +19,7 @@ HALF = {"model": {"dtype": "bfloat16"}}
 STREAMS: dict[str, Stream] = dict.fromkeys(("skip", "resample"), gloo_data.half_dead)  # of variants; most train `group`
 
 
-class Collectives(TorchDispatchMode):
+class CalledCollectives(TorchDispatchMode):
     """Writes down which are called, on which dtypes, where torch hands them to a process group."""
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Collectives(TorchDispatchMode):
 class GlooWorker(Worker):
     def lent_cores(self) -> None:
         """To all ranks, or as far as rank 0 alone was told: it decides for all."""
-        for name, stage, ranks in (("lent", 1, range(self.exchange.world_size)), ("lent3", 3, range(1))):
-            if self.exchange.rank in ranks:
+        for name, stage, ranks in (("lent", 1, range(self.collectives.world_size)), ("lent3", 3, range(1))):
+            if self.collectives.rank in ranks:
                 os.environ[LENT_CORES] = "0,1"
             self.one_batch(Case(name, stage, sections={"trainer": {"max_staleness": 1}}))
             os.environ.pop(LENT_CORES, None)
@@ -65,7 +65,7 @@ class GlooWorker(Worker):
     def accumulate(self, stage: int) -> None:
         """bfloat16: the gradient of the same 32 groups in 1, 4 and 16 micro-batches per rank."""
         for count in gloo_data.MICRO_BATCHES:
-            at_once = 32 // (self.exchange.world_size * count)
+            at_once = 32 // (self.collectives.world_size * count)
             trainer = {"prompts_per_step": 32, "groups_per_micro_batch": at_once, "logprob_chunk_size": 1024}
             self.one_batch(Case(f"sum{stage}_{count}", stage, sections=HALF | {"trainer": trainer}))
 
@@ -76,7 +76,7 @@ class GlooWorker(Worker):
             trainer = {"prompts_per_step": 8, "max_tokens_per_micro_batch": tokens}
             sections = HALF | {"trainer": trainer, "algorithm": {"loss_type": "dapo"}}  # one plan over all groups
             made = self.trainer(settings(self.folder, f"memory_{name}", 1, **sections), group)
-            if name == "short" and self.exchange.rank == self.exchange.world_size - 1:
+            if name == "short" and self.collectives.rank == self.collectives.world_size - 1:
                 fail_once(made.engine)
             made.train_batch()
             hashes.append(run_hash(made))
@@ -97,7 +97,7 @@ class GlooWorker(Worker):
         for _ in range(2):
             trainer.publish(evaluate=False)
             trainer.train_batch()
-            due.append(trainer.schedule.is_due(trainer.progress))
+            due.append(trainer.schedule.is_due(trainer.run_state))
             hashes.append([state_hash(m, has_moments=False) for m in (trainer.engine, trainer.critic)])
         self.tell_steps("warm_up", trainer, hashes=hashes, due=due)
 
@@ -169,21 +169,21 @@ def trained(ranks: int) -> list[tuple[str, int, dict[str, Any]]]:
 
 def first(folder: Path) -> None:
     worker = GlooWorker(folder)
-    ranks = worker.exchange.world_size
-    with Collectives() as collectives:
+    ranks = worker.collectives.world_size
+    with CalledCollectives() as called_collectives:
         for name, stage, sections in trained(ranks):
             worker.train(name, stage, **sections)
     for stage in [stage for of, stage in WHOLE_LAYOUTS if of == ranks]:
         worker.at_stage(stage)
     if ranks in MANY:
         worker.at_one_stage()
-    worker.seen["collectives"] = sorted(collectives.called)
+    worker.seen["collectives"] = sorted(called_collectives.called)
     worker.tell()
 
 
 def resume(folder: Path) -> None:
     worker, flags = GlooWorker(folder), watch_loading()
-    for name, stage, sections in trained(worker.exchange.world_size):
+    for name, stage, sections in trained(worker.collectives.world_size):
         worker.resume(name, stage, **sections)
     worker.seen["weights_only"] = flags
     worker.tell()

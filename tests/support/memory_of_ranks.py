@@ -72,7 +72,7 @@ def work(folder: Path) -> None:
         trainer.train_batch()
 
     def save() -> None:
-        trainer.saver.save_if_due(trainer.progress)
+        trainer.saver.save_if_due(trainer.run_state)
 
     for phase in (lambda: None, train, partial(trainer.publish, evaluate=False), save):
         phase()

@@ -15,11 +15,11 @@ from model.logprobs import load_causal_lm, score_logprobs
 from model.packing import pack
 from trainer.engine.exported import adapters, parameters, under_checkpoint_names
 from trainer.save.host_copies import HostCopies
-from trainer.save.write_version import Changes, snapshot
+from trainer.save.write_version import DeltaWriter, snapshot
 
 
 class OneRank:
-    """What trainer.publish needs of an Exchange when there is one rank."""
+    """What trainer.publish needs of Collectives when there is one rank."""
 
     rank, world_size, stall_timeout_s = 0, 1, 0.0
 
@@ -41,8 +41,8 @@ class PlainPolicy:
     published_settings: bytes | None = None
     layout = None
 
-    def __init__(self, folder: Path, dtype: str = "float32", changes: Changes | None = None):
-        self.changes = changes
+    def __init__(self, folder: Path, dtype: str = "float32", delta_writer: DeltaWriter | None = None):
+        self.delta_writer = delta_writer
         self.model = load_causal_lm(str(folder), dtype, None, False)
         self.packing = packing_of(self.model)
         self.tensors = under_checkpoint_names(self.model, parameters(self.model))
@@ -63,7 +63,7 @@ class PlainPolicy:
         vocab, ranks = self.model.config.get_text_config().vocab_size, OneRank()
         name = VersionName(folder, "run", "life", number)
         taken = snapshot(self, ranks, name, vocab, copies=False, memory=HostCopies())  # type: ignore[arg-type]
-        return taken.write(ranks, self.changes or Changes(full_every=1))  # type: ignore[arg-type]
+        return taken.write(ranks, self.delta_writer or DeltaWriter(full_every=1))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:

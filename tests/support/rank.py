@@ -79,13 +79,13 @@ class Worker:
 
         init_distributed(settings(folder, "start", 1, trainer={"dist_backend": dist_backend}))
         self.folder = folder
-        self.exchange = self.sharing(1)
+        self.collectives = self.sharing(1)
         self.tokenizer = load_tokenizer(str(folder / "model"))
         self.seen: dict[str, Any] = {}
 
     @cache  # noqa: B019 process groups are made once
     def sharing(self, sp_size: int, tp_size: int = 1) -> Any:
-        """The exchange among ranks of which so many share a row, or each layer."""
+        """The collectives among ranks of which so many share a row, or each layer."""
         from trainer.engine.ranks import connect
 
         sizes = {"sequence_parallel_size": sp_size, "tensor_parallel_size": tp_size}
@@ -93,24 +93,24 @@ class Worker:
 
     def tell(self) -> None:
         """What it saw, at the end."""
-        (self.folder / f"rank{self.exchange.rank}.json").write_text(json.dumps(self.seen, indent=1))
-        self.exchange.sum_over_ranks([0.0])  # a barrier
+        (self.folder / f"rank{self.collectives.rank}.json").write_text(json.dumps(self.seen, indent=1))
+        self.collectives.sum_over_ranks([0.0])  # a barrier
 
     def trainer(self, config: Config, stream: Stream) -> Any:
         """A run on this rank. results: what each of its steps was; scored: rows of its reference."""
         from trainer import start
         from trainer.engine.policy import PolicyEngine
         from trainer.loop import Trainer
-        from trainer.save.checkpoint import Progress
+        from trainer.save.checkpoint import RunState
 
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # a deadlock ends with every rank's stack
-        self.exchange = self.sharing(config.trainer.sequence_parallel_size, config.trainer.tensor_parallel_size)
-        engine = PolicyEngine(config, self.exchange.world_size, self.exchange.sequence_group).start()
-        progress = Progress("run", 0, 0, 0, 0, 0, 0, {})
-        at = rank_zero(stream) if self.exchange.rank == 0 else None
-        critic = start._critic(config, self.exchange, len(self.tokenizer))
-        reference: Any = start._reference(config, engine, self.exchange, len(self.tokenizer))
-        trainer: Any = Trainer(config, engine, self.exchange, self.tokenizer, progress, at, reference, critic)
+        self.collectives = self.sharing(config.trainer.sequence_parallel_size, config.trainer.tensor_parallel_size)
+        engine = PolicyEngine(config, self.collectives.world_size, self.collectives.sequence_group).start()
+        progress = RunState("run", 0, 0, 0, 0, 0, 0, {})
+        at = rank_zero(stream) if self.collectives.rank == 0 else None
+        critic = start._critic(config, self.collectives, len(self.tokenizer))
+        reference: Any = start._reference(config, engine, self.collectives, len(self.tokenizer))
+        trainer: Any = Trainer(config, engine, self.collectives, self.tokenizer, progress, at, reference, critic)
         trainer.scored = []
         if reference:
             score = reference.score
@@ -129,7 +129,7 @@ class Worker:
         return trainer
 
     def tell_steps(self, name: str, trainer: Any, **more: Any) -> None:
-        self.seen[name] = {"steps": trainer.results, "progress": dataclasses.asdict(trainer.progress)} | more
+        self.seen[name] = {"steps": trainer.results, "run_state": dataclasses.asdict(trainer.run_state)} | more
 
     def train(self, name: str, stage: int, **sections: dict[str, Any]) -> Any:
         """Three steps with clipping and a schedule; a checkpoint after each, a published version at the end."""
@@ -138,7 +138,7 @@ class Worker:
             trainer.train_batch()
             if step == 0:
                 self.write_models(name, "gradient", trainer)
-            trainer.saver.save_if_due(trainer.progress)
+            trainer.saver.save_if_due(trainer.run_state)
             hashes.append(run_hash(trainer))
         self.write_models(name, "weights", trainer)
         trainer.publish(evaluate=False)
@@ -153,7 +153,7 @@ class Worker:
             time.sleep(SLOW_S)
             return backward(*arguments)
 
-        if self.exchange.rank == case.slow:
+        if self.collectives.rank == case.slow:
             trainer.engine.backward = slowly
         trainer.train_batch()
         for what in ("gradient", "weights"):
@@ -169,7 +169,7 @@ class Worker:
                 self.write(f"{name}/{prefix}{what}", found)
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        if self.exchange.rank == 0:
+        if self.collectives.rank == 0:
             path = self.folder / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({key: t.clone().contiguous() for key, t in tensors.items()}, path)
@@ -181,14 +181,14 @@ class Worker:
         said: list[str] = []
         trainer = self.trainer(settings(self.folder, name, stage, **sections), group)
         before = run_hash(trainer, has_moments=False)
-        found = found or resume.newest_valid(self.folder / name / "checkpoints", self.exchange, said.append)
+        found = found or resume.newest_valid(self.folder / name / "checkpoints", self.collectives, said.append)
         assert found is not None
-        trainer.progress = resume.read_progress(found, {})
+        trainer.run_state = resume.read_run_state(found, {})
         checkpoint.restore(trainer.engine, found, trainer.critic)
         hashes = [run_hash(trainer)]
         trainer.train_batch()
         hashes.append(run_hash(trainer))
-        trainer.saver.save_if_due(trainer.progress)
+        trainer.saver.save_if_due(trainer.run_state)
         self.tell_steps(f"{name}/resumed", trainer, said=said, found=found.name, before=before, hashes=hashes)
         return trainer
 

@@ -125,7 +125,7 @@ class World:
 
     def _receive(self, ids: Sequence[int]) -> list[Group | Tombstone]:
         """Returns these groups once the samplers have finished them."""
-        while not all(group_id in self.ledger.held for group_id in ids):
+        while not all(group_id in self.ledger.received for group_id in ids):
             self._lease_out()
             end, group_id, name = min(
                 (end, group_id, name)
@@ -135,7 +135,7 @@ class World:
             self.now = end
             drawn = self.in_work[name].pop(group_id)[1]
             self.ledger.accept(Received(self._group(group_id, drawn), ()), name)
-        return [self.ledger.held[group_id].group for group_id in ids]
+        return [self.ledger.received[group_id].group for group_id in ids]
 
     def _group(self, group_id: int, drawn: Sequence[Drawn | None]) -> Group | Tombstone:
         """Scores a group as the sampler does, and returns it as it is sent."""

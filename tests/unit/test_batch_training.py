@@ -23,11 +23,11 @@ from tests.unit.test_tensors import share as loss_and_gradient
 from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 from trainer.step import StepTrainer
 
 MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=100, tied=True)
-START = Progress("run", 0, 0, 0, 0, 0, 0, {})
+START = RunState("run", 0, 0, 0, 0, 0, 0, {})
 
 
 def config(prompts: int, algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
@@ -59,21 +59,21 @@ class Run:
         self.batches: list[MicroBatch] = []
         policy = SimpleNamespace(dims=MODEL, backward=self.backward, score=lambda row, _: row.target_ids / -100)
         policy.can_drop_gradients, policy.drop_gradients = True, self.batches.clear
-        exchange: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
-        exchange.ranks_per_row = 1
-        exchange.any_rank = lambda value: any(of_all_ranks(value))
-        exchange.sum_over_dp = lambda values: sum(of_all_ranks(values))
+        collectives: Any = SimpleNamespace(rank=rank, dp_rank=rank, dp_size=ranks, world_size=ranks, agree=bool)
+        collectives.ranks_per_row = 1
+        collectives.any_rank = lambda value: any(of_all_ranks(value))
+        collectives.sum_over_dp = lambda values: sum(of_all_ranks(values))
 
         def receive(ids: Sequence[int]) -> list[Group | Tombstone]:
             self.events.append(("receive", list(ids)))
             return [make(g) for g in ids]
 
-        lent = lent_cores(of, exchange, iter(samplers_are_idle).__next__, lambda: False)
+        lent = lent_cores(of, collectives, iter(samplers_are_idle).__next__, lambda: False)
         source = SimpleNamespace(receive=receive, refill=lambda _: None)
         models: Any = SimpleNamespace(policy=policy, packing="shared")
         models.reference, models.actor_critic = scorer, critic
         self.of = of
-        self.training = StepTrainer(of, models, exchange, source, defaultdict(float), lent)  # type: ignore[arg-type]
+        self.training = StepTrainer(of, models, collectives, source, defaultdict(float), lent)  # type: ignore[arg-type]
         self.training.begin_batch(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:
@@ -81,7 +81,7 @@ class Run:
         self.batches.append(batch)
         return batch.row.target_ids / -10 - version
 
-    def step(self, index: int = 0, progress: Progress = START) -> list[tuple[str, list[int]]]:
+    def step(self, index: int = 0, progress: RunState = START) -> list[tuple[str, list[int]]]:
         before = len(self.events)
         self.training.backward(steps(self.of, 0)[index], progress)
         return self.events[before:]
@@ -174,7 +174,7 @@ def test_log_probs_of_the_first_pass_are_in_the_second_where_the_correction_need
     algorithm = {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}
     run = Run(config(1, algorithm))
     run.step(0)
-    run.step(1, Progress("run", 0, 0, 1, 1, 0, 0, {}))
+    run.step(1, RunState("run", 0, 0, 1, 1, 0, 0, {}))
     first, second = run.batches
     assert first.proximal_logprobs is first.sampled_logprobs is None
     expected = (first.row.target_ids / -10).tolist()
@@ -186,7 +186,7 @@ def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_
     algorithm = {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_mask"}
     run = Run(config(1, algorithm))
     assert run.step(0) == [("receive", [0]), ("receive", [1]), ("train", [0])]
-    assert run.step(1, Progress("run", 0, 0, 1, 1, 0, 0, {})) == [("train", [1])]
+    assert run.step(1, RunState("run", 0, 0, 1, 1, 0, 0, {})) == [("train", [1])]
     for batch in run.batches:
         assert batch.proximal_logprobs is not None
         assert torch.equal(batch.proximal_logprobs, (batch.row.target_ids / -100).float())

@@ -22,8 +22,8 @@ from trainer.record.rank_zero import RankZero
 from trainer.save import best as best_module
 from trainer.save import final_model, publisher
 from trainer.save.best import Best
-from trainer.save.checkpoint import Progress
-from trainer.save.write_version import Changes
+from trainer.save.checkpoint import RunState
+from trainer.save.write_version import DeltaWriter
 
 
 def config_for(output_dir: Path, trainer: Any = None, **evaluation: Any) -> Config:
@@ -82,7 +82,7 @@ def test_best_is_the_version_that_was_scored_and_loads_in_transformers(tmp_path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, sequence = tiny_model(tmp_path / "model"), ([5, 9, 17], [4, 8, 2])
-    policy, tokenizer = PlainPolicy(model, changes=Changes(full_every)), AutoTokenizer.from_pretrained(model)
+    policy, tokenizer = PlainPolicy(model, delta_writer=DeltaWriter(full_every)), AutoTokenizer.from_pretrained(model)
     best = alone(config_for(tmp_path, load_best_model_at_end=True), [])
 
     def evaluate(version: int, right: int) -> Any:
@@ -150,7 +150,7 @@ def samples(right: int) -> tuple[EvalSample, ...]:
     return tuple(EvalSample(i, "text", {"answer": 1.0 if i < right else -1.0}, 3, "stop") for i in range(10))
 
 
-def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> Any:
+def run_alone(config: Config, begun: RunState, log: MetricsLog, right: Any) -> Any:
     """A run without an engine from that progress on. right: answers that the evaluation of each version finds.
 
     Returns the versions that it publishes, and of them those that it evaluates.
@@ -165,10 +165,10 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
         return [EvalResult(f"v{v}", 0, v, samples(right[v])) for v in versions if v in right]
 
     def advance(trainer: Trainer) -> None:
-        p = trainer.progress
-        trainer.progress = Progress(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
+        p = trainer.run_state
+        trainer.run_state = RunState(p.run_id, p.batch + 1, p.cursor + 8, p.policy_version + 1, p.step + 1, 0, 0, {})
 
-    def publish_nothing(_engine: Any, _exchange: Any, name: Any, *_: Any, **__: Any) -> Any:
+    def publish_nothing(_engine: Any, _collectives: Any, name: Any, *_: Any, **__: Any) -> Any:
         published.append(name.version)
         wanted.append(name.version)
         return SimpleNamespace(write=lambda *_: Published(name.version, "w", ""))
@@ -176,8 +176,8 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
     hello = SimpleNamespace(num_eval_problems=10, dataset_fingerprint="", tokenizer_hash="")
     source = SimpleNamespace(incarnation="ab", wait_for_sampler=lambda: hello, versions_in_use=list)
     source.commit, source.finish_eval = commit, finish_eval
-    exchange: Any = OneRank()
-    exchange.run_on_rank_0 = lambda work: work()
+    collectives: Any = OneRank()
+    collectives.run_on_rank_0 = lambda work: work()
     display = SimpleNamespace(note=print, evaluation=lambda _: None)
     rank_zero, engine = RankZero(source, None, log, display), None  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
         patch.setattr(publisher, "snapshot", publish_nothing)
         patch.setattr(final_model, "write_folder", lambda *_: None)
         patch.setattr(best_module, "keep_version", lambda *_: None)
-        Trainer(config, engine, exchange, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
+        Trainer(config, engine, collectives, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()
     return published, leased
 
@@ -200,7 +200,7 @@ def run_alone(config: Config, begun: Progress, log: MetricsLog, right: Any) -> A
 )
 def test_training_ends_with_its_patience(tmp_path: Path, right: list[int], patience: int, published: list[int]) -> None:
     config = config_for(tmp_path, early_stopping_patience=patience, trainer={"save_steps": 0})
-    begun = Progress("run", 0, 0, 0, 0, 0, 0, {})
+    begun = RunState("run", 0, 0, 0, 0, 0, 0, {})
     found, _ = run_alone(config, begun, MetricsLog(tmp_path), dict(enumerate(right)))
     assert found == published
     assert [r["step"] for r in read_jsonl(tmp_path / "eval.jsonl")][: len(published)] == published
@@ -225,6 +225,6 @@ def test_a_resumed_run_has_each_evaluation_once(
         log.log_eval(record(earlier, 5) | {"problems": 10})
     log.close()
     config = config_of(run={"output_dir": tmp_path, "resume": True}, data={"eval": "e"}, trainer={"max_steps": step})
-    begun, resumed = Progress("run", step, 8 * step, version, step, 0, 0, {}), MetricsLog(tmp_path, (), step, version)
+    begun, resumed = RunState("run", step, 8 * step, version, step, 0, 0, {}), MetricsLog(tmp_path, (), step, version)
     assert run_alone(config, begun, resumed, {}) == ([version], evaluated)
     assert [found["step"] for found in read_jsonl(tmp_path / "eval.jsonl")] == on_record

@@ -28,7 +28,7 @@ from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from trainer.engine.exported import Exported
 from trainer.save import checkpoint, resume
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 KEEP = 2
 ONE_RANK: Any = OneRank()
@@ -64,8 +64,8 @@ class SmallEngine:
             hooks.save({"number": torch.full((50,), self.number)}, f"{folder}/{tag}/{name}")
 
 
-def progress(step: int) -> Progress:
-    return Progress("run", step, 4 * step, step, step, 100 * step, 0, {})
+def progress(step: int) -> RunState:
+    return RunState("run", step, 4 * step, step, step, 100 * step, 0, {})
 
 
 def save(checkpoints: Path, *steps: int) -> None:
@@ -78,7 +78,7 @@ def resumed_step(output_dir: Path) -> int:
     durable.remove_leftovers(output_dir / "checkpoints")
     config = config_of(run={"output_dir": output_dir, "resume": True})
     found = Path(resume.verified(config, resume.find_checkpoint(config), ONE_RANK, print))
-    read = resume.read_progress(found, {})
+    read = resume.read_run_state(found, {})
     assert read == progress(read.step)
     assert load_file(found / "model.safetensors")["number"].tolist() == [read.step] * 50
     for path in (found / "trainer" / "state").iterdir():

@@ -42,9 +42,9 @@ def test_ranks_share_out_the_lent_threads(environ: dict[str, str], lent: tuple[i
 
 def borrowing(rest: list[bool], ranks: int = 1, said: bool | None = None, more_threads: int = 2) -> LentCores:
     """rest: the answers to every question. said: what rank 0 says, if this is another."""
-    exchange: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
+    collectives: Any = SimpleNamespace(world_size=ranks, agree=lambda own: own if said is None else said)
     cores = Cores(frozenset({min(NOW)}), 1, frozenset(NOW), more_threads)
-    return LentCores(cores, exchange, iter(rest).__next__)
+    return LentCores(cores, collectives, iter(rest).__next__)
 
 
 def using() -> tuple[int, set[int]]:
@@ -151,16 +151,16 @@ def test_what_is_left_when_the_samplers_are_idle_trains_on_their_cores_too(
 
 def test_samplers_are_about_to_begin_while_a_version_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LENT_CORES, ",".join(map(str, NOW)))
-    exchange: Any = SimpleNamespace(world_size=1, agree=bool)
-    lent = lent_cores(config(4, max_staleness=1), exchange, lambda: True, iter([True, False]).__next__)
+    collectives: Any = SimpleNamespace(world_size=1, agree=bool)
+    lent = lent_cores(config(4, max_staleness=1), collectives, lambda: True, iter([True, False]).__next__)
     for expected in (1, 1 + len(NOW)):
         with lent.borrowed():
             assert torch.get_num_threads() == expected
 
 
 def test_a_recorded_run_and_other_ranks_never_borrow() -> None:
-    exchange: Any = SimpleNamespace()
+    collectives: Any = SimpleNamespace()
     for recorder, expected in ((None, True), (object(), False)):
         first: Any = SimpleNamespace(recorder=recorder, source=SimpleNamespace(samplers_are_idle=lambda: True))
-        assert GroupReceiver(first, exchange).samplers_are_idle() is expected
-    assert GroupReceiver(None, exchange).samplers_are_idle() is False
+        assert GroupReceiver(first, collectives).samplers_are_idle() is expected
+    assert GroupReceiver(None, collectives).samplers_are_idle() is False

@@ -135,7 +135,7 @@ def test_a_fixed_threshold_is_that_of_the_settings_also_after_a_resume(rate: flo
     training = SimpleNamespace(
         config=settings(group_variance_threshold=3.0, threshold_lr=rate),
         slots=SimpleNamespace(size=0),
-        _progress=SimpleNamespace(threshold=0.7),
+        _run_state=SimpleNamespace(threshold=0.7),
         plan=lambda _: [],
         _seconds=defaultdict(float),
     )

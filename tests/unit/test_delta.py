@@ -20,7 +20,7 @@ from sampler.engine.fetch import Fetcher
 from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from tests.support.versions import CANARY
-from trainer.save.write_version import Changes, Snapshot
+from trainer.save.write_version import DeltaWriter, Snapshot
 
 NEWEST = 7
 
@@ -38,15 +38,15 @@ def tensors(version: int) -> dict[str, Tensor]:
     return {"half": base.bfloat16(), "whole": base[:333].view(3, 111).clone(), "odd": base[:5].bfloat16()}
 
 
-def publish(folder: Path, changes: Changes, version: int, life: str = "life") -> Published:
+def publish(folder: Path, delta_writer: DeltaWriter, version: int, life: str = "life") -> Published:
     name = VersionName(folder, "run", life, version)
     ranks: Any = OneRank()
-    return Snapshot(name, weights.shard_name(0, 1), tensors(version), {}, CANARY, None).write(ranks, changes)
+    return Snapshot(name, weights.shard_name(0, 1), tensors(version), {}, CANARY, None).write(ranks, delta_writer)
 
 
 def published(folder: Path, count: int = NEWEST) -> list[Published]:
-    changes = Changes(full_every=3)
-    return [publish(folder, changes, version) for version in range(count)]
+    delta_writer = DeltaWriter(full_every=3)
+    return [publish(folder, delta_writer, version) for version in range(count)]
 
 
 def require(fetcher: Fetcher, version: Published) -> None:
@@ -74,14 +74,14 @@ def test_whoever_starts_or_skips_versions_gets_every_bit(tmp_path: Path, config:
     for version in versions:
         require(fetcher, version)
         Path(version.weights_dir, names(version)[-1]).unlink()  # the next one needs no other file than its own
-    again = publish(tmp_path / "weights", Changes(full_every=3), NEWEST, "another start of the trainer")
+    again = publish(tmp_path / "weights", DeltaWriter(full_every=3), NEWEST, "another start of the trainer")
     require(fetcher, again)
     assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_whoever_starts_hundreds_of_changes_behind_a_whole_version_takes_it(tmp_path: Path, config: Config) -> None:
-    changes = Changes(full_every=10_000)
-    newest = [publish(tmp_path / "weights", changes, version) for version in range(200)][-1]
+    delta_writer = DeltaWriter(full_every=10_000)
+    newest = [publish(tmp_path / "weights", delta_writer, version) for version in range(200)][-1]
     require(Fetcher(config), newest)
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -113,9 +113,9 @@ def test_only_a_whole_and_own_delta_is_loaded(tmp_path: Path, config: Config, mo
 
 
 def test_what_a_version_is_made_from_is_kept_as_long_as_it(tmp_path: Path, config: Config) -> None:
-    changes = Changes(full_every=3)
+    delta_writer = DeltaWriter(full_every=3)
     for version in range(NEWEST):
-        newest = publish(tmp_path / "weights", changes, version)
+        newest = publish(tmp_path / "weights", delta_writer, version)
         weights.prune(tmp_path / "weights", in_use=())
         require(Fetcher(config), newest)
     assert [number for number, _ in weights._versions(tmp_path / "weights")] == [3, 4, 5, 6]

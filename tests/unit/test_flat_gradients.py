@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from trainer.engine import flat_gradients
-from trainer.engine.flat_gradients import FlatGradients, Slot
+from trainer.engine.flat_gradients import FlatGradientOptimizer, Slot
 
 SHAPES = [[(3, 4), (5,), (2, 2)], [(7,), (1, 3)]]  # of two groups
 CLIP, RATE = 0.5, 0.1
 
 
-class Optimizer(FlatGradients):
+class Optimizer(FlatGradientOptimizer):
     """Has the attributes of DeepSpeed's on one rank, and an SGD of its flat masters."""
 
     def __init__(self) -> None:

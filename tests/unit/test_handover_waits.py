@@ -22,7 +22,7 @@ from tests.support.versions import CANARY
 from trainer.engine.exported import Exported, _form
 from trainer.save import write_version
 from trainer.save.host_copies import HostCopies
-from trainer.save.write_version import Changes, Snapshot, snapshot
+from trainer.save.write_version import DeltaWriter, Snapshot, snapshot
 
 FEW, MANY = 10, 50
 
@@ -52,7 +52,7 @@ def taken(tensors: dict[str, Tensor], folder: Path) -> Snapshot:
 
 def publish(tensors: dict[str, Tensor], folder: Path) -> Published:
     ranks: Any = OneRank()
-    return taken(tensors, folder).write(ranks, Changes(full_every=1))
+    return taken(tensors, folder).write(ranks, DeltaWriter(full_every=1))
 
 
 def verify(published: Published) -> tuple[dict[str, Tensor], Manifest]:

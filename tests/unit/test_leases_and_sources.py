@@ -67,8 +67,8 @@ class Run:
         batch = range(self.ledger.cursor, self.ledger.cursor + size)
         for group_id in filter(self.kept, batch):
             self.ledger.reserved.discard(group_id)
-            self.ledger.held[group_id] = arrived(group_id)
-        if not all(group_id in self.ledger.held for group_id in batch):
+            self.ledger.received[group_id] = arrived(group_id)
+        if not all(group_id in self.ledger.received for group_id in batch):
             return False
         self.ledger.advance(batch.stop)
         return True
@@ -82,7 +82,7 @@ class Run:
             self.ledger.accept(arrived(group_id), name)
             if self.dead(group_id):
                 self.ledger.refill(1)
-            if self.ledger.is_due:
+            if self.ledger.leases_are_due:
                 self.lease_out()
         return self
 

@@ -53,9 +53,9 @@ def test_a_sampler_that_is_done_gets_nothing_that_another_one_produces() -> None
     for group_id in of_a:
         accept(ledger, group_id, "a")
     accept(ledger, first, "b")
-    assert not ledger.is_due, "both have work left"
+    assert not ledger.leases_are_due, "both have work left"
     accept(ledger, last, "a")
-    assert ledger.is_due
+    assert ledger.leases_are_due
     assert granted(ledger, "a", "b") == [[], rest]
     assert ledger.refusal(arrived(rest[0]), range(1), "a") == "not_leased"
     accept(ledger, rest[0], "b")
@@ -65,7 +65,7 @@ def test_a_sampler_that_is_done_gets_nothing_that_another_one_produces() -> None
 def test_the_result_of_a_sampler_that_was_thought_lost_counts_only_while_it_has_the_lease() -> None:
     ledger = Ledger(100, 2)
     assert granted(ledger, "a") == [[0, 1]]
-    assert ledger.release("a", may_return=True) == [0, 1]
+    assert ledger.release("a", may_reconnect=True) == [0, 1]
     assert ledger.refusal(arrived(0), range(1), "a") is None, "nobody else draws it"
     assert granted(ledger, "b") == [[0, 1]]
     assert ledger.refusal(arrived(0), range(1), "a") == "not_leased"
@@ -113,7 +113,7 @@ def test_the_shortest_lease_grows_first_and_what_was_trained_is_forgotten() -> N
     accept(ledger, 0, "fast")
     accept(ledger, finished, "fast")
     ledger.advance(1)
-    assert (ledger.leases, list(ledger.held)) == (dict.fromkeys(slow, "slow"), [finished])
+    assert (ledger.leases, list(ledger.received)) == (dict.fromkeys(slow, "slow"), [finished])
     ledger.refill(1)
     assert granted(ledger, "slow", "fast") == [slow, [4, 5]]
 
@@ -127,7 +127,7 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
         accept(ledger, group_id, "a")
     assert ledger.is_complete
     ledger.refill(2)  # two were dead
-    assert (ledger.admitted, ledger.total, ledger.is_due, ledger.is_complete) == (range(6), 10, True, False)
+    assert (ledger.admitted, ledger.total, ledger.leases_are_due, ledger.is_complete) == (range(6), 10, True, False)
     assert granted(ledger, "a") == [[4, 5]]
     ledger.advance(6)
     assert ledger.admitted == range(6, 10)
@@ -189,7 +189,7 @@ class AnyWalk(RuleBasedStateMachine):
         self.ledger.lease_out(self.live)
         for group_id, name in before.items():
             assert self.ledger.leases[group_id] == name, "a lease changed its owner"
-        wanted = set(self.ledger.admitted) - self.ledger.held.keys()
+        wanted = set(self.ledger.admitted) - self.ledger.received.keys()
         assert not self.live or self.ledger.leases.keys() == wanted, "somebody is to produce every group"
 
     @rule(name=NAMES, offset=st.integers(-2, 14))
@@ -207,14 +207,16 @@ class AnyWalk(RuleBasedStateMachine):
             assert self.ledger.refusal(arrived(group_id), range(1), name) is None
             accept(self.ledger, group_id, name)
             assert self.ledger.refusal(arrived(group_id), range(1), name) == "duplicate"
-            assert self.ledger.is_due or name in self.ledger.by_sampler(), "one that has nothing left may get more"
+            assert self.ledger.leases_are_due or name in self.ledger.by_sampler(), (
+                "one that has nothing left may get more"
+            )
 
     @rule()
     def train(self) -> None:
         size = min(2, self.ledger.window) + self.ledger.refilled
         batch = range(self.ledger.cursor, min(self.ledger.cursor + size, self.ledger.total))
-        if all(g in self.ledger.held for g in batch):
-            self.trained += [self.ledger.held[g].group.group_id for g in batch]
+        if all(g in self.ledger.received for g in batch):
+            self.trained += [self.ledger.received[g].group.group_id for g in batch]
             self.ledger.advance(batch.stop)
 
     @precondition(lambda self: self.ledger.total < 50)
@@ -226,8 +228,8 @@ class AnyWalk(RuleBasedStateMachine):
     def promises(self) -> None:
         ledger = self.ledger
         assert self.trained == list(range(ledger.cursor)), "each once, in order"
-        assert ledger.leases.keys() | ledger.held.keys() <= set(ledger.admitted), "bounded by the window"
-        assert not ledger.leases.keys() & ledger.held.keys()
+        assert ledger.leases.keys() | ledger.received.keys() <= set(ledger.admitted), "bounded by the window"
+        assert not ledger.leases.keys() & ledger.received.keys()
         for name, leased in ledger.by_sampler().items():
             assert leased == sorted(g for g, sampler in ledger.leases.items() if sampler == name)
 

@@ -184,7 +184,7 @@ def test_a_group_of_another_run_or_start_is_refused_and_counted(
         until(lambda: inbox.state.peers)
         link.say(name, make_group(0), run, incarnation)
         until(lambda: counted(inbox, reason) == 1)
-        assert inbox.state.ledger.held == {}
+        assert inbox.state.ledger.received == {}
 
 
 OTHER_PROBLEM = make_eval_result(EvalRequest("v0", 0, (7,)), 0).samples
@@ -357,7 +357,7 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(link: MemoryLink) 
     (logs / "sampler.log").write_text("vllm: out of memory\n")
     with link.inbox() as inbox, link.sampler(make=lambda g, v: make_group(g if g != 1 else 60, v)):
         inbox.commit(0, published(0))
-        until(lambda: 0 in inbox.state.ledger.held and inbox.state.peers["s0"].phase == "sampling")
+        until(lambda: 0 in inbox.state.ledger.received and inbox.state.peers["s0"].phase == "sampling")
         inbox.config = changed(link.config, channel={"stall_timeout_s": 0.1})  # the thread keeps its own
         peer = r"sampler s0 heard \d+ s ago \(sampling: normal\)"
         said = rf"waited \d+ s for groups 0…1 \(have 1 of 2\); {peer}[\s\S]*vllm: out of memory"

@@ -9,7 +9,7 @@ import torch
 from common.config.training import LrSchedule
 from common.errors import UserError
 from tests.support.configs import config_of
-from trainer.engine.deepspeed_config import policy_of
+from trainer.engine.deepspeed_config import policy_optimizer
 from trainer.engine.master_weights import dither_master_weights
 from trainer.engine.optimizer import adamw, keeping_settings, parameter_groups, scheduler
 
@@ -25,8 +25,8 @@ def made(**trainer: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     config = config_of({"dtype": "float32"}, trainer=given)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = adamw(policy_of(config))(parameter_groups(model, config.trainer.weight_decay))
-    return model, optimizer, scheduler(config, policy_of(config))(optimizer)
+    optimizer = adamw(policy_optimizer(config))(parameter_groups(model, config.trainer.weight_decay))
+    return model, optimizer, scheduler(config, policy_optimizer(config))(optimizer)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:

@@ -61,7 +61,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 class Ranks:
-    """Ranks of an Exchange that are threads of this process."""
+    """Ranks of Collectives that are threads of this process."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]):
         self.rank, self.world_size, self.stall_timeout_s = rank, barrier.parties, 0.4

@@ -26,7 +26,7 @@ from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
 from trainer.save.publisher import Publisher, writes_behind
-from trainer.save.write_version import Changes
+from trainer.save.write_version import DeltaWriter
 
 
 class Bench:
@@ -146,7 +146,7 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         model, self.folder = {"path": str(tiny_model(folder / "model")), "dtype": "float32"}, folder
         self.config = config_in(folder, model=model, algorithm={"beta": 0.1}, reference={"sync_steps": 2})
-        self.policy: Any = PlainPolicy(folder / "model", changes=Changes(full_every=2))
+        self.policy: Any = PlainPolicy(folder / "model", delta_writer=DeltaWriter(full_every=2))
         self.restart()
 
     def restart(self) -> None:

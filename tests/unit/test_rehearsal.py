@@ -23,7 +23,7 @@ from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from tests.unit.test_exported import engine_of
 from trainer import rehearsal
-from trainer.engine import abandoned_kinds
+from trainer.engine import uncompiled_kinds
 
 
 def trainer_of(folder: Path, **sections: Any) -> Any:
@@ -34,7 +34,7 @@ def trainer_of(folder: Path, **sections: Any) -> Any:
     engine, rows = engine_of(given), list[Any]()
     engine.backward = lambda batch: rows.append(batch.row) or torch.full((sum(batch.row.lengths),), -1.0)
     step_trainer = SimpleNamespace(models=SimpleNamespace(reference=None, packing="shared"))
-    parts = {"config": config, "engine": engine, "critic": None, "exchange": OneRank(), "rows": rows}
+    parts = {"config": config, "engine": engine, "critic": None, "collectives": OneRank(), "rows": rows}
     parts["step_trainer"] = step_trainer
     return SimpleNamespace(**parts, tokenizer=load_tokenizer(str(given)))
 
@@ -118,14 +118,14 @@ def test_attention_that_a_rank_cannot_train_is_not_compiled_on_any_rank_after_th
     ours = "attention with heads of 256"
     for name in ("_uncompiled", "_failed_kinds", "_abandoned_kinds"):
         monkeypatch.setattr(compiled, name, type(getattr(compiled, name))())
-    monkeypatch.setattr(abandoned_kinds, "_agreed", set())
+    monkeypatch.setattr(uncompiled_kinds, "_agreed", set())
     monkeypatch.setattr(compiled, "is_compiled", lambda _: True)
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: raising(RuntimeError("PTXAS error: too many registers"))
     )
     monkeypatch.setattr(rehearsal.devices, "count", lambda: 1)
     trainer = trainer_of(tmp_path)
-    trainer.exchange = TwoRanks(other)
+    trainer.collectives = TwoRanks(other)
     backward = trainer.engine.backward
 
     def train(batch: Any) -> Any:

@@ -16,7 +16,7 @@ from sampler.prompts.dataset import fingerprint
 from tests.support.configs import config_in, config_of
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 CANARY = "canary-5f1e"
 
@@ -25,14 +25,14 @@ def saved(config: Config) -> Path:
     """A checkpoint of this run, whose record alone is read here."""
     folder = run_folder.step_dir(config.run.output_dir / run_folder.CHECKPOINTS, 40)
     folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
+    progress = RunState("run", 40, 320, 40, 40, 9, 0, resume.stream_settings(config), dataset_fingerprint="a" * 32)
     record = dataclasses.asdict(progress) | {"world_size": 1, "zero_stage": 1, "files": {}}
     (folder / run_folder.COMMIT).write_text(json.dumps(record | {"blake3": checkpoint.digest(record)}))
     return folder
 
 
-def resumed(folder: Path, config: Config) -> Progress:
-    return resume.read_progress(folder, resume.stream_settings(config))
+def resumed(folder: Path, config: Config) -> RunState:
+    return resume.read_run_state(folder, resume.stream_settings(config))
 
 
 def test_every_setting_of_data_and_prompt_is_guarded_but_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def found(rows: str = "", tokenizer: str = "", base: str = "") -> dict[str, str]
     return {"dataset_fingerprint": rows, "tokenizer_hash": tokenizer, "base_fingerprint": base}
 
 
-NEW = Progress("run", 40, 320, 40, 40, 9, 0, {})
+NEW = RunState("run", 40, 320, 40, 40, 9, 0, {})
 KNOWN = dataclasses.replace(NEW, **found("b" * 32, "c" * 16))  # type: ignore[arg-type]
 
 
@@ -144,10 +144,10 @@ def test_another_checksum_of_a_frozen_tensor_gives_another_fingerprint() -> None
 
 def test_a_resumed_run_with_an_edited_train_file_ends_at_the_first_hello(tmp_path: Path) -> None:
     trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.progress = config_in(tmp_path), dataclasses.replace(NEW, dataset_fingerprint="a" * 32)
+    trainer.config, trainer.run_state = config_in(tmp_path), dataclasses.replace(NEW, dataset_fingerprint="a" * 32)
     hello = SimpleNamespace(dataset_fingerprint="b" * 32, tokenizer_hash="", num_eval_problems=0)
     trainer._source = SimpleNamespace(wait_for_sampler=lambda: hello)
-    trainer.exchange = SimpleNamespace(run_on_rank_0=lambda work: work())
+    trainer.collectives = SimpleNamespace(run_on_rank_0=lambda work: work())
     with pytest.raises(UserError, match=r"a{32}, now it is b{32}.* model.path=.*/run/checkpoints/step_000040 "):
         trainer.run()
 

@@ -14,7 +14,7 @@ from tests.support.raising import raising
 from trainer.evaluation_schedule import EvaluationSchedule
 from trainer.loop import Trainer
 from trainer.save import saver as saver_module
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 from trainer.save.saver import Saver
 
 
@@ -32,13 +32,13 @@ class Run:
         monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
         config = config_of(trainer=trainer)
-        exchange: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
+        collectives: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
         engine: Any = None
-        self.saver = Saver(config, engine, None, exchange, None, print, lambda: None, defaultdict(float), step=0)
+        self.saver = Saver(config, engine, None, collectives, None, print, lambda: None, defaultdict(float), step=0)
 
     def batch_of_minutes(self, minutes: float, step: int) -> None:
         self.clock.now += 60 * minutes
-        self.saver.save_if_due(Progress("run", 0, 0, step, step, 0, 0, {}))
+        self.saver.save_if_due(RunState("run", 0, 0, step, step, 0, 0, {}))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_when_a_batch_is_saved(
 def test_interrupts_save_if_steps_do(monkeypatch: pytest.MonkeyPatch, save_steps: int | None, saved: list[int]) -> None:
     run = Run(monkeypatch, save_steps=save_steps)
     run.batch_of_minutes(1, 7)
-    run.saver.save_before_the_end(Progress("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
+    run.saver.save_before_the_end(RunState("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=True)
     assert run.saved == saved
 
 
@@ -71,8 +71,8 @@ def test_interrupts_save_if_steps_do(monkeypatch: pytest.MonkeyPatch, save_steps
 def test_a_run_that_is_out_of_time_saves_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
     run = Run(monkeypatch, agree=lambda _: is_over, max_hours=0.5)
     trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.exchange, trainer.saver = run.saver.config, run.saver.exchange, run.saver
-    trainer.progress, trainer._is_between_batches = Progress("run", 0, 0, 7, 7, 0, 0, {}), True
+    trainer.config, trainer.collectives, trainer.saver = run.saver.config, run.saver.collectives, run.saver
+    trainer.run_state, trainer._is_between_batches = RunState("run", 0, 0, 7, 7, 0, 0, {}), True
     with pytest.raises(Interrupted) as ended:
         trainer.save_and_end()
     assert run.saved == [7]
@@ -99,7 +99,7 @@ def test_time_is_counted_from_the_start_of_launch_sh(monkeypatch: pytest.MonkeyP
 
 def evaluations(
     version: int, steps: int, evaluated: int | None = None, done: tuple[int, ...] = (), every: int = 2, passes: int = 1
-) -> tuple[EvaluationSchedule, Progress, tuple[int, ...]]:
+) -> tuple[EvaluationSchedule, RunState, tuple[int, ...]]:
     """Returns the schedule of 10 batches of `passes` steps, their progress, and versions on record.
 
     evaluated: the version that this process evaluated last.
@@ -107,7 +107,7 @@ def evaluations(
     given = {"trainer": {"max_steps": 10 * passes}, "algorithm": {"num_iterations": passes}}
     config = config_of(data={"eval": "e"}, eval={"steps": every}, **given)
     schedule = EvaluationSchedule(config, version if evaluated is None else evaluated)
-    return schedule, Progress("run", steps // passes, 0, version, steps, 0, 0, {}), done
+    return schedule, RunState("run", steps // passes, 0, version, steps, 0, 0, {}), done
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from tests.unit.test_checkpoint_faults import KEEP, ONE_RANK, TOKENIZER, SmallEn
 from trainer.engine.step_result import StepResult
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 
-def trainer(folder: Path, progress: Progress | None = None) -> Any:
-    progress = progress or Progress("run", 0, 0, 0, 0, 0, 0, {})
+def trainer(folder: Path, progress: RunState | None = None) -> Any:
+    progress = progress or RunState("run", 0, 0, 0, 0, 0, 0, {})
     run = object.__new__(Trainer)
     run.config = make_config(folder)
-    run.progress = progress
+    run.run_state = progress
     run.actor_critic = None
     batch = SimpleNamespace(slots=SimpleNamespace(taken=[]))
     run.step_trainer = SimpleNamespace(batch=batch)  # type: ignore[assignment]
@@ -43,7 +43,7 @@ def test_three_in_a_row_stop_the_run_with_loss_norm_and_version(
         advance(run, applied)
     with pytest.raises(Retryable, match=r"^3 steps in a row .*\(loss nan, gradient norm nan\) .*version 2"):
         advance(run, False)
-    done = run.progress
+    done = run.run_state
     assert (done.step, done.policy_version) == (7, 2)
     figure("R11", f"{done.step} steps, {done.step - done.policy_version} not finite: stopped by the third in a row")
 
@@ -52,10 +52,10 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     advance(run, False)
     advance(run, False)
-    checkpoint.save(SmallEngine(2), ONE_RANK, TOKENIZER, tmp_path / "checkpoints", run.progress, KEEP)
+    checkpoint.save(SmallEngine(2), ONE_RANK, TOKENIZER, tmp_path / "checkpoints", run.run_state, KEEP)
     found = resume.newest_valid(tmp_path / "checkpoints", OneRank(), print)
     assert found is not None
-    resumed = resume.read_progress(found, {})
-    assert resumed == dataclasses.replace(run.progress, skipped_in_a_row=2)
+    resumed = resume.read_run_state(found, {})
+    assert resumed == dataclasses.replace(run.run_state, skipped_in_a_row=2)
     with pytest.raises(Retryable, match="3 steps in a row"):
         advance(trainer(tmp_path, resumed), False)

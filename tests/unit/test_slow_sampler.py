@@ -33,7 +33,7 @@ def step_seconds(
         heard |= dict.fromkeys(current, now)
         for name in [name for name, last in heard.items() if now - last > LOST_AFTER_S]:
             del heard[name]
-            ledger.release(name, may_return=True)
+            ledger.release(name, may_reconnect=True)
         ledger.lease_out(list(heard))
         now += TICK_S
         for name, speed in current.items():
@@ -42,10 +42,10 @@ def step_seconds(
             running = lease[:at_once]
             for group_id in running:
                 left[name][group_id] -= TICK_S * speed / (1 + 0.5 * (len(running) - 1))
-                if left[name][group_id] <= 1e-9 and group_id not in ledger.held:
+                if left[name][group_id] <= 1e-9 and group_id not in ledger.received:
                     ledger.accept(Received(Tombstone(group_id, 0, ""), ()), name)
         batch = range(ledger.cursor, ledger.cursor + prompts)
-        if all(g in ledger.held for g in batch):
+        if all(g in ledger.received for g in batch):
             ledger.advance(batch.stop)
             ends.append(now)
     return (ends[-1] - ends[-11]) / 10

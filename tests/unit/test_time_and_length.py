@@ -61,7 +61,7 @@ class World:
         self.accepted[group_id] = self.in_work[name].pop(group_id)[1]
         self.ledger.accept(Received(Tombstone(group_id, 0, ""), ()), name)
         batch = range(self.ledger.cursor, self.ledger.cursor + self.prompts)
-        if all(group_id in self.ledger.held for group_id in batch):
+        if all(group_id in self.ledger.received for group_id in batch):
             self.ledger.advance(batch.stop)
         self.lease_out()
 
@@ -148,9 +148,9 @@ def test_groups_that_a_lost_sampler_had_begun_are_drawn_again_and_counted(
 def test_a_sampler_that_was_only_silent_and_gets_its_groups_back_has_drawn_them_once() -> None:
     ledger = Ledger(100, 4)
     ledger.lease_out(["a"])
-    assert ledger.release("a", may_return=True) == [0, 1, 2, 3]
+    assert ledger.release("a", may_reconnect=True) == [0, 1, 2, 3]
     ledger.lease_out(["a"])
     assert ledger.redrawn == 0
-    ledger.release("a", may_return=True)
+    ledger.release("a", may_reconnect=True)
     ledger.lease_out(["b"])
     assert ledger.redrawn == 4

@@ -22,7 +22,7 @@ from tests.unit.test_batch_training import config as batch_config
 from tests.unit.test_sampler_loop import Loop, OneStepEngine
 from trainer.link.ledger import Ledger
 from trainer.record.stats import in_flight_metrics, rollout_metrics
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 
 
 def mixed(*spans: tuple[int, int], tokens: tuple[int, ...] = (3, 4, 5), **changes: Any) -> Rollout:
@@ -73,7 +73,7 @@ def test_no_token_is_older_than_max_staleness_when_it_trains_however_long_its_se
                 assert ledger.refusal(group, range(max(0, version - max_staleness), version + 1)) is None
                 ledger.accept(received(group), "s")
         due = range(ledger.cursor, ledger.cursor + batch)
-        if all(g in ledger.held for g in due):
+        if all(g in ledger.received for g in due):
             for g in due:
                 ages = version - mixed(*decoding[g], tokens=(3,) * length[g]).token_versions(version)
                 oldest = max(oldest, *ages)
@@ -183,7 +183,7 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
         return make_group(group_id, 0, mixed(reward=1.0), mixed((0, 0), (1, 1), reward=0.0), mixed((0, 1), reward=0.5))
 
     run = Run(batch_config(1, {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}), make=make)
-    versions = [Progress("run", 0, 0, index + 1, 0, 0, 0, {}) for index in (0, 1)]
+    versions = [RunState("run", 0, 0, index + 1, 0, 0, 0, {}) for index in (0, 1)]
     run.training.begin_batch(versions[0])
     for index, progress in enumerate(versions):
         run.step(index, progress)

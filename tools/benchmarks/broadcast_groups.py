@@ -61,19 +61,19 @@ def measure(rank: int, ranks: int, folder: str) -> None:
     """Receives the batch of each case on one rank. Rank 0 prints seconds, the last one memory."""
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"output_dir": folder}})
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=ranks)
-    exchange = connect(config)
+    collectives = connect(config)
     for case in CASES:
         rank_zero: Any = None
         if rank == 0:
             batch = frames_of(case)
             source = SimpleNamespace(receive=lambda ids, batch=batch: [batch[i] for i in ids])
             rank_zero = SimpleNamespace(source=source, recorder=None)
-        receiver = GroupReceiver(rank_zero, exchange)
-        exchange.sum_over_ranks([0.0])  # all begin together
+        receiver = GroupReceiver(rank_zero, collectives)
+        collectives.sum_over_ranks([0.0])  # all begin together
         memory_before = peak_memory()
         start = time.perf_counter()
         groups = [receiver.receive([group_id])[0] for group_id in range(NUM_GROUPS)]
-        exchange.sum_over_ranks([0.0])
+        collectives.sum_over_ranks([0.0])
         seconds = time.perf_counter() - start
         assert len(groups) == NUM_GROUPS
         if rank == ranks - 1:

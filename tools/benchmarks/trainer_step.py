@@ -70,11 +70,11 @@ def main() -> None:
         (Path(scratch) / "config.yaml").write_text(yaml.safe_dump(settings))
         config = load(Path(scratch) / "config.yaml", arguments.overrides)
         init_distributed(config)
-        exchange = connect(config)
-        config = with_micro_batches_that_fit(config, exchange.world_size)
-        seconds = step_seconds(arguments.cell, config, exchange, arguments.steps)[arguments.warmup :]
-        if exchange.rank == 0:
-            line = json.dumps(record(arguments.cell, config, exchange.world_size, statistics.median(seconds)))
+        collectives = connect(config)
+        config = with_micro_batches_that_fit(config, collectives.world_size)
+        seconds = step_seconds(arguments.cell, config, collectives, arguments.steps)[arguments.warmup :]
+        if collectives.rank == 0:
+            line = json.dumps(record(arguments.cell, config, collectives.world_size, statistics.median(seconds)))
             print(line, flush=True)
             with open(arguments.out, "a") as file:
                 file.write(line + "\n")
@@ -87,22 +87,22 @@ def with_micro_batches_that_fit(config: Config, ranks: int) -> Config:
     return with_tokens(config, tokens_per_micro_batch(config, model, place, this_machine(devices.count())))
 
 
-def step_seconds(cell: Cell, config: Config, exchange: Any, steps: int) -> list[float]:
+def step_seconds(cell: Cell, config: Config, collectives: Any, steps: int) -> list[float]:
     """Returns the seconds of each step on this rank."""
     from trainer.algorithm.losses import Denominator
     from trainer.data.tensors import micro_batch
     from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
     from trainer.engine.policy import PolicyEngine
 
-    engine = PolicyEngine(config, exchange.world_size).start()
+    engine = PolicyEngine(config, collectives.world_size).start()
     denominator = Denominator("grpo", cell.prompts * cell.generations, 1, cell.completion)
     size, seconds = config.groups_at_once, []
     for step in range(steps):
         groups = make_groups(cell, step)
         devices.synchronize()
         start = time.perf_counter()
-        for first in range(0, cell.prompts, size * exchange.world_size):
-            mine = groups[first + exchange.rank * size : first + (exchange.rank + 1) * size]
+        for first in range(0, cell.prompts, size * collectives.world_size):
+            mine = groups[first + collectives.rank * size : first + (collectives.rank + 1) * size]
             scored = [TrainingGroup(group, config.algorithm) for group in mine]
             set_advantages_from_rewards(scored, config)
             engine.backward(micro_batch(scored, denominator, config.algorithm, engine.packing))

@@ -23,18 +23,20 @@ from trainer.data.training_group import TrainingGroup, set_estimates
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.engine.step_result import StepResult
 
 
 class ActorCritic:
     """A policy and its critic, which are scored, trained and stepped together."""
 
-    def __init__(self, config: Config, policy: PolicyEngine, critic: Critic, exchange: Exchange):
+    def __init__(
+        self, config: Config, policy: PolicyEngine, critic: Critic, collectives: Collectives
+    ):
         self.config = config
         self.policy = policy
         self.critic = critic
-        self.exchange = exchange
+        self.collectives = collectives
         self._packing = common_packing(policy.packing, critic.packing)
         critic.watch_gradients()
         policy.watch_gradients()
@@ -101,7 +103,7 @@ class ActorCritic:
         arrays = [array for of_group in scores.values() for array in of_group]
         if not arrays:
             return scores
-        total = self.exchange.sum_over_dp(torch.from_numpy(np.concatenate(arrays)))
+        total = self.collectives.sum_over_dp(torch.from_numpy(np.concatenate(arrays)))
         totals = total.split([len(array) for array in arrays])
         for array, of_completion in zip(arrays, totals, strict=True):
             array[:] = of_completion.numpy()
@@ -127,11 +129,11 @@ class ActorCritic:
         are_finite = [model.gradients_are_finite() for model in models]
         if not all(are_finite):
             for model in models:
-                model.poison()
+                model.make_gradients_nan()
         results = [model.step() for model in models]
         of_critic = results[0]
         of_last = results[-1]
-        sums = self.exchange.sum_named(self.critic.sums.drain())
+        sums = self.collectives.sum_named(self.critic.sums.drain())
         self._step_metrics = {
             "value_loss": sums["loss"],
             "value_clip_fraction": sums["clipped"] / max(sums["tokens"], 1.0),

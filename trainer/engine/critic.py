@@ -23,7 +23,7 @@ from model.transformers_internals import value_class
 from trainer.algorithm.losses import value_errors
 from trainer.algorithm.sums import VALUE_SUMS
 from trainer.data.tensors import ValueBatch
-from trainer.engine.deepspeed_config import critic_of
+from trainer.engine.deepspeed_config import critic_optimizer
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 
@@ -60,7 +60,7 @@ class Critic(DeepSpeedModel):
     def __init__(
         self, config: Config, world_size: int, sequence_group: SequenceGroup | None = None
     ):
-        super().__init__(config, world_size, critic_of(config), sequence_group)
+        super().__init__(config, world_size, critic_optimizer(config), sequence_group)
 
     def _load(self) -> ValueModel:
         model = load_value_model(self.config)

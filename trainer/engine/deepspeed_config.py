@@ -42,14 +42,14 @@ class OptimizerSettings:
     num_steps: int  # optimizer steps in the whole run
 
 
-def policy_of(config: Config) -> OptimizerSettings:
+def policy_optimizer(config: Config) -> OptimizerSettings:
     """Returns the settings of the policy's optimizer. It makes no step in critic_warmup_steps."""
     trainer = config.trainer
     num_steps = trainer.max_steps - config.critic.critic_warmup_steps
     return OptimizerSettings("trainer", trainer.learning_rate, trainer.warmup_steps, num_steps)
 
 
-def critic_of(config: Config) -> OptimizerSettings:
+def critic_optimizer(config: Config) -> OptimizerSettings:
     """Returns the settings of the critic's optimizer.
 
     It has no warmup, because the critic's head starts at zero and critic_warmup_steps give it time.
@@ -57,11 +57,11 @@ def critic_of(config: Config) -> OptimizerSettings:
     return OptimizerSettings("critic", config.critic.learning_rate, 0, config.trainer.max_steps)
 
 
-def all_optimized(config: Config) -> list[OptimizerSettings]:
+def optimizer_settings(config: Config) -> list[OptimizerSettings]:
     """Returns the settings of the policy's optimizer, and of the critic's if there is a critic."""
-    optimizers = [policy_of(config)]
+    optimizers = [policy_optimizer(config)]
     if config.algorithm.needs_critic:
-        optimizers.append(critic_of(config))
+        optimizers.append(critic_optimizer(config))
     return optimizers
 
 
@@ -74,7 +74,7 @@ def deepspeed_config(
     Raises UserError if the user's settings contradict Tandem's, with the names of both.
     """
     if optimizer is None:
-        optimizer = policy_of(config)
+        optimizer = policy_optimizer(config)
     settings = user_settings(config)
     _fill_batch_sizes(config, settings, world_size)
     _fill_precision(config, settings)

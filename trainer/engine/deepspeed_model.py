@@ -53,7 +53,7 @@ from trainer.engine.deepspeed_insides import (
     total_norm,
 )
 from trainer.engine.exported import Exported
-from trainer.engine.flat_gradients import FlatGradients, add_up_in_buckets
+from trainer.engine.flat_gradients import FlatGradientOptimizer, add_up_in_buckets
 from trainer.engine.master_weights import dither_master_weights
 from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.optimizer_state import set_masters
@@ -278,8 +278,8 @@ class DeepSpeedModel(abc.ABC):
         if self.stage == 0 and not self.gradients_are_finite():
             self.ds.zero_grad()
             return StepResult(applied=False, grad_norm=math.nan, learning_rate=learning_rate)
-        if self.stage == 1 and not isinstance(self.optimizer, FlatGradients):
-            # FlatGradients itself takes a missing gradient as zero
+        if self.stage == 1 and not isinstance(self.optimizer, FlatGradientOptimizer):
+            # FlatGradientOptimizer itself takes a missing gradient as zero
             give_every_parameter_a_gradient(self.optimizer)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
@@ -322,7 +322,7 @@ class DeepSpeedModel(abc.ABC):
     @property
     def can_drop_gradients(self) -> bool:
         """Returns whether `drop_gradients` works: ranks send no gradient before the step."""
-        return self.stage == 0 or isinstance(self.optimizer, FlatGradients)
+        return self.stage == 0 or isinstance(self.optimizer, FlatGradientOptimizer)
 
     def drop_gradients(self) -> None:
         """Drops gradients and sums since the last step, also of an unfinished backward pass."""
@@ -333,7 +333,7 @@ class DeepSpeedModel(abc.ABC):
         self._not_finite.zero_()
         self.sums.drain()
 
-    def poison(self) -> None:
+    def make_gradients_nan(self) -> None:
         """Makes the gradients of this step NaN, so that DeepSpeed skips the step."""
         output = self.ds(self.row_on_device(filler_row()))
         self.accumulate(output[0].sum() * math.nan)

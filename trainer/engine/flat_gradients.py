@@ -28,18 +28,18 @@ class Slot(NamedTuple):
 
 
 def add_up_in_buckets() -> None:
-    """Replaces DeepSpeed's BF16_Optimizer by a subclass of it with FlatGradients.
+    """Replaces DeepSpeed's BF16_Optimizer by a subclass of it with FlatGradientOptimizer.
 
     It must run before deepspeed.initialize, which creates this optimizer for ZeRO 1 in bfloat16.
     The class stays replaced in this process.
     """
     engine: Any = importlib.import_module("deepspeed.runtime.engine")
-    if not issubclass(engine.BF16_Optimizer, FlatGradients):
-        bases = (FlatGradients, engine.BF16_Optimizer)
+    if not issubclass(engine.BF16_Optimizer, FlatGradientOptimizer):
+        bases = (FlatGradientOptimizer, engine.BF16_Optimizer)
         engine.BF16_Optimizer = type("FlatOptimizer", bases, {})
 
 
-class FlatGradients(_Optimizer):
+class FlatGradientOptimizer(_Optimizer):
     """Adds bfloat16 gradients to DeepSpeed's flat float32 buffers once per bucket of parameters.
 
     A step's first gradient is copied. `fp32_groups_has_gradients` tells which parameters have

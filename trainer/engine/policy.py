@@ -30,7 +30,7 @@ from trainer.algorithm.losses import TokenTerms, loss_and_terms
 from trainer.algorithm.mismatch import by_cause, by_length, gaps
 from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.data.tensors import MicroBatch, filler_row
-from trainer.engine.deepspeed_config import policy_of
+from trainer.engine.deepspeed_config import policy_optimizer
 from trainer.engine.deepspeed_insides import gathered
 from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import Exported, base, exported
@@ -71,7 +71,7 @@ class PolicyEngine(DeepSpeedModel):
         sequence_group: SequenceGroup | None = None,
         is_trained: bool = True,
     ):
-        optimizer = policy_of(config) if is_trained else None
+        optimizer = policy_optimizer(config) if is_trained else None
         super().__init__(config, world_size, optimizer, sequence_group)
 
     def _load(self) -> Policy:

@@ -42,7 +42,7 @@ _STILL_WAITING = -2
 _FINISHED = 0
 
 
-class Exchange:
+class Collectives:
     """Collectives over all ranks, on CPU memory, and this rank's numbers. `connect` creates it.
 
     group: gloo's process group of all ranks. sequence_group: the ranks that share this rank's rows,
@@ -232,8 +232,8 @@ def collective_timeout(config: Config) -> datetime.timedelta:
     return datetime.timedelta(seconds=2 * config.channel.stall_timeout_s)
 
 
-def connect(config: Config) -> Exchange:
-    """Returns a new Exchange with process groups of its own, which no other Exchange uses.
+def connect(config: Config) -> Collectives:
+    """Returns a new Collectives object with process groups of its own, which no other one uses.
 
     They are gloo's group of all ranks and, with sequence parallelism, a group of the ranks that
     share rows. Creating a group is a collective, so all ranks call this function equally often.
@@ -242,11 +242,11 @@ def connect(config: Config) -> Exchange:
     group = dist.new_group(backend="gloo", timeout=timeout)
     size = config.trainer.sequence_parallel_size
     if size == 1:
-        return Exchange(config, group, None)
+        return Collectives(config, group, None)
     sequence_groups = []
     for first_rank in range(0, dist.get_world_size(), size):
         ranks = list(range(first_rank, first_rank + size))
         sequence_groups.append(dist.new_group(ranks, timeout=timeout))
     row_index, rank_in_row = divmod(dist.get_rank(), size)
     sequence_group = SequenceGroup(rank_in_row, size, sequence_groups[row_index])
-    return Exchange(config, group, sequence_group)
+    return Collectives(config, group, sequence_group)

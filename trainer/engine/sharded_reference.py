@@ -16,19 +16,19 @@ from model.packing import PackedRow
 from model.transformers_internals import without_adapters
 from trainer.engine.deepspeed_insides import destroy
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 
 
 class ShardedReference:
     """A reference with the methods of model.reference.Reference, each of which every rank calls."""
 
-    def __init__(self, config: Config, exchange: Exchange, policy: PolicyEngine):
+    def __init__(self, config: Config, collectives: Collectives, policy: PolicyEngine):
         """Loads the reference, or takes the policy's frozen weights as the reference.
 
         The config's reference_is_base decides which.
         """
         self._config = config
-        self._exchange = exchange
+        self._collectives = collectives
         self._is_base = config.reference_is_base
         if self._is_base:
             self._engine = policy
@@ -47,9 +47,9 @@ class ShardedReference:
                 "deepspeed": {"zero_optimization": {"stage": 3}},
             }
         )
-        exchange = self._exchange
+        collectives = self._collectives
         engine = PolicyEngine(
-            frozen, exchange.world_size, exchange.sequence_group, is_trained=False
+            frozen, collectives.world_size, collectives.sequence_group, is_trained=False
         )
         return engine.start()
 

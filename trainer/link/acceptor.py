@@ -53,7 +53,7 @@ class Acceptor:
 
         Training uses only a group that is still awaited, that was sampled by a version within the
         allowed lag, and whose contents are valid. sampler: the sender, whose group is refused if
-        another sampler has its lease; None for a group of the journal (kept.py).
+        another sampler has its lease; None for a group of the journal (group_journal.py).
         """
         assert self._state.published is not None
         newest = self._state.published.version
@@ -84,7 +84,7 @@ class Acceptor:
             group = Tombstone(group.group_id, state.published.version, reason)
         if isinstance(group, Group):
             received = wire.Received(group, frames)
-            state.kept.add(received)
+            state.journal.add(received)
             self._end_run(self._failed_groups.add(group))
         else:
             received = wire.Received(group, wire.encode(self._envelope, group))

@@ -28,7 +28,7 @@ from common.wire.channel import Transport
 from common.wire.group_limits import Limits
 from trainer.link.acceptor import Acceptor
 from trainer.link.evaluation import Evaluation, problems_per_chunk, split_evaluation
-from trainer.link.kept import Kept
+from trainer.link.group_journal import GroupJournal
 from trainer.link.ledger import Ledger
 from trainer.link.peers import Peer, SharedState, describe
 from trainer.link.socket_thread import SocketThread
@@ -80,7 +80,7 @@ class Inbox(GroupSource):
         self.config = config
         self.incarnation = incarnation
         self.say = say
-        self.state = SharedState(ledger, Kept(config, run_id, say))
+        self.state = SharedState(ledger, GroupJournal(config, run_id, say))
         envelope = wire.Envelope(run_id, incarnation, "")
         if transport is None:
             transport = channel.bind(config)
@@ -94,7 +94,7 @@ class Inbox(GroupSource):
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is None:
             self.thread.end()
-            self.state.kept.clear()
+            self.state.journal.clear()
         else:
             reason = f"the trainer ended: {with_type(error)}"[:500]
             self.thread.end(wire.Bye(reason, code_of(error)))
@@ -115,9 +115,9 @@ class Inbox(GroupSource):
             assert is_over, "finish_eval comes before the next evaluation"
             self.state.ledger.advance(cursor)
             self.state.published = published
-            self.state.progress += 1
-            self.state.kept.begin(published)
-            self._accept_kept()
+            self.state.change_count += 1
+            self.state.journal.begin(published)
+            self._accept_journal()
             if eval_id is not None:
                 per_chunk = problems_per_chunk(self.config)
                 self.state.evaluation = split_evaluation(eval_id, num_problems, per_chunk)
@@ -127,18 +127,18 @@ class Inbox(GroupSource):
     def refill(self, count: int) -> None:
         with self.state.changed:
             self.state.ledger.refill(count)
-            self.state.progress += 1
-            self._accept_kept()
+            self.state.change_count += 1
+            self._accept_journal()
         self.thread.transport.wake()  # samplers hear of the change at once
 
     def forget(self, version: int) -> None:
         with self.state.changed:
-            self.state.kept.forget(version - self.acceptor.max_version_lag)
+            self.state.journal.forget(version - self.acceptor.max_version_lag)
 
-    def _accept_kept(self) -> None:
+    def _accept_journal(self) -> None:
         """Accepts admitted groups of the journal, by the checks of any received group."""
         ledger = self.state.ledger
-        waiting = self.state.kept.waiting
+        waiting = self.state.journal.waiting
         has_accepted = False
         for group_id in list(waiting):
             if group_id >= ledger.admitted.stop:
@@ -160,7 +160,7 @@ class Inbox(GroupSource):
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
         if has_accepted:
             begun = ledger.admitted
-            if not self.state.kept.was_published_before:
+            if not self.state.journal.was_published_before:
                 # no earlier start of the trainer admitted the last batch of the window
                 begun = range(ledger.cursor, ledger.cursor + ledger.window - batch_size)
             ledger.note_interrupted(group_id for group_id in ledger.free if group_id in begun)
@@ -173,14 +173,14 @@ class Inbox(GroupSource):
         """
         self._wait(lambda: self._missing_groups(group_ids))
         with self.state.changed:
-            return [self.state.ledger.held[group_id] for group_id in group_ids]
+            return [self.state.ledger.received[group_id] for group_id in group_ids]
 
     def _missing_groups(self, group_ids: Sequence[int]) -> str:
-        held = self.state.ledger.held
-        num_held = sum(group_id in held for group_id in group_ids)
-        if num_held == len(group_ids):
+        received = self.state.ledger.received
+        num_received = sum(group_id in received for group_id in group_ids)
+        if num_received == len(group_ids):
             return ""
-        return f"groups {group_ids[0]}…{group_ids[-1]} (have {num_held} of {len(group_ids)})"
+        return f"groups {group_ids[0]}…{group_ids[-1]} (have {num_received} of {len(group_ids)})"
 
     def samplers_are_idle(self) -> bool:
         with self.state.changed:

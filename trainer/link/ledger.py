@@ -1,4 +1,4 @@
-"""State of the groups that are admitted, leased, held and trained.
+"""State of the groups that are admitted, leased, received and trained.
 
 It uses neither a socket nor a clock.
 
@@ -7,7 +7,7 @@ groups from the cursor on may exist outside the trainer. This admission bounds b
 staleness, so nothing is ever discarded as stale.
 
     cursor=8, window=4:
-    trained 0…7 │ 8 held, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
+    trained 0…7 │ 8 received, 9 leased to a, 10 leased to b, 11 free │ 12… not admitted
 
 A batch with dead groups takes as many further groups in their stead: window and total grow by that
 number until the cursor moves (`refill`).
@@ -46,17 +46,18 @@ def _hashed(*values: object) -> float:
 
 @dataclass
 class Ledger:
-    """The admitted groups of a run: which are free, leased, reserved or held."""
+    """The admitted groups of a run: which are free, leased, reserved or received."""
 
     total: int  # groups in the whole run, as far as known
     window: int  # groups admitted from the cursor on
     cursor: int = 0
     refilled: int = 0  # groups that the batch at the cursor takes beyond its slots
     leases: dict[int, str] = field(default_factory=dict)  # group id -> the sampler that produces it
-    held: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
-    # group ids that are not leased, because the journal has them for a later version (kept.py)
+    received: dict[int, Received] = field(default_factory=dict)  # arrived, not trained
+    # ids of groups that are not leased, because the journal (group_journal.py) has them for a later
+    # version
     reserved: set[int] = field(default_factory=set)
-    is_due: bool = True  # some sampler may get a lease
+    leases_are_due: bool = True  # some sampler may get a lease
     speeds: SamplerSpeeds = field(default_factory=SamplerSpeeds)
     redrawn: int = 0  # groups that were begun, lost and leased to another sampler process
     # group id -> the sampler that had begun it and was lost, which may still return
@@ -77,12 +78,12 @@ class Ledger:
 
         Then no group is to be produced until the cursor moves.
         """
-        return all(group_id in self.held for group_id in self.admitted)
+        return all(group_id in self.received for group_id in self.admitted)
 
     @property
     def free(self) -> list[int]:
-        """Returns the admitted groups that are neither leased, nor held, nor reserved."""
-        taken = self.leases.keys() | self.held.keys() | self.reserved
+        """Returns the admitted groups that are neither leased, nor received, nor reserved."""
+        taken = self.leases.keys() | self.received.keys() | self.reserved
         return [group_id for group_id in self.admitted if group_id not in taken]
 
     def lease_out(self, samplers: Collection[str]) -> None:
@@ -92,7 +93,7 @@ class Ledger:
         number of groups that it has in work. If fewer groups are free than there are samplers, and
         they do not replace dead groups, only the speeds and a hash of the ids decide.
         """
-        self.is_due = False
+        self.leases_are_due = False
         if not samplers:
             return
         free = sorted(self.free, key=_hashed)
@@ -132,21 +133,21 @@ class Ledger:
             leased[self.leases[group_id]].append(group_id)
         return dict(leased)
 
-    def release(self, sampler: str, may_return: bool = False) -> list[int]:
+    def release(self, sampler: str, may_reconnect: bool = False) -> list[int]:
         """Ends a lost sampler's leases, and returns the ids of these groups, which become free.
 
-        may_return: whether the sampler's process may still be at work on them.
+        may_reconnect: whether the sampler's process may still be at work on them.
         """
         group_ids = self.by_sampler().get(sampler, [])
         for group_id in group_ids:
             del self.leases[group_id]
             self.interrupted[group_id] = sampler
-        if not may_return:  # the groups that an earlier call released are lost, too
+        if not may_reconnect:  # the groups that an earlier call released are lost, too
             for group_id, lost_sampler in self.interrupted.items():
                 if lost_sampler == sampler:
                     self.interrupted[group_id] = _NOBODY
         self.speeds.forget(sampler)
-        self.is_due = True
+        self.leases_are_due = True
         return group_ids
 
     def note_interrupted(self, group_ids: Iterable[int]) -> None:
@@ -159,9 +160,9 @@ class Ledger:
         """Returns why this group is refused, as a countable name, or None if it may be accepted.
 
         versions: the policy versions that may have sampled it.
-        sampler: its sender, None for a group of the journal (kept.py).
+        sampler: its sender, None for a group of the journal (group_journal.py).
         """
-        if group.group_id in self.held:
+        if group.group_id in self.received:
             return "duplicate"
         if group.group_id < self.cursor:
             return "trained"
@@ -180,16 +181,16 @@ class Ledger:
         """Stores a group that has arrived, and ends its lease to a sampler.
 
         sampler: the name of the sampler that sent it; "" for a group that an earlier start of the
-        trainer had accepted and kept in the journal (kept.py).
+        trainer had accepted and kept in the journal (group_journal.py).
         """
         group_id = received.group.group_id
-        self.held[group_id] = received
+        self.received[group_id] = received
         self.leases.pop(group_id, None)
         self.interrupted.pop(group_id, None)
         if sampler:
             self.speeds.count_group(sampler)
         if sampler not in self.leases.values():
-            self.is_due = True  # the sampler has nothing left
+            self.leases_are_due = True  # the sampler has nothing left
 
     def refill(self, count: int) -> None:
         """Admits `count` more groups, which the batch at the cursor takes in place of dead ones.
@@ -198,18 +199,18 @@ class Ledger:
         """
         self.refilled += count
         self.total += count
-        self.is_due = True
+        self.leases_are_due = True
 
     def advance(self, cursor: int) -> None:
         """Moves the cursor and forgets the groups below it, which a finished step has trained."""
         may_move = self.cursor <= cursor <= self.total
         assert may_move, f"cursor may not move from {self.cursor} to {cursor}"
         for group_id in range(self.cursor, cursor):
-            self.held.pop(group_id, None)
+            self.received.pop(group_id, None)
             self.leases.pop(group_id, None)
             self.interrupted.pop(group_id, None)
         if cursor > self.cursor:
             self.cursor = cursor
             self.refilled = 0
             self.speeds.begin_batch(collections.Counter(self.leases.values()))
-        self.is_due = True
+        self.leases_are_due = True

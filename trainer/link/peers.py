@@ -12,7 +12,7 @@ from statistics import fmean
 from common.files.weights import Published
 from common.wire import wire
 from trainer.link.evaluation import Evaluation
-from trainer.link.kept import Kept
+from trainer.link.group_journal import GroupJournal
 from trainer.link.ledger import Ledger
 
 _SILENT_S = 5.0
@@ -179,13 +179,14 @@ class SharedState:
     thread may change `counters`.
     """
 
-    def __init__(self, ledger: Ledger, kept: Kept):
+    def __init__(self, ledger: Ledger, journal: GroupJournal):
         self.changed = threading.Condition()
         self.ledger = ledger
-        self.kept = kept
-        ledger.reserved = kept.reserved
+        self.journal = journal
+        ledger.reserved = journal.reserved
         self.published: Published | None = None  # no sampler gets credit before the first version
-        self.progress = 0  # grows with every change by the training loop that samplers must hear of
+        # changes by the training loop that samplers must hear of, since the start
+        self.change_count = 0
         self.evaluation: Evaluation | None = None
         # by sampler id; the dict is replaced by a new one and never changed in size
         self.peers: dict[str, Peer] = {}

@@ -48,9 +48,9 @@ class SocketThread(threading.Thread):
         self._bye = wire.Bye("done")
         # every other hello must agree with the first one, even after its sampler is lost
         self._first_hello: wire.Hello | None = None
-        # when all samplers last got credit, in monotonic seconds, and `SharedState.progress` then
+        # monotonic seconds and `SharedState.change_count` when all samplers last got credit
         self._credited_at = -channel.BEAT_S
-        self._credited_progress = -1
+        self._credited_change_count = -1
 
     def end(self, bye: wire.Bye | None = None) -> None:
         """Ends the thread and waits for it. bye: the goodbye to the samplers, by default "done"."""
@@ -154,7 +154,7 @@ class SocketThread(threading.Thread):
             old.heard_at = now
             return
         self.state.peers = {**self.state.peers, name: peer}
-        self.state.ledger.is_due = True
+        self.state.ledger.leases_are_due = True
 
     def _handle_bye(self, name: str, bye: wire.Bye) -> None:
         """Handles a goodbye, which comes before the hello if an engine refuses the settings."""
@@ -175,7 +175,7 @@ class SocketThread(threading.Thread):
             still_s = now - peer.progressed_at
             if silent_s > channel.LOST_AFTER_S:
                 peer.lost = True
-                freed = self._release(name, may_return=True)
+                freed = self._release(name, may_reconnect=True)
                 self.say(
                     f"sampler {name} lost: silent for {silent_s:.0f} s; "
                     f"its {freed} unfinished groups are reassigned"
@@ -206,9 +206,9 @@ class SocketThread(threading.Thread):
             f"its {freed} unfinished groups are reassigned.{log}"
         )
 
-    def _release(self, name: str, may_return: bool = False) -> int:
+    def _release(self, name: str, may_reconnect: bool = False) -> int:
         """Frees a sampler's unfinished groups and evaluation chunks, and returns their number."""
-        num_freed = len(self.state.ledger.release(name, may_return))
+        num_freed = len(self.state.ledger.release(name, may_reconnect))
         if self.state.evaluation:
             num_freed += len(self.state.evaluation.release(name))
         return num_freed
@@ -220,7 +220,7 @@ class SocketThread(threading.Thread):
         """
         state = self.state
         ledger = state.ledger
-        has_news = ledger.is_due or state.progress != self._credited_progress
+        has_news = ledger.leases_are_due or state.change_count != self._credited_change_count
         if state.published is None or not (is_beat or has_news):
             return
         live = state.live_peers()
@@ -228,7 +228,7 @@ class SocketThread(threading.Thread):
         if ledger.redrawn:
             state.counters["redrawn"] = ledger.redrawn
         leased = ledger.by_sampler()
-        self._credited_progress = state.progress
+        self._credited_change_count = state.change_count
         for name, peer in live.items():
             evals = []
             if state.evaluation:
@@ -240,7 +240,7 @@ class SocketThread(threading.Thread):
                 version=state.published.version,
                 weights_dir=state.published.weights_dir,
                 manifest_sha256=state.published.manifest_sha256,
-                progress=state.progress,
+                progress=state.change_count,
             )
             if is_beat or credit != peer.credit:
                 peer.credit = credit

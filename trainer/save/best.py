@@ -43,12 +43,12 @@ class Best:
     def __init__(
         self,
         config: Config,
-        exchange: Any,
+        collectives: Any,
         say: Callable[[str], None],
         recorded: Callable[[], list[Record]],  # reads the evaluations before this start of the run
     ):
         self.config = config
-        self.exchange = exchange
+        self.collectives = collectives
         self.folder = config.run.output_dir / BEST
         self.records: list[Record] = []  # every evaluation of the run, on rank 0
         self.stops_early = False
@@ -93,9 +93,9 @@ class Best:
             self.records.append(record)
             best = best_so_far(self.records, self.config.eval)
             is_best = best.version == record["step"]
-        if self.exchange.agree(is_best):
+        if self.collectives.agree(is_best):
             keep = partial(self._keep, published, engine, tokenizer)
-            write_folder(self.exchange, self.folder, keep)
+            write_folder(self.collectives, self.folder, keep)
         self._check_patience()
 
     def _keep(self, published: Published, engine: Any, tokenizer: Any, folder: Path) -> None:
@@ -111,10 +111,10 @@ class Best:
         asked for, or because no evaluation of this run names best/.
         """
         is_wanted = self.config.eval.load_best_model_at_end and self._is_of_this_history()
-        if not self.exchange.agree(is_wanted):
+        if not self.collectives.agree(is_wanted):
             return False
         final = self.config.run.output_dir / FINAL
-        write_folder(self.exchange, final, partial(self._copy, write_card))
+        write_folder(self.collectives, final, partial(self._copy, write_card))
         return True
 
     def _copy(self, write_card: Callable[[Path, int], None] | None, folder: Path) -> None:
@@ -130,8 +130,8 @@ class Best:
         if patience is None or self.stops_early:
             return
         best = best_so_far(self.records, self.config.eval)
-        self.stops_early = self.exchange.agree(best.without_improvement >= patience)
-        if self.stops_early and self.exchange.rank == 0:
+        self.stops_early = self.collectives.agree(best.without_improvement >= patience)
+        if self.stops_early and self.collectives.rank == 0:
             self._say(
                 f"stopping early: {self._metric} was not above what version {best.version}, "
                 f"the best with a measured {best.value:.4g}, is worth in "

@@ -33,7 +33,7 @@ from trainer.engine.deepspeed_model import DeepSpeedModel
 from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.save.disk import (
     make_empty_folder,
     reporting_failed_deletion,
@@ -50,7 +50,7 @@ Written = dict[Path, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunState:
     """The state beside tensors that a resumed trainer needs."""
 
     run_id: str
@@ -71,10 +71,10 @@ class Progress:
 
 def save(
     engine: PolicyEngine,
-    exchange: Exchange,
+    collectives: Collectives,
     tokenizer: Any,
     checkpoints: Path,
-    progress: Progress,
+    run_state: RunState,
     keep: int,
     critic: Critic | None = None,
 ) -> None:
@@ -83,41 +83,41 @@ def save(
     keep: how many checkpoints stay. Raises DiskTrouble or Interrupted.
     """
     # a folder that has this name already is damaged, or its rename did not reach the disk
-    final = step_dir(checkpoints, progress.step)
+    final = step_dir(checkpoints, run_state.step)
     temporary = temporary_name(final)
 
     def attempt() -> None:
-        make_empty_folder(exchange, temporary)
-        if exchange.rank == 0:
+        make_empty_folder(collectives, temporary)
+        if collectives.rank == 0:
             failpoint("checkpoint.started")
-        written = _save_state(engine, exchange, temporary / "trainer")
+        written = _save_state(engine, collectives, temporary / "trainer")
         if critic is not None:
-            written |= _save_state(critic, exchange, temporary / CRITIC / "trainer")
+            written |= _save_state(critic, collectives, temporary / CRITIC / "trainer")
         failpoint("checkpoint.engine")
-        written |= save_models(engine, critic, exchange, tokenizer, temporary)
+        written |= save_models(engine, critic, collectives, tokenizer, temporary)
         records = {str(path.relative_to(temporary)): record for path, record in written.items()}
-        records_by_rank = exchange.gather(json.dumps(records))
-        with sharing_disk_trouble(exchange):
-            if exchange.rank == 0:
-                _write_commit(temporary, progress, engine, exchange.world_size, records_by_rank)
+        records_by_rank = collectives.gather(json.dumps(records))
+        with sharing_disk_trouble(collectives):
+            if collectives.rank == 0:
+                _write_commit(temporary, run_state, engine, collectives.world_size, records_by_rank)
                 durable.replace_dir(temporary, final)
 
-    retry_on_disk_trouble(exchange, final.name, attempt, temporary)
-    if exchange.rank == 0:
+    retry_on_disk_trouble(collectives, final.name, attempt, temporary)
+    if collectives.rank == 0:
         failpoint("checkpoint.committed")
         with reporting_failed_deletion("an old checkpoint"):
-            _prune(checkpoints, progress.step, keep)
+            _prune(checkpoints, run_state.step, keep)
 
 
-def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Written:
+def _save_state(engine: DeepSpeedModel, collectives: Collectives, folder: Path) -> Written:
     """Writes this rank's part of DeepSpeed's state. Returns the written files."""
     only_adapters = engine.adapter_settings is not None
     states = state_to_save(engine.ds, folder, adapters_alone=only_adapters)
-    with sharing_disk_trouble(exchange):
-        if exchange.rank == 0:
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
             durable.make_dir(folder / STATE_TAG)
     written: Written = {}
-    with sharing_disk_trouble(exchange):
+    with sharing_disk_trouble(collectives):
         for path, state in states.items():
             written[path] = pieces.write(path, partial(torch.save, state))
     return written
@@ -125,7 +125,7 @@ def _save_state(engine: DeepSpeedModel, exchange: Exchange, folder: Path) -> Wri
 
 def _write_commit(
     folder: Path,
-    progress: Progress,
+    run_state: RunState,
     engine: PolicyEngine,
     world_size: int,
     records_by_rank: list[str],
@@ -143,7 +143,7 @@ def _write_commit(
         if path.is_file() and path.name != COMMIT:
             name = str(path.relative_to(folder))
             files[name] = records.get(name) or pieces.record(path)
-    record = asdict(progress) | {
+    record = asdict(run_state) | {
         "files": files,
         "world_size": world_size,
         "zero_stage": engine.stage,
@@ -177,15 +177,19 @@ def _prune(checkpoints: Path, newest: int, keep: int) -> None:
 
 
 def save_models(
-    engine: PolicyEngine, critic: Critic | None, exchange: Exchange, tokenizer: Any, folder: Path
+    engine: PolicyEngine,
+    critic: Critic | None,
+    collectives: Collectives,
+    tokenizer: Any,
+    folder: Path,
 ) -> Written:
     """Writes the policy as `save_model` does, and the critic into a folder in its folder.
 
     Returns the weight files that this rank wrote.
     """
-    written = save_model(engine, exchange, tokenizer, folder).written
+    written = save_model(engine, collectives, tokenizer, folder).written
     if critic is not None:
-        written |= save_model(critic, exchange, tokenizer, folder / CRITIC).written
+        written |= save_model(critic, collectives, tokenizer, folder / CRITIC).written
     return written
 
 
@@ -199,7 +203,7 @@ class SavedModel:
 
 def save_model(
     engine: DeepSpeedModel,
-    exchange: Exchange,
+    collectives: Collectives,
     tokenizer: Any,
     folder: Path,
     max_tensors: int | None = None,
@@ -214,7 +218,7 @@ def save_model(
     adapter_settings = engine.adapter_settings
     if adapter_settings is None:
         tensors = list(engine.tensors[:max_tensors])
-        files = files_of(tensors, exchange.world_size)
+        files = files_of(tensors, collectives.world_size)
     else:
         tensors = adapters(engine.model)[:max_tensors]
         files = {lora.WEIGHTS: tensors}  # peft reads one file
@@ -222,22 +226,22 @@ def save_model(
     for file, tensors_of_file in files.items():
         for tensor in tensors_of_file:
             file_of_tensor[tensor.name] = file
-    own_files = list(files)[exchange.rank :: exchange.world_size]
+    own_files = list(files)[collectives.rank :: collectives.world_size]
     gathered = engine.gathered_tensors(tensors, lambda name: file_of_tensor[name] in own_files)
     on_host = dict(gathered)
 
-    with sharing_disk_trouble(exchange):
-        if exchange.rank == 0:
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
             folder.mkdir(exist_ok=True)
     written: Written = {}
-    with sharing_disk_trouble(exchange):
+    with sharing_disk_trouble(collectives):
         for file in own_files:
             content = {tensor.name: on_host[tensor.name] for tensor in files[file]}
             write_content = partial(write_safetensors, content)
             written[folder / file] = pieces.write(folder / file, write_content)
     missing: list[str] = []
-    with sharing_disk_trouble(exchange):
-        if exchange.rank == 0:
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
             if adapter_settings is not None:
                 durable.write_file(folder / lora.SETTINGS, adapter_settings)
             elif len(files) > 1:

@@ -20,7 +20,7 @@ from common import durable
 from common.errors import Interrupted, Retryable
 from common.processes.exits import every, interrupted, say
 from common.processes.watchdog import progress_heard_by, report_progress
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 
 T = TypeVar("T")
 _FIRST_PAUSE_S = 1
@@ -43,7 +43,7 @@ class _Statuses:
     rank contributes a list that is zero except for its own status.
     """
 
-    def __init__(self, ranks: Exchange):
+    def __init__(self, ranks: Collectives):
         self._ranks = ranks
         self._tell_is_due = every(min(_TELL_EVERY_S, ranks.stall_timeout_s / 4))
         self._say_is_due = every(_SAY_EVERY_S)
@@ -51,22 +51,22 @@ class _Statuses:
     def tell_writing(self, doing: str) -> None:
         """Tells the other ranks, and on rank 0 the user, now and then that this rank is writing."""
         if self._ranks.world_size > 1 and self._tell_is_due():
-            self._exchange(_WRITING)
+            self._collectives(_WRITING)
         self._say_sometimes(doing)
 
     def finish(self, status: float) -> list[float]:
         """Waits until all ranks have finished, this one with `status`. Returns statuses by rank."""
         if self._ranks.world_size == 1:
             return [status]
-        statuses = self._exchange(status)
+        statuses = self._collectives(status)
         while min(statuses) == _WRITING:
             doing = f"waiting for the disk of rank {statuses.index(_WRITING)}"
             report_progress(doing)
             self._say_sometimes(doing)
-            statuses = self._exchange(status)
+            statuses = self._collectives(status)
         return statuses
 
-    def _exchange(self, status: float) -> list[float]:
+    def _collectives(self, status: float) -> list[float]:
         statuses = [0.0] * self._ranks.world_size
         statuses[self._ranks.rank] = status
         return self._ranks.sum_over_ranks(statuses)
@@ -77,7 +77,7 @@ class _Statuses:
 
 
 @contextlib.contextmanager
-def sharing_disk_trouble(ranks: Exchange) -> Iterator[None]:
+def sharing_disk_trouble(ranks: Collectives) -> Iterator[None]:
     """Raises DiskTrouble on every rank if the disk failed any rank within the block.
 
     The block's end is a barrier. Every rank enters the block; those without work in it pass
@@ -110,7 +110,7 @@ def sharing_disk_trouble(ranks: Exchange) -> Iterator[None]:
 
 
 def retry_on_disk_trouble(
-    ranks: Exchange, what: str, attempt: Callable[[], T], temporary: Path | None = None
+    ranks: Collectives, what: str, attempt: Callable[[], T], temporary: Path | None = None
 ) -> T:
     """Returns the result of `attempt`, which is called until the disk has failed no rank.
 
@@ -141,7 +141,7 @@ def retry_on_disk_trouble(
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
 
-def _pause(ranks: Exchange, seconds: int, what: str) -> None:
+def _pause(ranks: Collectives, seconds: int, what: str) -> None:
     """Sleeps on every rank. Raises Interrupted on all ranks if one of them is asked to end."""
     for _ in range(seconds):
         report_progress(f"waiting for the disk with {what}")
@@ -151,7 +151,7 @@ def _pause(ranks: Exchange, seconds: int, what: str) -> None:
 
 
 def write_folder(
-    ranks: Exchange,
+    ranks: Collectives,
     final: Path,
     finish: Callable[[Path], object],
     fill: Callable[[Path], object] | None = None,
@@ -181,7 +181,7 @@ def temporary_name(final: Path) -> Path:
     return final.with_name(f"{durable.TEMPORARY}{final.name}")
 
 
-def make_empty_folder(ranks: Exchange, folder: Path) -> None:
+def make_empty_folder(ranks: Collectives, folder: Path) -> None:
     """Makes an empty folder on rank 0, without leftovers of an attempt. Every rank calls it."""
     with sharing_disk_trouble(ranks):
         if ranks.rank == 0:

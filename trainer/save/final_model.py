@@ -8,7 +8,7 @@ from common.files.run_folder import FINAL
 from report.model_card import write_model_card
 from trainer.engine.critic import Critic
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.save.best import Best
 from trainer.save.checkpoint import save_models
 from trainer.save.disk import write_folder
@@ -19,7 +19,7 @@ def write_final_model(
     best: Best,
     engine: PolicyEngine,
     critic: Critic | None,
-    exchange: Exchange,
+    collectives: Collectives,
     tokenizer: Any,
     policy_version: int,
 ) -> None:
@@ -31,5 +31,5 @@ def write_final_model(
     if best.commit_as_final(partial(write_model_card, folder)):
         return
     card = partial(write_model_card, folder, version=policy_version)
-    save = partial(save_models, engine, critic, exchange, tokenizer)
-    write_folder(exchange, folder / FINAL, card, save)
+    save = partial(save_models, engine, critic, collectives, tokenizer)
+    write_folder(collectives, folder / FINAL, card, save)

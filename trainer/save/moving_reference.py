@@ -24,7 +24,7 @@ from common.processes.watchdog import report_progress
 from model.checksum import describe
 from trainer.engine.deepspeed_insides import gathered
 from trainer.engine.exported import exported
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.save.best import keep_version
 from trainer.save.disk import reporting_failed_deletion, write_folder
 
@@ -36,7 +36,7 @@ class MovingReference:
     """
 
     def __init__(
-        self, config: Config, engine: Any, ranks: Exchange, tokenizer: Any, reference: Any
+        self, config: Config, engine: Any, ranks: Collectives, tokenizer: Any, reference: Any
     ):
         self.config = config
         self._engine = engine

@@ -28,11 +28,11 @@ from common.files.weights import Published, VersionName
 from common.processes.watchdog import report_progress
 from model import devices
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.link.source import GroupSource
 from trainer.save.disk import reporting_failed_deletion
 from trainer.save.host_copies import HostCopies
-from trainer.save.write_version import Changes, Snapshot, snapshot
+from trainer.save.write_version import DeltaWriter, Snapshot, snapshot
 
 
 def writes_behind(config: Config) -> bool:
@@ -56,22 +56,23 @@ class Publisher:
         self,
         config: Config,
         engine: PolicyEngine,
-        exchange: Exchange,
-        exchange_behind: Exchange | None,  # the thread's: collectives of two threads must not mix
+        collectives: Collectives,
+        thread_collectives: Collectives
+        | None,  # the thread's: collectives of two threads must not mix
         source: GroupSource | None,
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
     ):
         self.config = config
         self.engine = engine
-        self.exchange = exchange
+        self.collectives = collectives
         self.source = source
         self._seconds = seconds
         self.dir: Path = weights.default_dir(config)
-        self.incarnation = exchange.broadcast_text(source.incarnation if source else None)
+        self.incarnation = collectives.broadcast_text(source.incarnation if source else None)
         self.published = Published(-1, "", "")  # the newest version that is complete
         self._copies = HostCopies()
-        self._changes = Changes(config.weights.full_every)
-        self._exchange_behind = exchange_behind
+        self._delta_writer = DeltaWriter(config.weights.full_every)
+        self._exchange_behind = thread_collectives
         self._thread = ThreadPoolExecutor(1, "publisher")
         # the version in flight; its result is the seconds that it took to write
         self._behind: Future[float] | None = None
@@ -99,7 +100,7 @@ class Publisher:
         report_progress(f"publishing version {version}")
         if self.config.vllm.get("enable_sleep_mode"):
             devices.release_cache()  # vLLM's cache wakes for this version and needs free blocks
-        ranks = self.exchange
+        ranks = self.collectives
         is_behind = False
         is_first = self.published.version < 0  # then nothing can be trained meanwhile
         if self._exchange_behind is not None and not is_first:
@@ -109,7 +110,12 @@ class Publisher:
         if version != self.published.version:
             name = VersionName(self.dir, run_id, self.incarnation, version)
             taken = snapshot(
-                self.engine, self.exchange, name, vocab_size, copies=is_behind, memory=self._copies
+                self.engine,
+                self.collectives,
+                name,
+                vocab_size,
+                copies=is_behind,
+                memory=self._copies,
             )
         self._seconds["sync/snapshot_s"] += time.monotonic() - start
         deliver = partial(self._deliver, ranks, taken, cursor, eval_id, num_problems)
@@ -121,7 +127,7 @@ class Publisher:
 
     def _deliver(
         self,
-        ranks: Exchange,
+        ranks: Collectives,
         taken: Snapshot | None,
         cursor: int,
         eval_id: str | None,
@@ -133,7 +139,7 @@ class Publisher:
         """
         start = time.monotonic()
         if taken is not None:
-            self.published = taken.write(ranks, self._changes)
+            self.published = taken.write(ranks, self._delta_writer)
         if self.source is not None:
             self.source.commit(cursor, self.published, eval_id, num_problems)
             with reporting_failed_deletion("an old version of the weights"):

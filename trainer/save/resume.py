@@ -37,8 +37,8 @@ from common.processes.exits import USER_ERROR
 from common.processes.watchdog import report_progress
 from common.redact import redacted
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
-from trainer.save.checkpoint import FileRecords, Progress, digest, read_record
+from trainer.engine.ranks import Collectives
+from trainer.save.checkpoint import FileRecords, RunState, digest, read_record
 from trainer.save.disk import sharing_disk_trouble
 
 _FINGERPRINTS = {
@@ -132,7 +132,7 @@ def find_checkpoint(config: Config, say: Callable[[str], None] = print) -> str:
     return str(folder)
 
 
-def verified(config: Config, newest: str, ranks: Exchange, say: Callable[[str], None]) -> str:
+def verified(config: Config, newest: str, ranks: Collectives, say: Callable[[str], None]) -> str:
     """Returns the checkpoint to resume from: the newest one, or an older one if a file is damaged.
 
     newest: the result of `find_checkpoint` on rank 0, "" on other ranks. Every rank calls it and
@@ -153,7 +153,7 @@ def verified(config: Config, newest: str, ranks: Exchange, say: Callable[[str], 
 
 
 def newest_valid(
-    checkpoints: Path, ranks: Exchange, say: Callable[[str], None], newest: Path | None = None
+    checkpoints: Path, ranks: Collectives, say: Callable[[str], None], newest: Path | None = None
 ) -> Path | None:
     """Returns the newest checkpoint whose every file is as it was committed, or None.
 
@@ -209,7 +209,7 @@ def _size(path: Path) -> dict[str, Any]:
         return {"size": os.fstat(file.fileno()).st_size}
 
 
-def _damage_in_share(folder: Path, ranks: Exchange) -> str:
+def _damage_in_share(folder: Path, ranks: Collectives) -> str:
     """Reads this rank's share of a checkpoint. Returns the first difference found, or ""."""
     files = read_record(folder)["files"]
     names = _shares(files, ranks.world_size)[ranks.rank]
@@ -253,8 +253,8 @@ def _shares(files: FileRecords, count: int) -> list[list[str]]:
     return shares
 
 
-def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
-    """Returns a checkpoint's progress. Raises UserError if its stream of groups is another one."""
+def read_run_state(folder: Path, stream: dict[str, Any]) -> RunState:
+    """Returns a checkpoint's run state. Raises UserError if its stream of groups is another one."""
     record = read_record(folder)
     recorded = record["stream"]
     changed = []
@@ -266,9 +266,9 @@ def read_progress(folder: Path, stream: dict[str, Any]) -> Progress:
             f"{folder}: these settings define which groups come next and may not change on resume: "
             f"{', '.join(changed)}"
         )
-    fields = {name: record[name] for name in Progress.__dataclass_fields__}
+    fields = {name: record[name] for name in RunState.__dataclass_fields__}
     fields["stream"] = stream
-    return Progress(**fields)
+    return RunState(**fields)
 
 
 def base_fingerprint(engine: PolicyEngine) -> str:
@@ -277,23 +277,23 @@ def base_fingerprint(engine: PolicyEngine) -> str:
 
 
 def with_fingerprints(
-    progress: Progress, fingerprints: dict[str, Any], output_dir: Path
-) -> Progress:
-    """Returns the progress with these fingerprints. Raises UserError if one of them has changed.
+    run_state: RunState, fingerprints: dict[str, Any], output_dir: Path
+) -> RunState:
+    """Returns the run state with these fingerprints. Raises UserError if one of them has changed.
 
     fingerprints: by name. An empty string keeps the checkpoint's value, because a replay knows
     neither rows nor tokenizer.
     """
     for name, now in fingerprints.items():
-        before = getattr(progress, name)
+        before = getattr(run_state, name)
         if before and now and before != now:
-            folder = step_dir(output_dir / CHECKPOINTS, progress.step)
+            folder = step_dir(output_dir / CHECKPOINTS, run_state.step)
             raise UserError(
-                f"the checkpoint of step {progress.step} was trained with the {name} {before}, "
+                f"the checkpoint of step {run_state.step} was trained with the {name} {before}, "
                 f"now it is {now}: {_FINGERPRINTS[name]}. Bring the old one back; "
                 "or start a new run from its weights: "
                 f"model.path={folder} run.resume=false run.output_dir={output_dir}-2"
             )
         if now:
-            progress = replace(progress, **{name: now})
-    return progress
+            run_state = replace(run_state, **{name: now})
+    return run_state

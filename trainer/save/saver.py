@@ -15,9 +15,9 @@ from common.files.run_folder import CHECKPOINTS
 from common.processes.watchdog import report_progress
 from trainer.engine.critic import Critic
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.save import checkpoint
-from trainer.save.checkpoint import Progress
+from trainer.save.checkpoint import RunState
 from trainer.save.disk import retry_on_disk_trouble, sharing_disk_trouble
 
 _INTERVAL_S = 600  # between checkpoints, if trainer.save_steps is not set
@@ -34,7 +34,7 @@ class Saver:
         config: Config,
         engine: PolicyEngine,
         critic: Critic | None,
-        exchange: Exchange,
+        collectives: Collectives,
         tokenizer: Any,
         say: Callable[[str], None],
         sync_history: Callable[[], None],  # on rank 0: makes the steps' records survive a crash
@@ -44,7 +44,7 @@ class Saver:
         self.config = config
         self.engine = engine
         self.critic = critic
-        self.exchange = exchange
+        self.collectives = collectives
         self.tokenizer = tokenizer
         self._say = say
         self._sync_history = sync_history
@@ -52,58 +52,58 @@ class Saver:
         self.saved_step = step  # the step of the newest checkpoint, or of the start
         self._saved_at = time.monotonic()
 
-    def save_if_due(self, progress: Progress) -> None:
+    def save_if_due(self, run_state: RunState) -> None:
         """Saves after a batch that reached a multiple of trainer.save_steps.
 
         Without trainer.save_steps it saves if the last save is ten minutes ago.
         """
         save_steps = self.config.trainer.save_steps
         if save_steps is None:
-            is_due = self.exchange.agree(time.monotonic() - self._saved_at >= _INTERVAL_S)
+            is_due = self.collectives.agree(time.monotonic() - self._saved_at >= _INTERVAL_S)
         elif save_steps == 0:
             is_due = False
         else:
-            step_before = progress.step - self.config.algorithm.steps_per_batch
-            is_due = progress.step // save_steps > step_before // save_steps
+            step_before = run_state.step - self.config.algorithm.steps_per_batch
+            is_due = run_state.step // save_steps > step_before // save_steps
         if is_due:
-            self._save(progress)
+            self._save(run_state)
 
-    def save_before_the_end(self, progress: Progress, is_between_batches: bool) -> None:
+    def save_before_the_end(self, run_state: RunState, is_between_batches: bool) -> None:
         """Saves if the run is between two batches.
 
         Otherwise it says which checkpoint is the newest. Inside a batch the steps of the batch have
         moved the weights already.
         """
-        if not self.config.trainer.saves_checkpoints or progress.step == self.saved_step:
+        if not self.config.trainer.saves_checkpoints or run_state.step == self.saved_step:
             return
         if is_between_batches:
-            self._save(progress)
-        elif self.exchange.rank == 0:
+            self._save(run_state)
+        elif self.collectives.rank == 0:
             num_steps = self.config.algorithm.steps_per_batch
             self._say(
                 f"interrupted inside a batch of {num_steps} steps: "
                 f"the newest checkpoint is still that of step {self.saved_step}"
             )
 
-    def _save(self, progress: Progress) -> None:
-        report_progress(f"saving the checkpoint of step {progress.step}")
+    def _save(self, run_state: RunState) -> None:
+        report_progress(f"saving the checkpoint of step {run_state.step}")
         start = time.monotonic()
         # a checkpoint must not outlive the records of the steps before it
-        retry_on_disk_trouble(self.exchange, "the run's history", self._sync_history_on_rank_0)
+        retry_on_disk_trouble(self.collectives, "the run's history", self._sync_history_on_rank_0)
         checkpoint.save(
             self.engine,
-            self.exchange,
+            self.collectives,
             self.tokenizer,
             self.config.run.output_dir / CHECKPOINTS,
-            progress,
+            run_state,
             self.config.trainer.save_limit,
             self.critic,
         )
-        self.saved_step = progress.step
+        self.saved_step = run_state.step
         self._saved_at = time.monotonic()
         self._seconds["timing/checkpoint_s"] += time.monotonic() - start
 
     def _sync_history_on_rank_0(self) -> None:
-        with sharing_disk_trouble(self.exchange):
-            if self.exchange.rank == 0:
+        with sharing_disk_trouble(self.collectives):
+            if self.collectives.rank == 0:
                 self._sync_history()

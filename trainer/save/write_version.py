@@ -30,7 +30,7 @@ from model.files.images import canary_image
 from model.packing import pack
 from trainer.engine.exported import Exported
 from trainer.engine.policy import PolicyEngine
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 from trainer.save.disk import retry_on_disk_trouble, sharing_disk_trouble
 from trainer.save.host_copies import HostCopies
 from trainer.save.model_files import slices, write_safetensors
@@ -72,7 +72,7 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     return Canary(prompt_length, token_ids, logprobs, png, list(image.grid_thw))
 
 
-class Changes:
+class DeltaWriter:
     """This rank's newest published file, to which the next version may be a delta.
 
     Every weights.full_every-th version is whole. All ranks count alike.
@@ -137,18 +137,18 @@ class Snapshot:
     canary: Canary
     adapter_settings: bytes | None  # peft's, or None for a whole model
 
-    def write(self, ranks: Exchange, changes: Changes) -> Published:
+    def write(self, ranks: Collectives, delta_writer: DeltaWriter) -> Published:
         """Writes and commits the version. Every rank calls it. Raises DiskTrouble or Interrupted.
 
         Returns the version's address. Only rank 0's has the manifest's digest.
         """
         what = f"version {self.name.version}"
-        attempt = partial(self._write_once, ranks, changes)
+        attempt = partial(self._write_once, ranks, delta_writer)
         published = retry_on_disk_trouble(ranks, what, attempt, self.name.temporary)
-        changes.committed(published)
+        delta_writer.committed(published)
         return published
 
-    def _write_once(self, ranks: Exchange, changes: Changes) -> Published:
+    def _write_once(self, ranks: Collectives, delta_writer: DeltaWriter) -> Published:
         with sharing_disk_trouble(ranks):
             if ranks.rank == 0:
                 durable.remove_dir(self.name.temporary)
@@ -158,17 +158,17 @@ class Snapshot:
         entries = ManifestEntries()
         with sharing_disk_trouble(ranks):
             if self.file is not None:
-                entries = self._write_file(self.file, changes)
+                entries = self._write_file(self.file, delta_writer)
         entries_as_json = ranks.gather(json.dumps(asdict(entries)))
         published = Published(self.name.version, str(self.name.final), "")
         with sharing_disk_trouble(ranks):
             if ranks.rank == 0:
-                published = self._commit(entries_as_json, changes.base)
+                published = self._commit(entries_as_json, delta_writer.base)
         return published
 
-    def _write_file(self, file: str, changes: Changes) -> ManifestEntries:
+    def _write_file(self, file: str, delta_writer: DeltaWriter) -> ManifestEntries:
         """Writes this rank's file. Returns its entries in the manifest."""
-        path = changes.write(self.name.temporary / file, self.tensors)
+        path = delta_writer.write(self.name.temporary / file, self.tensors)
         failpoint("weights.shard")
         sums = Checksums()
         for name, tensor in self.tensors.items():
@@ -198,7 +198,7 @@ class Snapshot:
 
 def snapshot(
     engine: PolicyEngine,
-    exchange: Exchange,
+    collectives: Collectives,
     name: VersionName,
     vocab_size: int,
     copies: bool,
@@ -207,12 +207,12 @@ def snapshot(
     """Scores the canary and takes this rank's share of the parameters. Every rank calls it.
 
     copies: whether the share must outlive the next optimizer step, because it is written in a
-    thread. The Exchange that `write` gets must then be that thread's own. Tensors on a GPU are
+    thread. The Collectives that `write` gets must then be that thread's own. Tensors on a GPU are
     copied in any case. memory: holds the copies of the version before, which nobody reads any more.
     """
     num_embeddings = engine.model.get_input_embeddings().num_embeddings
     scored_canary = canary(engine, min(vocab_size, num_embeddings))
-    file, tensors_of_file = _share(engine, exchange)
+    file, tensors_of_file = _share(engine, collectives)
     memory.make_room([tensor.form.nbytes for tensor in tensors_of_file])
     names = {tensor.name for tensor in tensors_of_file}
     sums = Checksums()
@@ -232,12 +232,12 @@ def snapshot(
     return Snapshot(name, file, tensors, on_device, scored_canary, engine.published_settings)
 
 
-def _share(engine: PolicyEngine, exchange: Exchange) -> tuple[str | None, Sequence[Exported]]:
+def _share(engine: PolicyEngine, collectives: Collectives) -> tuple[str | None, Sequence[Exported]]:
     """Returns the name of this rank's file and its tensors, or (None, []) without a file."""
-    rank = exchange.rank
+    rank = collectives.rank
     if engine.published_settings is None:
-        file = weights.shard_name(rank, exchange.world_size)
-        num_files = exchange.world_size
+        file = weights.shard_name(rank, collectives.world_size)
+        num_files = collectives.world_size
     else:
         file = lora.WEIGHTS
         num_files = 1  # peft and vLLM read one file

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from model import compiled
 from model.compiled import abandon
-from trainer.engine.ranks import Exchange
+from trainer.engine.ranks import Collectives
 
 _agreed: set[str] = set()
 
 
-def agree_on_kinds(exchange: Exchange, kinds: Iterable[str]) -> None:
+def share_uncompiled_kinds(collectives: Collectives, kinds: Iterable[str]) -> None:
     """Stops compiling, on every rank, each kind of attention that any rank gives up.
 
     A kind is a text that describes an attention by its options, but not by its length, as in
@@ -22,10 +22,10 @@ def agree_on_kinds(exchange: Exchange, kinds: Iterable[str]) -> None:
     """
     kinds_here = {*kinds, *compiled.abandoned_kinds()}
     is_news = not kinds_here <= _agreed
-    if not exchange.any_rank(is_news):
+    if not collectives.any_rank(is_news):
         return
-    texts = exchange.gather("\n".join(sorted(kinds_here)))
-    text = exchange.broadcast_text("\n".join(texts))
+    texts = collectives.gather("\n".join(sorted(kinds_here)))
+    text = collectives.broadcast_text("\n".join(texts))
     kinds_of_all_ranks = {kind for kind in text.splitlines() if kind}
     _agreed.update(kinds_of_all_ranks)
     abandon(kinds_of_all_ranks)

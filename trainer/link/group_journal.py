@@ -40,7 +40,7 @@ _AFTER_EVERY_GROUP = sys.maxsize
 _FILE_NAME = re.compile(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]')  # in settings as JSON
 
 
-class Kept:
+class GroupJournal:
     """The journal of a run. Callers of its methods hold the lock that guards the ledger."""
 
     def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):

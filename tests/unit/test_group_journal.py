@@ -11,15 +11,15 @@ from common.config import Config
 from common.files.weights import Published
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import changed, make_config, make_group, make_inbox, received
-from trainer.link.kept import FOLDER, Kept
+from trainer.link.group_journal import FOLDER, GroupJournal
 
 FIRST = (("10a", 20, 21), ("11b", 22), ("12c", 23, 24))  # a version, its weights, and the groups accepted meanwhile
 
 
-def begun(kept: Kept, version: str) -> list[int]:
-    kept.begin(published(version))
-    found = sorted(kept.waiting)
-    kept.waiting.clear()
+def begun(journal: GroupJournal, version: str) -> list[int]:
+    journal.begin(published(version))
+    found = sorted(journal.waiting)
+    journal.waiting.clear()
     return found
 
 
@@ -27,25 +27,27 @@ def published(version: str) -> Published:
     return Published(int(version[:2]), "", "", version[2:])
 
 
-def live(config: Config, *versions: tuple[Any, ...], run: str = "run", say: Callable[[str], None] = print) -> Kept:
-    kept = Kept(config, run, say)
+def live(
+    config: Config, *versions: tuple[Any, ...], run: str = "run", say: Callable[[str], None] = print
+) -> GroupJournal:
+    journal = GroupJournal(config, run, say)
     for version, *groups in versions:
-        begun(kept, version)
+        begun(journal, version)
         for group_id in groups:
-            kept.add(received(make_group(group_id, int(version[:2]))))
-    return kept
+            journal.add(received(make_group(group_id, int(version[:2]))))
+    return journal
 
 
 def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_then(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     live(config, *FIRST)
     for _ in range(2):  # a restart that dies at once changes nothing
-        kept = live(config)
-        assert kept.reserved == {20, 21, 22, 23, 24}
-        assert begun(kept, "10a") == [20, 21] and kept.reserved == {22, 23, 24}
-        assert begun(kept, "10a") == [], "a skipped step publishes it again"
-    kept.add(received(make_group(19, 10)))
-    assert begun(kept, "11b") == [22] and begun(kept, "12c") == [23, 24] and not kept.reserved
+        journal = live(config)
+        assert journal.reserved == {20, 21, 22, 23, 24}
+        assert begun(journal, "10a") == [20, 21] and journal.reserved == {22, 23, 24}
+        assert begun(journal, "10a") == [], "a skipped step publishes it again"
+    journal.add(received(make_group(19, 10)))
+    assert begun(journal, "11b") == [22] and begun(journal, "12c") == [23, 24] and not journal.reserved
     assert begun(live(config), "10a") == [19, 20, 21], "of both starts"
 
 
@@ -64,9 +66,9 @@ def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_the
 def test_the_first_other_version_ends_it_for_good(tmp_path: Path, versions: list[str], back: list[list[int]]) -> None:
     config, said = make_config(tmp_path), list[str]()
     live(config, *FIRST)
-    kept = live(config, say=said.append)
-    assert [begun(kept, version) for version in versions] == back
-    assert not kept.reserved
+    journal = live(config, say=said.append)
+    assert [begun(journal, version) for version in versions] == back
+    assert not journal.reserved
     lost = 5 - sum(map(len, back))
     assert [f"{lost} finished groups of an earlier" in text for text in said] == [True] * bool(lost), said
     again = live(config)
@@ -108,10 +110,10 @@ def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_pat
 def test_what_no_checkpoint_wants_any_more_is_deleted_and_at_the_end_all_is(tmp_path: Path) -> None:
     config, said = make_config(tmp_path), list[str]()
     folder = config.run.output_dir / FOLDER
-    kept = live(config, *FIRST)
-    kept.forget(11)
+    journal = live(config, *FIRST)
+    journal.forget(11)
     assert [path.name[:8] for path in sorted(folder.iterdir())] == ["00000011", "00000012"]
-    kept.clear()
+    journal.clear()
     assert not folder.exists()
     folder.write_text("in the way")
     live(config, *FIRST, say=said.append)
@@ -124,12 +126,12 @@ def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_p
     inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))
     ledger = inbox.state.ledger
     inbox.commit(24, published("12c"))
-    assert sorted(ledger.held) == [25, 26, 27] and inbox.state.counters == {"kept": 3, "refused/version": 1}
+    assert sorted(ledger.received) == [25, 26, 27] and inbox.state.counters == {"kept": 3, "refused/version": 1}
     ledger.lease_out(["s0"])
     assert ledger.by_sampler() == {"s0": [24]}
     assert ledger.redrawn == 1, "its batch had been begun"
     inbox.commit(26, published("13d"))
-    assert sorted(ledger.held) == [26, 27, 28]
+    assert sorted(ledger.received) == [26, 27, 28]
 
 
 @pytest.mark.parametrize(("was_published", "redrawn"), [(False, 1), (True, 3)])
@@ -144,4 +146,4 @@ def test_after_a_restart_only_groups_that_had_been_begun_count_as_drawn_again(
     inbox.commit(26, published("13d"))
     ledger = inbox.state.ledger
     ledger.lease_out(["s0"])
-    assert (list(ledger.held), ledger.by_sampler(), ledger.redrawn) == ([26], {"s0": [27, 28, 29]}, redrawn)
+    assert (list(ledger.received), ledger.by_sampler(), ledger.redrawn) == ([26], {"s0": [27, 28, 29]}, redrawn)
