@@ -153,6 +153,10 @@ class Functions:
     def isnan(x: Any) -> Any:
         return x != x
 
+    @staticmethod
+    def isinf(x: Any) -> Any:
+        return tl.abs(x) == float("inf")
+
     def __getattr__(self, name: str) -> Any:
         return getattr(tl, name)  # when a kernel asks: the interpreter puts its own functions there
 
