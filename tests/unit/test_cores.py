@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from model.cores import LENT_CORES, Cores, LentCores, lent_cores
 from tests.support.threads import threads
-from tests.unit.test_batch_training import Run, config
+from tests.unit.trainer.test_step import Run, config
 from trainer.group_receiver import GroupReceiver
 
 NOW = os.sched_getaffinity(0)

@@ -10,7 +10,7 @@ import pytest
 from common.errors import UserError
 from report.run_log import MetricsLog
 from report.sinks import _COLUMNS, OWN, require_packages
-from tests.unit.test_user_functions import write
+from tests.unit.trainer.algorithm.test_user_functions import write
 
 # A module whose every attribute is a function that records its call, and an object for `run`.
 FAKE = """

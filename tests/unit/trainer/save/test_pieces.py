@@ -18,7 +18,14 @@ from common.files import pieces
 from common.processes import watchdog
 from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
-from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine, progress, resumed_step, save
+from tests.unit.trainer.save.test_checkpoint_faults import (
+    ONE_RANK,
+    TOKENIZER,
+    SmallEngine,
+    progress,
+    resumed_step,
+    save,
+)
 from trainer.save import checkpoint, disk, resume
 from trainer.save.disk import DiskTrouble, sharing_disk_trouble
 from trainer.save.model_files import write_safetensors

@@ -21,7 +21,7 @@ from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank
 from tests.support.raising import raising
 from tests.support.tiny import tiny_model
-from tests.unit.test_exported import engine_of
+from tests.unit.trainer.engine.test_exported import engine_of
 from trainer import rehearsal
 from trainer.engine import uncompiled_kinds
 

@@ -27,8 +27,8 @@ from tests.support.configs import config_of
 from tests.support.plain_policy import OneRank, PlainPolicy
 from tests.support.raising import raising
 from tests.support.tiny import tiny_model
-from tests.unit.test_checkpoint_faults import ONE_RANK, resumed_step, save
-from tests.unit.test_pieces import on_ranks
+from tests.unit.trainer.save.test_checkpoint_faults import ONE_RANK, resumed_step, save
+from tests.unit.trainer.save.test_pieces import on_ranks
 from trainer.save import disk
 from trainer.save.disk import DiskTrouble, retry_on_disk_trouble, sharing_disk_trouble, write_folder
 

@@ -16,8 +16,8 @@ from common.types import Group, Tombstone
 from report.run_log import MetricsLog, read_jsonl
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout, of_two_turns
-from tests.unit.test_losses import logs
-from tests.unit.test_tensors import group, rollout
+from tests.unit.trainer.algorithm.test_losses import logs
+from tests.unit.trainer.data.test_tensors import group, rollout
 from trainer.algorithm import mismatch
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import CAUSES, MEASURES

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.config import Config
 from common.types import Group
 from tests.support.tiny import random_group
-from tests.unit.test_batch_training import START, Run, config
+from tests.unit.trainer.test_step import START, Run, config
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
 from trainer.data.training_group import TrainingGroup, split_by_group

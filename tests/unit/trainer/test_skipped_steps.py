@@ -12,7 +12,7 @@ import pytest
 from common.errors import Retryable
 from tests.support.plain_policy import OneRank
 from tests.support.protocol_helpers import make_config
-from tests.unit.test_checkpoint_faults import KEEP, ONE_RANK, TOKENIZER, SmallEngine
+from tests.unit.trainer.save.test_checkpoint_faults import KEEP, ONE_RANK, TOKENIZER, SmallEngine
 from trainer.engine.step_result import StepResult
 from trainer.loop import Trainer
 from trainer.save import checkpoint, resume

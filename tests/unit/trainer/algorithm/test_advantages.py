@@ -17,7 +17,7 @@ from common.types import Group, Tombstone
 from tests.support import oracle
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from tests.unit.test_tensors import cut, group, rollout
+from tests.unit.trainer.data.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
     has_advantage,
     is_dead_group,

@@ -18,7 +18,7 @@ from common.config import Config, load
 from common.redact import redacted
 from report.model_card import hub_id, write_model_card
 from report.run_log import MetricsLog
-from tests.unit.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine
+from tests.unit.trainer.save.test_checkpoint_faults import ONE_RANK, TOKENIZER, SmallEngine
 from trainer.save import checkpoint
 from trainer.save.disk import write_folder
 

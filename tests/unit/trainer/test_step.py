@@ -19,7 +19,7 @@ from model.cores import lent_cores
 from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from tests.unit.test_tensors import share as loss_and_gradient
+from tests.unit.trainer.data.test_tensors import share as loss_and_gradient
 from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch

@@ -14,7 +14,7 @@ from common.paths import ROOT
 from common.types import Tombstone
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from tests.unit.test_losses import logs
+from tests.unit.trainer.algorithm.test_losses import logs
 from trainer.algorithm.advantages import is_dead_group, step_advantages, try_own_estimator
 from trainer.algorithm.losses import token_objective, try_own_objective
 from trainer.algorithm.user_functions import ESTIMATOR, require_user_functions

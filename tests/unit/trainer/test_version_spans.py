@@ -17,9 +17,9 @@ from sampler.engine.in_flight import spans_of, with_oldest_version
 from sampler.turns.episode import as_rollout
 from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
-from tests.unit.test_batch_training import Run
-from tests.unit.test_batch_training import config as batch_config
 from tests.unit.test_sampler_loop import Loop, OneStepEngine
+from tests.unit.trainer.test_step import Run
+from tests.unit.trainer.test_step import config as batch_config
 from trainer.link.ledger import Ledger
 from trainer.record.stats import in_flight_metrics, rollout_metrics
 from trainer.save.checkpoint import RunState
