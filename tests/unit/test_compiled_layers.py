@@ -191,7 +191,7 @@ def _attend_with_sinks(
 REASONS = [
     ({}, None, "compiled as they first run"),
     ({"stage": 3}, None, "not compiled, because ZeRO 3 gathers"),
-    ({"sequence_group": "two ranks"}, None, "not compiled, because ranks share its rows"),
+    ({"sequence_group": "two ranks"}, None, "not compiled, because sequence parallelism is on"),
     ({"packing": "separate"}, None, "not compiled, because its layers cannot share a prompt"),
     ({}, (2, 8), "not compiled, because it has experts"),
 ]

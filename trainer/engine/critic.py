@@ -1,11 +1,13 @@
-"""The critic: a value for every completion token, by a transformers backbone with a linear head.
+"""The critic: a transformers backbone and a linear head that give every completion token a value.
 
-The value of token t is read from the hidden state that also predicts t. The head of a causal
-language model starts at zero, so that the first advantages are the plain returns. The head of a
-reward model is kept, because it already knows the scale of its scores. Not supported: a backbone
-shared with the policy, which would need weights for the two losses (vf_coef).
+The value of a token is read from the hidden state of the token before it, as its logits would be.
+The head starts at zero if the checkpoint is a causal language model, so that the first advantages
+are the plain returns. The head of a reward model is kept, because its outputs already have the
+scale of rewards. Not supported: a backbone shared with the policy. It would need weights for the
+two losses (vf_coef).
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ from trainer.engine.exported import Exported, parameters, under_checkpoint_names
 
 
 class ValueHead(torch.nn.Linear):
-    """A linear head that computes in float32, also with bfloat16 weights.
+    """A linear head that computes in float32 even if its weights are bfloat16.
 
-    Two values near 10 may differ by less than bfloat16 can show.
+    Near 10, numbers of bfloat16 are 1/16 apart, and two values may differ by less.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -40,7 +42,10 @@ class ValueHead(torch.nn.Linear):
 
 
 class ValueModel(torch.nn.Module):
-    """A module: PackedRow -> values [N] float32 at the positions that predict the row's targets."""
+    """The module that DeepSpeed wraps. It maps a PackedRow to a value for each target, [N] float32.
+
+    model: a transformers model with a value head `score`.
+    """
 
     def __init__(self, model: Any):
         super().__init__()
@@ -53,7 +58,7 @@ class ValueModel(torch.nn.Module):
 
 
 class Critic(DeepSpeedModel):
-    """The critic in DeepSpeed."""
+    """The critic as a model in DeepSpeed, with its forward and backward."""
 
     _sums = VALUE_SUMS
 
@@ -75,7 +80,7 @@ class Critic(DeepSpeedModel):
         return under_checkpoint_names(self.model, parameters(self.model))
 
     def backward(self, batch: ValueBatch) -> None:
-        """Runs forward and backward of one micro-batch, and adds its metrics to `sums`."""
+        """Runs forward and backward of one micro-batch, and adds its terms to the metric sums."""
         values = self.ds(self.row_on_device(batch.row))
         old_values = self._to_device(batch.old_values)
         returns = self._to_device(batch.returns)
@@ -84,23 +89,30 @@ class Critic(DeepSpeedModel):
         errors, is_clipped = value_errors(values, old_values, returns, cliprange)
         loss_sum = (weights * errors).sum()
         self.accumulate(loss_sum)
-        is_trained = batch.weights > 0
-
-        def sums_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                "tokens": is_trained.sum(),
-                "loss": tensors["loss"],
-                "clipped": tensors["clipped"][is_trained].sum(),
-            }
-
+        # `Sums` calls this function once per step on the CPU, so backward does not wait for a GPU.
+        sums_of = functools.partial(_sums_of, batch.weights > 0)
         self.sums.add({"loss": loss_sum, "clipped": is_clipped}, sums_of)
 
 
-def load_value_model(config: Config) -> Any:
-    """Loads a transformers model with one label: `base_model` and the linear head `score`.
+def _sums_of(is_trained: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns VALUE_SUMS of a micro-batch of M tokens.
 
-    Raises UserError if the checkpoint has another number of labels, or lacks weights other than the
-    head.
+    is_trained: which tokens count, [M]; a filler's token does not. terms: the micro-batch's `loss`,
+    a scalar, and whether each error is `clipped`, [M]. All are on the CPU.
+    """
+    return {
+        "tokens": is_trained.sum(),
+        "loss": terms["loss"],
+        "clipped": terms["clipped"][is_trained].sum(),
+    }
+
+
+def load_value_model(config: Config) -> Any:
+    """Loads the critic as a transformers model: a backbone `base_model` and a value head `score`.
+
+    A head that the checkpoint does not contain starts at zero.
+    Raises UserError if the model cannot be loaded, if its head is not a linear layer with one
+    output, or if the checkpoint lacks weights other than those of the head.
     """
     path, revision = config.model_source(config.critic)
     trusts_code = config.model.trust_remote_code
@@ -108,7 +120,7 @@ def load_value_model(config: Config) -> Any:
         model, missing = load_model(
             value_class, path, config.model.dtype, revision, trusts_code, num_labels=1
         )
-    except RuntimeError as error:  # transformers names every weight of another shape
+    except RuntimeError as error:  # its text lists every weight whose shape does not fit
         reason = str(error)[:500]
         raise UserError(
             f"critic {path!r} does not fit a value head with one output: {reason}"
@@ -116,8 +128,8 @@ def load_value_model(config: Config) -> Any:
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
         raise UserError(
-            f"critic {path!r} is a {type(model).__name__} without a linear head `score`; "
-            "choose another"
+            f"critic {path!r} is a {type(model).__name__}, which has no linear head `score` with "
+            "one output; set critic.path to a different model"
         )
     missing_in_backbone = [name for name in missing if not name.startswith("score.")]
     if missing_in_backbone:
@@ -125,10 +137,12 @@ def load_value_model(config: Config) -> Any:
             f"critic {path!r} lacks {len(missing_in_backbone)} weights, "
             f"the first is {missing_in_backbone[0]}; download the model again"
         )
+
+    # on the meta device the new head allocates no weights, because it takes the loaded weights
     model.score = ValueHead(head.in_features, 1, bias=head.bias is not None, device="meta")
     model.score.weight = head.weight
     model.score.bias = head.bias
-    if missing:
+    if missing:  # only weights of the head
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
     return model

@@ -1,16 +1,17 @@
 """A model in DeepSpeed, and one step of its optimizer.
 
-Gradients accumulate over all `backward` calls until `step` (managed_gradient_accumulation: false).
-A loss already carries the denominators of the whole step, so DeepSpeed's averaging over ranks is
-undone by multiplying with their number. Sequence-parallel ranks share a row and each computes a
-term of its gradient. DeepSpeed adds these terms as it adds the gradients of data-parallel ranks.
+Gradients accumulate until `step`, because managed_gradient_accumulation is false in DeepSpeed's
+settings. A loss is already divided by the denominator of the whole step. It is multiplied by the
+number of ranks, because DeepSpeed averages gradients over them. Sequence-parallel ranks share a
+row, and each computes a term of its gradient. DeepSpeed also adds these terms over ranks.
 
-In ZeRO 3 each parameter is cut as it is loaded, so that no rank ever holds the full model. In lower
-stages, ranks of a host share the pages of mapped files until they train them.
+In ZeRO 3 each parameter is cut into shards as soon as it is loaded, so no rank ever holds the full
+model. In lower stages, weights are mapped from their files, and ranks of a host share these pages.
 """
 
 import abc
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -59,17 +60,17 @@ from trainer.engine.optimizer import adamw, parameter_groups, scheduler
 from trainer.engine.optimizer_state import set_masters
 from trainer.engine.step_result import StepResult
 
-# (name, tensor on its device) -> tensor on the CPU, or what the caller wants in its place
+# (name, tensor on its device) -> the tensor on the CPU, or any result that is wanted instead
 ToHost = Callable[[str, Tensor], Any]
 
 
 class DeepSpeedModel(abc.ABC):
-    """The policy or the critic, and its optimizer, which has no state for frozen parameters."""
+    """The policy or the critic in DeepSpeed, with an optimizer for its trained parameters."""
 
     adapter_settings: bytes | None = None  # adapter_config.json, if only adapters are trained
     layout: VisionLayout | None = None  # None: the model sees no images
     sequence_group: SequenceGroup | None = None  # the ranks that share this rank's rows
-    tensors: Sequence[Exported]  # the tensors of versions and checkpoints, from `start` on
+    tensors: Sequence[Exported]  # the tensors of published versions and checkpoints; set by `start`
     _sums: Sequence[str]  # names of the sums over micro-batches
 
     def __init__(
@@ -90,11 +91,11 @@ class DeepSpeedModel(abc.ABC):
         self.stage: int = self._ds_config["zero_optimization"]["stage"]
         self._cutting: Cutting | None = None
         cutting_context: Any = contextlib.nullcontext()
-        if self.stage == 3 and self.tp_size == 1:  # AutoTP cuts pages of a mapped file
+        if self.stage == 3 and self.tp_size == 1:  # AutoTP takes its shards from mapped files
             self._cutting = Cutting(self._ds_config)
             cutting_context = taking_each_parameter(self._cutting.take)
         with cutting_context:
-            self._forward = self._load()  # the module whose call DeepSpeed's hooks see
+            self._forward = self._load()  # the module that DeepSpeed wraps
         self.model = self._forward.model
         if self.tp_size > 1:
             self._configure_tensor_parallel()
@@ -103,7 +104,7 @@ class DeepSpeedModel(abc.ABC):
             freeze_tower(self.model)
 
     def _configure_tensor_parallel(self) -> None:
-        # DeepSpeed would count all ranks in one place, and some of them in another
+        # Removed because DeepSpeed counts all ranks in one check of it, and fewer in another.
         del self._ds_config["train_batch_size"]
         specs = layer_specs(self.model.config, self.tp_size)
         self._ds_config["tensor_parallel"] = {
@@ -114,29 +115,29 @@ class DeepSpeedModel(abc.ABC):
 
     @abc.abstractmethod
     def _load(self) -> Any:
-        """Loads a transformers model, and returns a module that has it as `model`."""
+        """Loads a transformers model, and returns a module for DeepSpeed that has it as `model`."""
 
     @abc.abstractmethod
     def _arrange(self) -> None:
-        """Chooses the layout of the model's rows. Every rank calls it and chooses the same."""
+        """Chooses the layout of the rows that the model takes. Every rank must call it."""
 
     @abc.abstractmethod
     def _exported(self) -> Sequence[Exported]:
-        """Returns the model's tensors as published versions and checkpoints name them."""
+        """Returns the tensors of published versions and checkpoints, with their names there."""
 
     def start(self) -> Self:
-        """Creates DeepSpeed's engine of the loaded model, and returns self.
+        """Creates a DeepSpeed engine for the loaded model, and returns self.
 
-        Every rank calls it once, before any other method. Raises UserError if
-        trainer.sequence_parallel_size splits rows over ranks, but the model's layers cannot take
-        rows in which completions share a prompt.
+        Every rank must call it once, before any other method. Raises UserError if rows are split
+        over ranks (trainer.sequence_parallel_size), but the model's layers cannot take rows in
+        which completions share a prompt.
         """
         pickle_the_stage_by_value()
         add_up_in_buckets()
         if self._cutting is None:
             self._arrange()  # on the CPU, where the model was loaded
         else:
-            self._cutting.move_rest(self.model)
+            self._cutting.move_rest(self.model)  # tensors that were not cut into shards
         self._initialize_deepspeed()
         if self._cutting is not None:
             with as_forward(self.ds):
@@ -144,7 +145,7 @@ class DeepSpeedModel(abc.ABC):
         if self.sequence_group and self.packing == "separate":
             raise UserError(
                 f"trainer.sequence_parallel_size {self.sequence_group.size} splits shared rows, "
-                f"and the layers of a {type(self.model).__name__} cannot share a prompt; "
+                f"but the layers of a {type(self.model).__name__} cannot share a prompt; "
                 "set trainer.sequence_parallel_size=1"
             )
         self.tensors = self._exported()
@@ -161,7 +162,6 @@ class DeepSpeedModel(abc.ABC):
         if settings is not None:
             groups = parameter_groups(self.model, self.config.trainer.weight_decay)
             arguments["model_parameters"] = groups
-            arguments["optimizer"] = None
             if "optimizer" not in self._ds_config:
                 arguments["optimizer"] = adamw(settings)
             arguments["lr_scheduler"] = scheduler(self.config, settings)
@@ -174,7 +174,7 @@ class DeepSpeedModel(abc.ABC):
                 model=self._forward, config=self._ds_config, **arguments
             )
         if self.tp_size > 1:
-            # it compares and pickles rows, which all ranks have from rank 0
+            # It would pickle the first row to check that ranks which share a model have the same.
             self.ds.first_dataloader_check.remove()
 
     def _prepare_training(self) -> None:
@@ -190,29 +190,29 @@ class DeepSpeedModel(abc.ABC):
         self.ds.train()
 
     def _largest(self, value: float) -> float:
-        """Returns the largest of all ranks' values. Every rank calls it."""
+        """Returns the largest of the values on all ranks. Every rank must call it."""
         device = "cpu" if dist.get_backend() == "gloo" else devices.first()
         largest = torch.tensor(float(value), device=device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.item()
 
     def _compile_layers(self) -> None:
-        """Compiles the layers of a dense text decoder, unless there is an obstacle.
+        """Compiles the layers of a dense text decoder, unless there is an obstacle to it.
 
-        Rank 0 prints that the layers are compiled, or the first obstacle.
+        Rank 0 prints whether the layers are compiled, and if not, the first obstacle.
         """
         capability = devices.compute_capability(devices.first())
         obstacles = {
             # A compiled layer would contain DeepSpeed's hooks, which gather and free the weights.
             "ZeRO 3 gathers the weights of each module as it runs": self.stage == 3,
             # Attention exchanges tokens with the other ranks in the middle of a layer.
-            "ranks share its rows": self.sequence_group is not None,
-            # The ranks add up their shares of the output in the middle of a layer.
-            "ranks share each of them": self.config.trainer.tensor_parallel_size > 1,
-            # Such layers run the model's own attention, and only that of model/attention.py is
-            # written to be compiled.
+            "sequence parallelism is on": self.sequence_group is not None,
+            # Ranks add up their parts of the output in the middle of a layer.
+            "tensor parallelism is on": self.config.trainer.tensor_parallel_size > 1,
+            # Such layers run the model's own attention. Only the attention of model/attention.py
+            # is written to be compiled.
             "its layers cannot share a prompt": self.packing == "separate",
-            # How many tokens an expert gets depends on the data.
+            # The number of tokens that an expert gets depends on the data.
             "it has experts": expert_counts(self.config.model) is not None,
             # model/compiled.py compiles nothing on a GPU without bfloat16.
             "its GPU is older than compute capability 8.0": bfloat16.is_missing(capability),
@@ -239,9 +239,9 @@ class DeepSpeedModel(abc.ABC):
         return self.ds.device
 
     def row_on_device(self, row: PackedRow) -> PackedRow:
-        """Returns a row on this rank's device, as the model takes it.
+        """Returns a row on this rank's device, in the form that the model takes.
 
-        Images are laid out for the vision tower. If ranks share rows, it is only this rank's shard.
+        It includes the vision tower's inputs. If ranks share rows, it is only this rank's part.
         """
         return shard(with_vision(row, self.layout), self.sequence_group).to(self.device)
 
@@ -250,9 +250,9 @@ class DeepSpeedModel(abc.ABC):
 
     @torch.no_grad()
     def evaluate(self, row: PackedRow, *arguments: Any) -> Tensor:
-        """Returns `forward`'s output for a row, without gradient, on the CPU.
+        """Returns the model's output for a row, without gradient, on the CPU.
 
-        Every rank calls it, because ZeRO 3 gathers weights.
+        arguments: passed to `forward` after the row. Every rank must call it, as ZeRO 3 gathers.
         """
         self.ds.eval()
         output = self.ds(self.row_on_device(row), *arguments)
@@ -260,30 +260,29 @@ class DeepSpeedModel(abc.ABC):
         return output.cpu()
 
     def accumulate(self, loss: Tensor) -> None:
-        """Runs backward for this rank's summand of the step's loss."""
-        num_averaged = self.world_size // self.tp_size
-        # ZeRO checks only gradients, which an infinite loss may leave finite; 0.0 · inf is NaN
+        """Runs backward for this rank's term of the step's loss, which is a sum over ranks."""
+        num_averaged = self.world_size // self.tp_size  # ranks whose gradients DeepSpeed averages
+        # ZeRO checks only gradients, and those of an infinite loss may be finite; 0.0 · inf is NaN
         factor = num_averaged + 0.0 * loss.detach()
         self.ds.backward(loss * factor, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
-        """Steps the optimizer with all gradients since the last step.
+        """Steps the optimizer with all gradients since the last step. Every rank must call it.
 
-        The step is not applied if a loss or gradient is not finite. ZeRO 1 to 3 find this out and
-        skip by themselves. ZeRO 0 would write the gradient into the weights, so it is dropped here
-        first.
+        The step is not applied if a loss or gradient is not finite. DeepSpeed skips such a step by
+        itself in ZeRO 1 to 3, but not in ZeRO 0, where it is skipped here.
         """
-        # it is read before the step, with which the schedule moves on
+        # read before the step, because the step advances the schedule
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if self.stage == 0 and not self.gradients_are_finite():
             self.ds.zero_grad()
             return StepResult(applied=False, grad_norm=math.nan, learning_rate=learning_rate)
         if self.stage == 1 and not isinstance(self.optimizer, FlatGradientOptimizer):
-            # FlatGradientOptimizer itself takes a missing gradient as zero
+            # FlatGradientOptimizer does this by itself, because it zeroes missing gradients
             give_every_parameter_a_gradient(self.optimizer)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
-        if norm is None:  # DeepSpeed does not know the norm where `_clip` has clipped
+        if norm is None:  # DeepSpeed does not know the norm if `_clip` has replaced its clipping
             norm = self._clipped_norm
         return StepResult(
             applied=self.ds.was_step_applied(),
@@ -292,23 +291,19 @@ class DeepSpeedModel(abc.ABC):
         )
 
     def watch_gradients(self) -> None:
-        """Lets `gradients_are_finite` answer before the step, in every ZeRO stage.
+        """Makes `gradients_are_finite` work before the step, in every ZeRO stage.
 
-        Each gradient is checked once per backward by a hook, before ZeRO reduces or frees it.
+        A hook checks each gradient in every backward, before ZeRO reduces or frees the gradient.
         """
-        not_finite = self._not_finite
-
-        def check(gradient: Tensor) -> None:
-            not_finite.logical_or_(~all_finite(gradient))
-
+        check = functools.partial(_note_if_not_finite, self._not_finite)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(check)
 
     def gradients_are_finite(self) -> bool:
-        """Returns whether gradients on all ranks were finite since the last step.
+        """Returns whether all gradients since the last step are finite, on all ranks.
 
-        Every rank calls it.
+        Every rank must call it. In ZeRO 1 to 3, `watch_gradients` must have been called before.
         """
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -321,25 +316,26 @@ class DeepSpeedModel(abc.ABC):
 
     @property
     def can_drop_gradients(self) -> bool:
-        """Returns whether `drop_gradients` works: ranks send no gradient before the step."""
+        """Returns whether `drop_gradients` works. It needs gradients that no other rank has yet."""
         return self.stage == 0 or isinstance(self.optimizer, FlatGradientOptimizer)
 
     def drop_gradients(self) -> None:
-        """Drops gradients and sums since the last step, also of an unfinished backward pass."""
+        """Drops gradients and metric sums since the last step, even if a backward has failed."""
         self.ds.zero_grad()
-        if self.stage:
+        if self.stage > 0:
             self.optimizer.zero_grad()
-            self.optimizer.exit_backward()
+            self.optimizer.exit_backward()  # which a failed backward has not reached
         self._not_finite.zero_()
         self.sums.drain()
 
     def make_gradients_nan(self) -> None:
-        """Makes the gradients of this step NaN, so that DeepSpeed skips the step."""
+        """Makes the gradients NaN, so that `step` is skipped. Every rank must call it."""
         output = self.ds(self.row_on_device(filler_row()))
         self.accumulate(output[0].sum() * math.nan)
-        self._not_finite.zero_()  # the bad gradient has been reported already
+        self._not_finite.zero_()  # so that these gradients do not count in the next step
 
     def _clip(self) -> None:
+        """Clips the gradients in ZeRO 0, and keeps their norm, which DeepSpeed would drop."""
         with_gradient = [p for p in self.model.parameters() if p.grad is not None]
         norm = total_norm(with_gradient, [p.grad for p in with_gradient])
         torch.nn.utils.clip_grads_with_norm_(with_gradient, self.config.trainer.max_grad_norm, norm)
@@ -351,13 +347,13 @@ class DeepSpeedModel(abc.ABC):
         wanted: Callable[[str], bool],
         to_host: ToHost | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Yields (name, full CPU tensor) of wanted tensors, made of this model's parameters.
+        """Yields the name and the full value of each wanted tensor, on the CPU.
 
-        Every rank iterates to the end, because ZeRO 3 gathers parameters. wanted: gets a name.
-        to_host: gets each tensor on its device, and its result is yielded in place of the CPU
-        tensor.
+        Every rank must iterate to the end, because ZeRO 3 gathers parameters. wanted: takes a name,
+        and returns whether this rank wants the tensor. to_host: takes a name and the tensor on its
+        device, and returns what is yielded instead of the tensor on the CPU.
         """
-        # the experts of one parameter follow each other, so it is gathered once for all of them
+        # A parameter may hold many experts, which are adjacent tensors. It is gathered only once.
         for _, group in itertools.groupby(tensors, key=_parameter_ids):
             tensors_of_parameters = list(group)
             with gathered(tensors_of_parameters[0].parameters):
@@ -368,9 +364,13 @@ class DeepSpeedModel(abc.ABC):
     def _on_host(self, tensor: Exported, to_host: ToHost | None) -> Any:
         on_device = tensor.make()
         on_host = to_host(tensor.name, on_device) if to_host else on_device.cpu()
-        if self.stage == 3 and on_host is on_device:
-            return on_host.clone()  # the gathered parameter is freed at the end of the context
+        if self.stage == 3 and on_host is on_device:  # the device is the CPU, so nothing was copied
+            return on_host.clone()  # the gathered parameter itself is freed after the `with` block
         return on_host
+
+
+def _note_if_not_finite(not_finite: Tensor, gradient: Tensor) -> None:
+    not_finite.logical_or_(~all_finite(gradient))
 
 
 def _parameter_ids(tensor: Exported) -> list[int]:

@@ -1,8 +1,9 @@
-"""Gradients of a bfloat16 model in ZeRO 1, added up and clipped for many parameters at once.
+"""Accumulation and clipping of bfloat16 gradients in ZeRO 1, for many parameters at once.
 
-DeepSpeed's BF16_Optimizer adds each gradient up by a cast and an addition, and clips by a norm and
-a product for each parameter. On a GPU these are four kernels for each of some hundred parameters,
-and take longer than the arithmetic.
+DeepSpeed's BF16_Optimizer handles each parameter by itself: a cast and an addition accumulate its
+gradient, and a norm and a product clip it. On a GPU these are four kernels for each of some hundred
+parameters, and launching them takes longer than the arithmetic. Here gradients wait until a bucket
+is full. Then they are joined, and added to DeepSpeed's flat float32 buffer by a single kernel.
 """
 
 import functools
@@ -21,17 +22,17 @@ _Optimizer: Any = object  # stands for DeepSpeed's class, which only add_up_in_b
 
 
 class Slot(NamedTuple):
-    """Where a parameter's gradient lies in the flat buffers."""
+    """The position of a parameter, and of its gradient, in DeepSpeed's lists."""
 
-    group: int  # index of the parameter group, which has one flat buffer of each kind
+    group: int  # index of the parameter group
     parameter: int  # index of the parameter in its group
 
 
 def add_up_in_buckets() -> None:
-    """Replaces DeepSpeed's BF16_Optimizer by a subclass of it with FlatGradientOptimizer.
+    """Makes DeepSpeed accumulate gradients with FlatGradientOptimizer, for ZeRO 1 in bfloat16.
 
-    It must run before deepspeed.initialize, which creates this optimizer for ZeRO 1 in bfloat16.
-    The class stays replaced in this process.
+    It replaces BF16_Optimizer with a subclass, for the rest of this process. It must run before
+    deepspeed.initialize, which creates the optimizer.
     """
     engine: Any = importlib.import_module("deepspeed.runtime.engine")
     if not issubclass(engine.BF16_Optimizer, FlatGradientOptimizer):
@@ -40,23 +41,27 @@ def add_up_in_buckets() -> None:
 
 
 class FlatGradientOptimizer(_Optimizer):
-    """Adds bfloat16 gradients to DeepSpeed's flat float32 buffers once per bucket of parameters.
+    """Adds bfloat16 gradients to DeepSpeed's flat float32 buffers, many parameters at once.
 
-    A step's first gradient is copied. `fp32_groups_has_gradients` tells which parameters have
-    one in the buffers.
+    `add_up_in_buckets` combines it with DeepSpeed's BF16_Optimizer, whose methods it overrides.
     """
 
-    bf16_groups: list[list[Tensor]]  # parameters; a group has one flat buffer of each kind
-    fp32_groups_gradients: list[list[Tensor]]  # views of the flat buffers, one for each parameter
-    fp32_groups_gradients_flat: list[Tensor]
-    fp32_groups_actual_gradients_flat: list[Tensor]  # without the padding at their ends
-    fp32_groups_gradient_flat_partition: list[Tensor]  # this rank's shard
-    fp32_groups_flat_partition: list[Tensor]  # masters, this rank's shard
+    # DeepSpeed's attributes: a list with one item for each parameter group
+    bf16_groups: list[list[Tensor]]  # the parameters
+    fp32_groups_gradients_flat: list[Tensor]  # a flat buffer with the gradients of the whole group
+    fp32_groups_gradients: list[list[Tensor]]  # views of this buffer, one for each parameter
+    fp32_groups_has_gradients: list[list[bool]]  # whether the buffer has a gradient of this step
+    fp32_groups_actual_gradients_flat: list[Tensor]  # the buffer without the padding at its end
+    fp32_groups_gradient_flat_partition: list[Tensor]  # this rank's shard of the buffer
+    fp32_groups_flat_partition: list[Tensor]  # this rank's shard of the master weights
 
     def create_grad_acc_hooks(self) -> None:
-        """Registers a hook with each parameter that collects its gradient. DeepSpeed calls it."""
-        self._waiting: dict[Slot, Tensor] = {}  # parameters with a gradient
-        self._num_waiting = 0  # numbers in these gradients
+        """Registers a hook with each parameter, which collects the parameter's gradients.
+
+        DeepSpeed calls this method when it creates the optimizer.
+        """
+        self._waiting: dict[Slot, Tensor] = {}  # parameters whose gradients wait to be added
+        self._num_waiting = 0  # how many numbers these gradients have
         for group_index, group in enumerate(self.bf16_groups):
             for index, parameter in enumerate(group):
                 collect = functools.partial(self._collect, Slot(group_index, index))
@@ -64,6 +69,7 @@ class FlatGradientOptimizer(_Optimizer):
                 self._grad_acc_hooks.append(handle)
 
     def _collect(self, slot: Slot, parameter: Tensor) -> None:
+        """Lets a parameter's gradient wait. Adds all waiting gradients once they fill a bucket."""
         self._waiting[slot] = parameter
         self._num_waiting += parameter.numel()
         if self._num_waiting >= GRADIENTS_AT_ONCE:
@@ -71,7 +77,10 @@ class FlatGradientOptimizer(_Optimizer):
 
     @torch.no_grad()
     def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
-        """Adds the waiting gradients up, and frees them. DeepSpeed calls it after each backward."""
+        """Adds the waiting gradients to the flat buffers, and frees them.
+
+        DeepSpeed calls it after each backward. Gradients are freed whatever clear_lp_grads says.
+        """
         waiting = self._waiting
         self._waiting = {}
         self._num_waiting = 0
@@ -82,17 +91,19 @@ class FlatGradientOptimizer(_Optimizer):
             parameter.grad = None
 
     def _add_to_buffer(self, run: list[Slot], gradients: list[Tensor]) -> None:
-        """Adds the gradients of consecutive parameters to the sums in a flat buffer.
+        """Adds the gradients of adjacent parameters to the sums in their group's flat buffer.
 
-        run: slots that follow each other in the buffer, as from `_runs`. gradients: one for each.
+        run: the parameters' slots, which `_runs` has found to be adjacent in the buffer.
+        gradients: the gradient of each parameter of the run.
         A step's first gradients replace the values that an earlier step has left in the buffer.
         """
         group, first = run[0]
         new = torch.cat([gradient.flatten() for gradient in gradients])
+        # each parameter's view begins where its gradient lies in the buffer
         begin = self.fp32_groups_gradients[group][first].storage_offset()
         total = self.fp32_groups_gradients_flat[group].narrow(0, begin, len(new))
         has_gradients = self.fp32_groups_has_gradients[group]
-        if has_gradients[first]:
+        if has_gradients[first]:  # then all parameters of the run have one
             total.add_(new)
         else:
             total.copy_(new)
@@ -100,30 +111,33 @@ class FlatGradientOptimizer(_Optimizer):
             has_gradients[slot.parameter] = True
 
     def clear_hp_grads(self) -> None:
-        """Forgets all gradients. DeepSpeed's buffers are zeroed or overwritten later."""
+        """Marks all gradients as missing. The flat buffers are overwritten or zeroed later."""
         self._waiting = {}
         self._num_waiting = 0
         self.fp32_groups_has_gradients = [[False] * len(group) for group in self.bf16_groups]
 
     def get_grads_for_reduction(self) -> Any:
-        """Returns the flat buffers that ranks add up.
+        """Returns the flat buffers that DeepSpeed sums over ranks: of dense layers, and of experts.
 
-        DeepSpeed calls it before each step, also if there is only one rank.
+        DeepSpeed calls it before each step. Buffers of parameters without a gradient are zeroed.
         """
-        self._clear_unset()
-        if max(self.partition_count) == 1:
+        self._zero_missing_gradients()
+        is_single_rank = max(self.partition_count) == 1
+        if is_single_rank:
             return [], {}
         return super().get_grads_for_reduction()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clips the reduced gradients, and steps, unless one of them is not finite.
+        """Clips the gradients and steps, or skips the step if a gradient is not finite.
 
-        It reads one number from the device, the norm before clipping. Where this rank had no
-        gradient, the buffer holds the sum of the other ranks' gradients.
+        DeepSpeed has summed the gradients over ranks before. The method waits for the device only
+        once, to read the norm.
         """
-        parameters = [*itertools.chain(*self.bf16_groups)]
-        gradients = [*itertools.chain(*self.fp32_groups_gradients)]
+        # A parameter without a gradient on this rank counts, too: its buffer now holds the sum of
+        # the gradients from the other ranks.
+        parameters = list(itertools.chain.from_iterable(self.bf16_groups))
+        gradients = list(itertools.chain.from_iterable(self.fp32_groups_gradients))
         norm = total_norm(parameters, gradients).item()
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm
@@ -132,6 +146,10 @@ class FlatGradientOptimizer(_Optimizer):
         self.clear_hp_grads()
 
     def _clip_and_step(self, norm: float) -> None:
+        """Clips the gradients to the norm clip_grad, if it is set, and updates the weights.
+
+        norm: the norm of all gradients.
+        """
         if 0 < self.clip_grad < norm:
             factor = self.clip_grad / (norm + 1e-6)
             torch._foreach_mul_(self.fp32_groups_actual_gradients_flat, factor)
@@ -140,26 +158,30 @@ class FlatGradientOptimizer(_Optimizer):
         ):
             masters.grad = gradient
         self.optimizer.step()
-        self._lazy_init_hp_params_optimizer_state()
-        self.update_lp_params()
+        self._lazy_init_hp_params_optimizer_state()  # links parameters to their moments, once
+        self.update_lp_params()  # rounds the masters to the bfloat16 weights of all ranks
 
-    def _clear_unset(self) -> None:
-        """Zeroes the buffers of parameters without a gradient, which hold an earlier step's."""
+    def _zero_missing_gradients(self) -> None:
+        """Zeroes the buffers of parameters without a gradient in this step.
+
+        They still hold the gradients of an earlier step.
+        """
         for gradients, has_gradients in zip(
             self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True
         ):
-            unset = []
+            missing = []
             for gradient, has_gradient in zip(gradients, has_gradients, strict=True):
                 if not has_gradient:
-                    unset.append(gradient)
-            if unset:
-                torch._foreach_zero_(unset)
+                    missing.append(gradient)
+            if missing:
+                torch._foreach_zero_(missing)
 
 
 def _runs(slots: list[Slot], has_gradients: list[list[bool]]) -> list[list[Slot]]:
-    """Splits sorted slots into runs that follow each other in a flat buffer.
+    """Splits sorted slots into runs, whose parameters are adjacent in one flat buffer.
 
-    Either all slots of a run have a gradient in the buffer, or none has.
+    Either all parameters of a run have a gradient in the buffer already, or none of them has.
+    has_gradients: whether a parameter has one, by parameter group and parameter.
 
     [(0, 1), (0, 2), (0, 4), (1, 0)] -> [[(0, 1), (0, 2)], [(0, 4)], [(1, 0)]]
     """
@@ -173,8 +195,9 @@ def _runs(slots: list[Slot], has_gradients: list[list[bool]]) -> list[list[Slot]
 
 
 def _continues(last: Slot, slot: Slot, has_gradients: list[list[bool]]) -> bool:
-    """Returns whether a slot can be added to a run that ends with the slot `last`."""
-    if slot != (last.group, last.parameter + 1):
+    """Returns whether `slot` can be added to a run whose last slot is `last`."""
+    is_adjacent = slot == (last.group, last.parameter + 1)
+    if not is_adjacent:
         return False
     flags = has_gradients[slot.group]
     return flags[last.parameter] == flags[slot.parameter]

@@ -1,4 +1,4 @@
-"""The models of a trainer's rank."""
+"""The models that a rank of the trainer holds: policy, reference and critic."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,15 @@ from trainer.engine.sharded_reference import ShardedReference
 
 @dataclass(frozen=True)
 class Models:
+    """The policy, and the other models that this run's config needs on this rank."""
+
     policy: PolicyEngine
-    reference: Reference | ShardedReference | None = None  # None: the trainer does not score it
+    reference: Reference | ShardedReference | None = None  # None: the trainer needs no reference
     actor_critic: ActorCritic | None = None  # None: there is no critic
 
     @property
     def packing(self) -> Packing:
-        """Returns the packing of the rows that policy and reference share."""
+        """Returns the packing of rows that both the policy and the reference can take."""
         if self.reference is None:
             return self.policy.packing
         return common_packing(self.policy.packing, packing_of(self.reference.model))

@@ -1,6 +1,10 @@
-"""AdamW, its learning-rate schedule, and the settings that a resumed run takes from its config."""
+"""AdamW and its learning-rate schedule, and the optimizer settings of a resumed run.
+
+A resumed run takes these settings from its config, not from the checkpoint.
+"""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +17,10 @@ from trainer.engine.deepspeed_config import OptimizerSettings
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the optimizer's parameter groups: matrices with weight decay, then vectors without.
+    """Returns the optimizer's parameter groups: matrices with weight decay, and vectors without it.
 
-    A group without parameters is left out. The groups are the same before and after ZeRO 3 has
-    partitioned the parameters.
+    Frozen parameters are in no group, and an empty group is left out. ZeRO 3 and tensor parallelism
+    do not change the groups, because a parameter counts with its full shape.
     """
     matrices = []
     vectors = []
@@ -30,22 +34,23 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     groups = []
     if matrices:
         groups.append({"params": matrices, "weight_decay": weight_decay})
-    if vectors:  # adapters have none
+    if vectors:  # adapters are all matrices
         groups.append({"params": vectors, "weight_decay": 0.0})
     return groups
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Returns a parameter's shape in the model, also if this rank holds only a shard of it."""
+    """Returns a parameter's shape in the whole model, even if this rank holds only a shard."""
     autotp: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
     zero_shape = getattr(parameter, "ds_shape", parameter.shape)
     return torch.Size(autotp.get("logical_shape", zero_shape))
 
 
 def adamw(settings: OptimizerSettings) -> Callable[[Any], torch.optim.Optimizer]:
-    """Returns a factory of AdamW.
+    """Returns a function that creates AdamW for parameter groups.
 
-    It is fused, because torch's default keeps temporaries of the size of the parameters.
+    Weight decay comes from the groups, and betas and epsilon are torch's defaults. AdamW is fused,
+    because torch's default implementation allocates temporaries as large as the parameters.
     """
     return lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate, fused=True)
 
@@ -53,41 +58,60 @@ def adamw(settings: OptimizerSettings) -> Callable[[Any], torch.optim.Optimizer]
 def scheduler(
     config: Config, settings: OptimizerSettings
 ) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """Returns a factory of the learning-rate schedule.
+    """Returns a function that creates the learning-rate schedule for an optimizer.
 
-    The factory raises UserError if the schedule does not take trainer.lr_scheduler_kwargs.
+    That function raises UserError if the schedule trainer.lr_scheduler_type does not accept
+    trainer.lr_scheduler_kwargs.
     """
+    return functools.partial(_create_schedule, config, settings)
+
+
+def _create_schedule(
+    config: Config, settings: OptimizerSettings, optimizer: torch.optim.Optimizer
+) -> LambdaLR:
     from transformers import get_scheduler
 
     name = config.trainer.lr_scheduler_type
-    kwargs = config.trainer.lr_scheduler_kwargs
-
-    def make(optimizer: torch.optim.Optimizer) -> Any:
-        try:
-            return get_scheduler(name, optimizer, settings.warmup_steps, settings.num_steps, kwargs)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"trainer.lr_scheduler_type {name}: {error}; see trainer.lr_scheduler_kwargs"
-            ) from None
-
-    return make
+    schedule: Any
+    try:
+        schedule = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=settings.warmup_steps,
+            num_training_steps=settings.num_steps,
+            scheduler_specific_kwargs=config.trainer.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"trainer.lr_scheduler_type {name}: {error}; see trainer.lr_scheduler_kwargs"
+        ) from None
+    return schedule
 
 
 @contextlib.contextmanager
 def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
-    """Restores this run's learning rate, betas and weight decay after the block has loaded a state.
+    """Keeps this run's learning rate, betas and weight decay while the block loads a saved state.
 
-    The block would replace them by those of the run that saved the state: torch saves them with
-    Adam's moments, and the initial learning rate with the number of steps.
+    Loading replaces them with the settings of the run that saved the state, because torch saves
+    these settings with Adam's moments, and the initial learning rate with the schedule's step. So
+    they are restored when the block ends. The learning rate becomes that of this run's schedule at
+    the loaded step.
+
+    optimizer: the optimizer that has the param_groups. schedule: its learning-rate schedule.
     """
     settings_of_groups = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        settings = dict(group)
+        del settings["params"]  # the weights, which the block may replace
+        del settings["lr"]  # depends on the step, and is computed below
         settings_of_groups.append(settings)
     base_rates = list(schedule.base_lrs)
+
     yield
+
     schedule.base_lrs = base_rates
-    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    # the schedule's factors at the loaded step, which torch calls last_epoch
+    factors = [factor_at(schedule.last_epoch) for factor_at in schedule.lr_lambdas]
     for group, settings, base_rate, factor in zip(
         optimizer.param_groups, settings_of_groups, base_rates, factors, strict=True
     ):

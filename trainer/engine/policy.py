@@ -37,9 +37,11 @@ from trainer.engine.exported import Exported, base, exported
 
 
 class Policy(torch.nn.Module):
-    """A module for DeepSpeed's hooks: PackedRow -> log-probs, entropies, log-masses of its targets.
+    """The module that DeepSpeed wraps. It scores the targets of a PackedRow with the policy.
 
-    With `score`, a function of model.logprobs, it returns that function's result for every target.
+    By default it returns each target's log-prob, entropy and log-mass, as `score_terms` of
+    model.logprobs does, [N] each. If `score` is given, a function of model.logprobs such as
+    `score_logprobs`, it returns the result of that function, [N].
     """
 
     def __init__(self, model: Any, chunk_size: int, entropy_gradient: bool):
@@ -57,9 +59,10 @@ class Policy(torch.nn.Module):
 
 
 class PolicyEngine(DeepSpeedModel):
-    """The policy, which is a causal language model in DeepSpeed, with its forward and backward.
+    """The policy as a model in DeepSpeed, with its forward and backward.
 
-    DeepSpeedModel has what policy and critic have in common, such as the optimizer step.
+    What policy and critic have in common, such as the optimizer step, is in DeepSpeedModel.
+    is_trained: False for a frozen reference model (sharded_reference.py), which has no optimizer.
     """
 
     _sums = TOKEN_SUMS
@@ -99,44 +102,50 @@ class PolicyEngine(DeepSpeedModel):
 
     @property
     def published_settings(self) -> bytes | None:
-        """Returns the contents of the adapter_config.json that is published with every version.
+        """Returns the adapter_config.json that is published with every version of the adapters.
 
-        Returns None if versions are whole weights and not adapters.
+        Returns None if whole weights are published instead of adapters.
         """
         return self.adapter_settings if self.config.lora.publishes_adapters else None
 
     def base_checksums(self) -> dict[str, str]:
-        """Returns checksums of the frozen weights by name, made on their device, on rank 0.
+        """Returns the checksums of the frozen weights by name on rank 0, and {} on other ranks.
 
-        Every rank calls it, and the others get nothing.
+        They are computed on the weights' device. Every rank must call it.
         """
         is_rank_0 = torch.distributed.get_rank() == 0
         checksums = self.gathered_tensors(
-            base(self.model), lambda _: is_rank_0, lambda _, tensor: checksum(tensor)
+            base(self.model),
+            wanted=lambda name: is_rank_0,
+            to_host=lambda name, tensor: checksum(tensor),
         )
         return dict(checksums)
 
     @functools.cached_property
     def dims(self) -> ModelDims | None:
+        """Returns the decoder's dimensions, or None if transformers does not know its layers."""
         return model_dims(self.model.config.to_dict()) or counted_dims(self.model.config)
 
     def backward(self, batch: MicroBatch, policy_version: int | None = None) -> Tensor:
         """Runs forward and backward of one micro-batch. Returns its log-probs [N], detached.
 
-        It also adds the micro-batch's metrics to `sums`. Nothing here waits for a GPU.
-        policy_version: the present one. The log-probs of the tokens that this version sampled are
-        those under the weights that sampled; they only measure and correct the mismatch.
+        It also adds the micro-batch's terms to the metric sums. It never waits for a GPU.
+        policy_version: the version of the weights in this call. If a token was sampled by the same
+        version, its log-prob here differs from the sampler's only by numerics, which the metrics
+        then report. None: no token counts as sampled by these weights.
         """
         algorithm = self.config.algorithm
         row = self.row_on_device(batch.row)
         logprobs, entropy, log_mass = self.ds(row, self.config.sampler.temperature)
         weights = self._to_device(batch.weights)
         if batch.is_filler:
-            # A rank without work joins the collectives with one token, which no objective sees.
-            loss_sum = (logprobs.exp() * weights).sum()  # at most 1 · 0, whatever the output
+            # This rank has nothing to train, and only takes part in the other ranks' collectives.
+            # The loss must be 0, and exp(logprobs) is at most 1, so the product with 0 is not NaN.
+            loss_sum = (logprobs.exp() * weights).sum()
             self.accumulate(loss_sum)
             self.sums.add({"loss": loss_sum})
             return logprobs.detach()
+
         inputs = (
             logprobs,
             weights,
@@ -150,17 +159,19 @@ class PolicyEngine(DeepSpeedModel):
             loss_sum, *terms = compiled(
                 loss_and_terms, *inputs, lengths, algorithm, entropy, proximal
             )
-        else:  # a user's function may be one that no compiler takes
+        else:  # the user's own objective may not compile
             loss_sum, *terms = loss_and_terms(
                 *inputs, batch.row.lengths, algorithm, entropy, proximal
             )
         self.accumulate(loss_sum)
-        of_tokens = vars(TokenTerms(*terms)) | {"entropy": entropy, "logprobs": logprobs}
-        of_tokens["loss"] = loss_sum
+
+        terms_by_name = vars(TokenTerms(*terms)) | {"entropy": entropy, "logprobs": logprobs}
+        terms_by_name["loss"] = loss_sum
         if row.sampling_mask is not None:
-            of_tokens["log_mass"] = log_mass
-        sums = functools.partial(_sums_of, batch, policy_version, algorithm.kl_estimator)
-        self.sums.add(of_tokens, sums)
+            terms_by_name["log_mass"] = log_mass
+        # `Sums` calls this function once per step, on the CPU.
+        sums_of = functools.partial(_sums_of, batch, policy_version, algorithm.kl_estimator)
+        self.sums.add(terms_by_name, sums_of)
         if algorithm.router_replay:
             self.sums.add(self.model.router_replay.sums())
         return logprobs.detach()
@@ -169,11 +180,18 @@ class PolicyEngine(DeepSpeedModel):
         return None if values is None else self._to_device(values)
 
     def score(self, row: PackedRow, temperature: float) -> Tensor:
-        """Returns log-probs [N] of the row's targets, as `evaluate` does."""
+        """Returns the log-probs of the row's targets, [N] float32, on the CPU.
+
+        They are computed without gradient. Every rank must call it, because ZeRO 3 gathers weights.
+        """
         return self.evaluate(row, temperature, score_logprobs).float()
 
     def score_norms(self, row: PackedRow) -> Tensor:
-        """Returns squared norms [N] of the targets' scores under the present weights."""
+        """Returns the squared score norm of each target under the current weights, [N] on the CPU.
+
+        It is ‖∇ ln π(target)‖² with respect to the logits (algorithm/segments.py). Every rank must
+        call it, because ZeRO 3 gathers weights.
+        """
         return self.evaluate(row, self.config.sampler.temperature, score_norms_of_row)
 
 
@@ -181,25 +199,31 @@ def _sums_of(
     batch: MicroBatch,
     policy_version: int | None,
     kl_estimator: str,
-    of_tokens: dict[str, Tensor],
+    terms: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Returns TOKEN_SUMS of a micro-batch from its tokens' values [N] on the CPU."""
-    logprobs = of_tokens["logprobs"]
-    log_mass = of_tokens.get("log_mass")
+    """Returns a micro-batch's contributions to TOKEN_SUMS, as scalars by name.
+
+    terms: a value for each of the micro-batch's tokens, [N], by name, and its loss, a scalar. All
+    are on the CPU. policy_version: as in `PolicyEngine.backward`.
+    """
+    logprobs = terms["logprobs"]
+    log_mass = terms.get("log_mass")
     old_logprobs = batch.old_logprobs
-    sampled, is_known = _sampled_logprobs(batch, logprobs, policy_version)
+    sampled_logprobs, is_known = _sampled_logprobs(batch, logprobs, policy_version)
+
     sums: dict[str, Tensor] = {}
-    for name, values in of_tokens.items():
-        if name not in ("logprobs", "log_mass"):  # only the gaps of these two are summed
+    for name, values in terms.items():
+        if name not in ("logprobs", "log_mass"):  # only differences of log-probs are summed
             sums[name] = values.double().sum()
     sums["abs_log_ratio"] = (logprobs - old_logprobs).abs().double().sum()
     if batch.ref_logprobs is not None and kl_estimator == "k3":
-        # The loss has computed k3(x) of x = log π_ref − log π_θ in float32, in which it is rounding
-        # noise where |x| is below 1e-3.
+        # The loss has computed k3(x) of x = log π_ref − log π_θ in float32, where k3(x) is rounding
+        # noise if |x| is below 1e-3. So the metric is computed again, in float64.
         sums["kl"] = gaps(batch.ref_logprobs.cpu(), logprobs)["k3"]
-    sums |= by_length(of_tokens["correction"], batch.row.lengths)
+    sums |= by_length(terms["correction"], batch.row.lengths)
     sums |= gaps(logprobs, old_logprobs)
-    return sums | by_cause(logprobs, old_logprobs, sampled, is_known, log_mass)
+    sums |= by_cause(logprobs, old_logprobs, sampled_logprobs, is_known, log_mass)
+    return sums
 
 
 def _sampled_logprobs(
@@ -207,15 +231,15 @@ def _sampled_logprobs(
 ) -> tuple[Tensor, NDArray[np.bool_]]:
     """Returns each token's log-prob under the weights that sampled it, and whether it is known.
 
-    Both are [N]. The log-prob is known if an earlier pass stored it in the batch, or if the present
-    policy version sampled the token, because `logprobs` are those under the present weights. An
-    unknown one has any value.
+    Both are [N]. The log-prob is known in two cases: an earlier pass has stored it in the batch, or
+    the token was sampled by the current policy version, so that `logprobs` has it. Where it is not
+    known, the returned log-prob means nothing.
     """
     if policy_version is None:
-        policy_version = -1  # which sampled no token
-    is_present = batch.policy_versions.numpy() == policy_version
+        policy_version = -1  # no token was sampled by this version
+    is_from_current_version = batch.policy_versions.numpy() == policy_version
     if batch.sampled_logprobs is None:
-        return logprobs, is_present
-    is_earlier = ~np.isnan(batch.sampled_logprobs.numpy())
-    sampled = torch.where(torch.from_numpy(is_earlier), batch.sampled_logprobs, logprobs)
-    return sampled, is_earlier | is_present
+        return logprobs, is_from_current_version
+    is_stored = ~np.isnan(batch.sampled_logprobs.numpy())
+    sampled_logprobs = torch.where(torch.from_numpy(is_stored), batch.sampled_logprobs, logprobs)
+    return sampled_logprobs, is_stored | is_from_current_version

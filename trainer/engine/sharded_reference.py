@@ -1,7 +1,8 @@
-"""The trainer's reference where ranks hold shards of models: a frozen model or the policy's base.
+"""The reference model in the trainer, if each rank holds only a shard of every model.
 
-A forward gathers weights from all ranks, so all ranks score at once. A rank without work scores a
-filler row.
+The reference is a frozen model in ZeRO 3, or the base weights of a policy with adapters. A forward
+gathers weights from all ranks, so all ranks must score at once. A rank that has nothing to score
+takes a filler row of one token.
 """
 
 import contextlib
@@ -20,12 +21,15 @@ from trainer.engine.ranks import Collectives
 
 
 class ShardedReference:
-    """A reference with the methods of model.reference.Reference, each of which every rank calls."""
+    """A reference model in shards, with the trainer's part of the interface of model.reference.
+
+    Every rank must call each of its methods.
+    """
 
     def __init__(self, config: Config, collectives: Collectives, policy: PolicyEngine):
-        """Loads the reference, or takes the policy's frozen weights as the reference.
+        """Loads the reference model, or uses the policy without its adapters as the reference.
 
-        The config's reference_is_base decides which.
+        The policy is used if config.reference_is_base is true.
         """
         self._config = config
         self._collectives = collectives
@@ -37,13 +41,18 @@ class ShardedReference:
             self._engine = self._load(path, revision)
 
     def _load(self, path: str, revision: str | None) -> PolicyEngine:
-        """Returns a started engine of a frozen model in ZeRO 3."""
+        """Loads a frozen model in ZeRO 3 from a folder or the hub.
+
+        It takes the policy's config, without router replay, adapters and the user's DeepSpeed
+        settings.
+        """
         config = self._config
+        no_adapters = type(config.lora)()
         frozen = config.model_copy(
             update={
                 "model": config.model.model_copy(update={"path": path, "revision": revision}),
                 "algorithm": config.algorithm.model_copy(update={"router_replay": False}),
-                "lora": type(config.lora)(),
+                "lora": no_adapters,
                 "deepspeed": {"zero_optimization": {"stage": 3}},
             }
         )
@@ -55,17 +64,19 @@ class ShardedReference:
 
     def replace(self, folder: str) -> None:
         """Replaces the reference by the model in this folder."""
-        destroy(self._engine.ds)  # before the new one is loaded, because there is no room for two
+        # memory has no room for two models, so the old one is freed before the new one is loaded
+        destroy(self._engine.ds)
         del self._engine
-        gc.collect()  # an engine and its hooks refer to each other, so only this frees them
+        gc.collect()  # the engine and its hooks refer to each other
         self._engine = self._load(folder, None)
 
     @property
     def model(self) -> Any:
+        """Returns the transformers model, which is the policy's if the reference is its base."""
         return self._engine.model
 
     def score(self, row: PackedRow) -> Tensor:
-        """Returns log π_ref of the row's targets: [N] float32, on the CPU."""
+        """Returns the reference's log-probs of the row's targets, [N] float32, on the CPU."""
         row = replace(row, routing=None)  # the reference's own router chooses its experts
         adapters_context: Any = contextlib.nullcontext()
         if self._is_base:

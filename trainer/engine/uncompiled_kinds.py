@@ -1,31 +1,33 @@
 """An agreement between all ranks on which kinds of attention are no longer compiled.
 
-A rank knows only what failed to compile on its own GPU, for the rows that it had. GPUs and rows of
-ranks may differ.
+A rank knows only which kinds failed to compile on its own GPU, with its own rows. Other ranks may
+have a different GPU, and they have different rows.
 """
 
 from collections.abc import Iterable
 
 from model import compiled
-from model.compiled import abandon
 from trainer.engine.ranks import Collectives
 
-_agreed: set[str] = set()
+_agreed: set[str] = set()  # kinds that no rank compiles any longer
 
 
 def share_uncompiled_kinds(collectives: Collectives, kinds: Iterable[str]) -> None:
-    """Stops compiling, on every rank, each kind of attention that any rank gives up.
+    """Stops compiling, on every rank, each kind of attention that any rank cannot compile.
 
-    A kind is a text that describes an attention by its options, but not by its length, as in
-    model.compiled. A rank gives up its `kinds` and those that it has abandoned before. Every rank
-    calls this function.
+    A kind is a line of text that describes an attention by its options, but not by its length
+    (model/compiled.py). Every rank must call this function.
+    kinds: kinds that this rank gives up now. Kinds that it has abandoned before are added to them.
     """
     kinds_here = {*kinds, *compiled.abandoned_kinds()}
-    is_news = not kinds_here <= _agreed
-    if not collectives.any_rank(is_news):
+    new_kinds = kinds_here - _agreed
+    has_new_kinds = len(new_kinds) > 0
+    if not collectives.any_rank(has_new_kinds):
         return
+
+    # rank 0 joins the kinds of all ranks, one kind on each line, and sends them back
     texts = collectives.gather("\n".join(sorted(kinds_here)))
-    text = collectives.broadcast_text("\n".join(texts))
-    kinds_of_all_ranks = {kind for kind in text.splitlines() if kind}
+    joined = collectives.broadcast_text("\n".join(texts))
+    kinds_of_all_ranks = {kind for kind in joined.splitlines() if kind}
     _agreed.update(kinds_of_all_ranks)
-    abandon(kinds_of_all_ranks)
+    compiled.abandon(kinds_of_all_ranks)
