@@ -1,8 +1,12 @@
-"""One batch of rollouts on a rank: its groups are taken from the stream, scored and planned.
+"""Holds one batch of rollouts on a rank: takes its groups from the stream, scores and plans them.
 
-    take groups ─► advantages ─► with a critic values, with a correction log-probs of all groups
+    take         groups fill the batch's slots (slots.py)
+    advantages   follow from rewards, or from the critic's values if there is a critic
+    log-probs    of all groups are computed before any update, if an importance-sampling correction
+                 needs them in later steps
 
-Scoring is done once for all optimizer steps on the batch (step.py).
+Scoring is done once for all optimizer steps on the batch (step.py). A round is one micro-batch on
+every rank (data/micro_batches.py).
 """
 
 import time
@@ -46,7 +50,10 @@ class RolloutBatch:
         run_state: RunState,
         budget: Budget,
     ):
-        """Starts the batch that follows `run_state`, without taking any group of it yet."""
+        """Starts the batch that follows `run_state`, without taking any of its groups yet.
+
+        budget: the limit of one micro-batch, until `divide_rounds` sets a smaller one.
+        """
         self.config = config
         self.models = models
         self.collectives = collectives
@@ -55,31 +62,35 @@ class RolloutBatch:
         self._run_state = run_state
         self.first_version = run_state.policy_version  # before any update on the batch
         self.slots = Slots(config, run_state.cursor)
-        self.budget = budget  # of a micro-batch
+        self.budget = budget
         self.groups_at_once = budget.groups_at_once(collectives.dp_size)
-        self.rounds: dict[tuple[int, ...], list[Round]] = {}  # by a step's slots, for all passes
+        # The rounds of each step, keyed by the step's slots, for later passes with the same slots.
+        self.rounds: dict[tuple[int, ...], list[Round]] = {}
         self._is_scored = False
 
     # ---- taking and scoring
 
     def take(self, num_slots: int) -> None:
-        """Waits until groups fill the first `num_slots` slots of the batch, and takes the groups.
+        """Waits until groups fill the first `num_slots` slots of the batch, and takes these groups.
 
-        Then it sets the groups' advantages if they do not depend on the whole batch. Otherwise
-        these are set once the last slot is filled, like the critic's targets and the proximal
-        log-probs.
+        Advantages are then set, unless they depend on the whole batch. In that case they are set
+        when the last slot has been filled, as are the critic's targets and the proximal log-probs.
         """
         self.slots.fill(num_slots, self.groups_at_once, self._receiver)
         groups = trainable(self.slots.taken, self.config.algorithm)
         if not needs_batch_statistics(self.config.algorithm):
-            new = [group for group in groups if group.advantages is None]
-            set_advantages_from_rewards(new, self.config)
-        if not self._is_scored and self.slots.num_filled == self.slots.size:
+            new_groups = [group for group in groups if group.advantages is None]
+            set_advantages_from_rewards(new_groups, self.config)
+        is_full = self.slots.num_filled == self.slots.size
+        if is_full and not self._is_scored:
             self._is_scored = True
             self._score(groups)
 
     def _score(self, groups: Sequence[TrainingGroup]) -> None:
-        """Computes what depends on all groups of the batch. groups: those that may train."""
+        """Sets the values of groups that depend on the whole batch.
+
+        groups: the groups of the batch that may train.
+        """
         if self.models.actor_critic:
             self._score_values(self.models.actor_critic, groups)
         elif needs_batch_statistics(self.config.algorithm):
@@ -88,11 +99,12 @@ class RolloutBatch:
             self._score_proximal(groups)
 
     def _score_values(self, actor_critic: ActorCritic, groups: Sequence[TrainingGroup]) -> None:
-        """Sets advantages and value targets by the critic's values."""
+        """Computes advantages and value targets from the critic's values."""
         start = time.monotonic()
         report_progress("scoring a batch of rollouts with the critic")
         rounds = self.plan(range(self.slots.size))
         own_micro_batches = [self.own_groups(round_) for round_ in rounds]
+        # GROUP PPO may learn its threshold. Then the setting is only the initial value.
         params = self.config.algorithm.group_params
         threshold = params.group_variance_threshold
         if params.threshold_lr and self._run_state.threshold:
@@ -101,9 +113,10 @@ class RolloutBatch:
         self._seconds["timing/values_s"] += time.monotonic() - start
 
     def _score_proximal(self, groups: Sequence[TrainingGroup]) -> None:
-        """Sets the trainer's log-probs of the batch from before any update on it.
+        """Sets each group's proximal log-probs, those before any update on the batch.
 
-        Every rank gets those of all groups, because shuffling moves groups to other ranks.
+        Every rank gets the log-probs of all groups, because a later pass may shuffle groups to
+        different ranks.
         """
         start = time.monotonic()
         for round_ in self.plan(range(self.slots.size)):
@@ -115,14 +128,14 @@ class RolloutBatch:
                 group.proximal_logprobs = logprobs_of_group
         trained = training_policy(groups)
         shared = self._on_all_ranks(trained, [group.proximal_logprobs for group in trained])
-        for group, logprobs in zip(trained, shared, strict=True):
-            group.proximal_logprobs = logprobs
+        for group, shared_logprobs in zip(trained, shared, strict=True):
+            group.proximal_logprobs = shared_logprobs
         self._seconds["timing/score_s"] += time.monotonic() - start
 
     # ---- planning
 
     def works(self, slots: Iterable[int]) -> dict[int, Work]:
-        """Returns the work of the group that trains in each slot."""
+        """Returns the work of training each slot's group, by slot (micro_batches.Work)."""
         works = {}
         for slot in slots:
             works[slot] = micro_batches.work_of_slot(
@@ -134,7 +147,19 @@ class RolloutBatch:
         return works
 
     def plan(self, slots: Iterable[int]) -> list[Round]:
+        """Returns the rounds that train the groups of these slots."""
         return micro_batches.plan(self.works(slots), self.collectives.dp_size, self.budget)
+
+    def divide_rounds(self, budget: Budget) -> None:
+        """Divides the micro-batches of all planned rounds to fit a smaller budget of tokens.
+
+        Every group stays on its rank, because no other rank has the log-probs stored for it.
+        """
+        assert budget.tokens is not None
+        self.budget = budget
+        for slots, rounds in self.rounds.items():
+            works = self.works(slots)
+            self.rounds[slots] = micro_batches.divided(rounds, works, budget.tokens)
 
     def own_groups(self, round_: Round) -> list[TrainingGroup]:
         """Returns the groups of this rank's micro-batch of a round."""
@@ -143,7 +168,10 @@ class RolloutBatch:
     # ---- what later passes need
 
     def share_logprobs(self, slots: Iterable[int]) -> None:
-        """Gives every rank the log-probs that one rank found of each group of these slots."""
+        """Copies log-probs that only one rank has for each group of these slots to every rank.
+
+        A group's sampled_logprobs and ref_logprobs are known only on the rank that trained it.
+        """
         groups = training_policy(self.slots.trainable(slots))
         sampled = self._on_all_ranks(groups, [group.sampled_logprobs for group in groups])
         for group, logprobs in zip(groups, sampled, strict=True):
@@ -156,13 +184,17 @@ class RolloutBatch:
     def _on_all_ranks(
         self, groups: Sequence[TrainingGroup], logprobs: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Returns each group's log-probs [N] on every rank. Before, only one rank has each."""
+        """Returns the log-probs [N] of every group, on every rank.
+
+        logprobs: for each group its log-probs on the one rank that has them, and None on the other
+        ranks.
+        """
         lengths = [group.policy_tokens.num_tokens for group in groups]
-        addends = [torch.zeros(0)]
+        addends = [torch.zeros(0)]  # because torch.cat needs a tensor even without groups
         for logprobs_of_group, length in zip(logprobs, lengths, strict=True):
             if logprobs_of_group is None:
                 addends.append(torch.zeros(length))
             else:
                 addends.append(logprobs_of_group.cpu())
-        total = self.collectives.sum_over_dp(torch.cat(addends))  # exact, because others add 0
+        total = self.collectives.sum_over_dp(torch.cat(addends))  # exact: other ranks add 0
         return list(total.split(lengths))

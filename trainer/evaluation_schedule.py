@@ -1,4 +1,4 @@
-"""When the held-out problems are evaluated."""
+"""Decides when the held-out problems are evaluated."""
 
 from collections.abc import Collection
 
@@ -12,40 +12,47 @@ class EvaluationSchedule:
     def __init__(self, config: Config, policy_version: int):
         """Starts the schedule at the policy version with which the run starts or resumes."""
         self._config = config
-        self._evaluated_version = policy_version  # of the newest evaluation, or of the start
+        # the version of the latest evaluation, or that of the start if there was none since
+        self._evaluated_version = policy_version
 
     def note_evaluation(self, policy_version: int) -> None:
         """Notes that this version is being evaluated."""
         self._evaluated_version = policy_version
 
     def is_due(self, run_state: RunState) -> bool:
-        """Returns whether the present version is to be evaluated.
+        """Returns whether to evaluate the version of `run_state`, which follows a batch.
 
-        It is if versions passed a multiple of eval.steps since the newest evaluation, or after the
-        last batch. A batch may step over a multiple. Steps of the critic alone, and skipped steps,
-        leave the version unchanged.
+        An evaluation is due after the last batch, and whenever the version has reached or passed a
+        multiple of eval.steps since the latest evaluation. It may pass a multiple, because one
+        batch can advance the version by several. Steps that train only the critic, and steps that
+        are skipped, do not advance the version.
         """
         return self._is_due(run_state, self._evaluated_version)
 
     def is_due_at_start(self, run_state: RunState, recorded_versions: Collection[int]) -> bool:
-        """Returns whether the run starts with an evaluation.
+        """Returns whether to evaluate the version with which the run starts or resumes.
 
-        A resumed run makes up for an evaluation that its checkpoint lacks: a checkpoint is saved
-        while its version, or after an interrupt the version before, is still being evaluated. Only
-        its own version can be evaluated again, because the weights of the other are gone.
+        A new run does so if eval.before is set. A resumed run does so if an evaluation was due
+        and is not recorded, because it still ran when the checkpoint was saved. After an interrupt
+        it may have been the evaluation of an older version. The weights of that version are gone,
+        so the checkpoint's version is evaluated in its place.
+
+        recorded_versions: the versions whose evaluations were recorded before the start.
         """
         if run_state.step == 0:
             return self._config.eval.before
         if run_state.policy_version in recorded_versions:
             return False
-        if self._is_due(run_state, last_evaluated_version=max([0, *recorded_versions])):
+        last_recorded_version = max(recorded_versions, default=0)
+        if self._is_due(run_state, last_evaluated_version=last_recorded_version):
             return True
+        # without any record, the evaluation before the first step has been lost
         return not recorded_versions and self._config.eval.before
 
     def _is_due(self, run_state: RunState, last_evaluated_version: int) -> bool:
-        """Returns whether a multiple of eval.steps lies after that version, up to the present one.
+        """Returns whether an evaluation is due, given the version of the latest evaluation.
 
-        After the last batch it always returns True.
+        `is_due` states the rule.
         """
         if run_state.batch == self._config.num_batches:
             return True

@@ -1,4 +1,4 @@
-"""Receiver of groups for the training loop. Every rank gets all groups with all their tokens.
+"""Receives groups for the training loop, and gives every rank all groups with all their tokens.
 
     rank 0   samplers or a recording ─► the run's own recording ─► one broadcast for each group
 
@@ -16,9 +16,10 @@ from trainer.record.rank_zero import RankZero
 
 
 class GroupReceiver:
-    """Gives every rank the sampled groups that rank 0 receives, by their ids in the run's stream.
+    """Gives every rank the sampled groups that rank 0 receives.
 
-    Every rank calls `receive` and `refill`.
+    Groups are numbered by their position in the run's stream. Every rank calls `receive` and
+    `refill`.
     """
 
     def __init__(self, rank_zero: RankZero | None, collectives: Collectives):
@@ -30,14 +31,15 @@ class GroupReceiver:
         """Returns the groups with these ids, in this order, once all of them have arrived."""
         receive = functools.partial(self._receive_on_rank_0, group_ids)
         received = self._collectives.run_on_rank_0(receive)
-        if received is None:
-            return [self._receive_from_rank_0() for _ in group_ids]
+        if received is None:  # this is not rank 0
+            return [self._receive_broadcast() for _ in group_ids]
         if self._collectives.world_size > 1:
-            for one in received:
-                self._collectives.broadcast_frames(one.frames, wire.NUM_FRAMES)
-        return [one.group for one in received]
+            for message in received:
+                self._collectives.broadcast_frames(message.frames, wire.NUM_FRAMES)
+        return [message.group for message in received]
 
-    def _receive_from_rank_0(self) -> Group | Tombstone:
+    def _receive_broadcast(self) -> Group | Tombstone:
+        """Returns the next group that rank 0 broadcasts. Only the other ranks call this method."""
         _, group = wire.decode(self._collectives.broadcast_frames([], wire.NUM_FRAMES))
         assert isinstance(group, Group | Tombstone)
         return group
@@ -52,15 +54,16 @@ class GroupReceiver:
         return received
 
     def refill(self, count: int) -> None:
-        """Announces that `count` more groups will be taken, beyond the batch."""
+        """Requests `count` more groups than the batch has slots, in place of dead groups."""
         if self._rank_zero:
             self._rank_zero.source.refill(count)
 
     def samplers_are_idle(self) -> bool:
         """Returns whether no sampler has work, so that the trainer could borrow its CPU cores.
 
-        Only rank 0 knows; the other ranks get False. The answer is also False while a run is
-        recorded, because a replay has no samplers and could not borrow at the same moments.
+        Only rank 0 knows this, and the other ranks get False. A run that is recorded gets False
+        too: borrowed cores change rounding, and a replay, which has no samplers, could not borrow
+        cores at the same moments.
         """
         if self._rank_zero is None or self._rank_zero.recorder is not None:
             return False

@@ -1,11 +1,11 @@
-"""The training loop over batches of rollouts.
+"""Runs the training loop over batches of rollouts.
 
     publish weights ─► samplers generate ─► take groups ─► backward ─► optimizer step ─┐
           ▲                                                                            │
           └────────────────────────────────────────────────────────────────────────────┘
 
-With max_staleness 0 the trainer trains on groups while the rest of the batch still decodes: see
-step.py.
+With max_staleness 0 the trainer already trains on the groups that have arrived while the samplers
+still decode the rest of the batch (step.py).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from common.config import Config
-from common.errors import Interrupted, OutOfTime, Retryable
+from common.errors import Interrupted, OutOfTime
 from common.processes.exits import interrupted, out_of_time
 from common.types import EvalResult
 from model.cores import lent_cores
@@ -35,7 +35,7 @@ from trainer.record.eval_record import eval_record
 from trainer.record.rank_zero import RankZero
 from trainer.record.step_records import StepRecords, link_metrics
 from trainer.record.throughput import num_devices
-from trainer.run_state import after_batch, after_step, state_metrics
+from trainer.run_state import after_batch, after_step, raise_if_diverged, state_metrics
 from trainer.save.best import Best
 from trainer.save.checkpoint import RunState
 from trainer.save.final_model import write_final_model
@@ -45,13 +45,11 @@ from trainer.save.resume import base_fingerprint, with_fingerprints
 from trainer.save.saver import Saver
 from trainer.step import StepTrainer
 
-MAX_SKIPPED_STEPS = 3  # steps in a row that are not finite, after which the run ends
-
 
 class Trainer:
     """The trainer of a run on one rank. Every rank calls every method."""
 
-    def __init__(  # noqa: PLR0913 three models, and all around them
+    def __init__(  # noqa: PLR0913 three models, and everything that is built around them
         self,
         config: Config,
         engine: PolicyEngine,
@@ -70,12 +68,13 @@ class Trainer:
         self.run_state = run_state
         self.rank_zero = rank_zero
         source = rank_zero.source if rank_zero else None
-        self._source = source or GroupSource()  # only rank 0 uses it
-        # Durations in the step that is recorded next, by metric name.
+        self._source = source or GroupSource()  # never called on other ranks than 0
+        # Durations within the step that is recorded next, by metric name.
         self.seconds = defaultdict[str, float](float)
-        publishing_exchange = connect(config) if writes_behind(config) else None
+        # A thread that publishes needs a process group that no other thread uses.
+        publishing_collectives = connect(config) if writes_behind(config) else None
         self.publisher = Publisher(
-            config, engine, collectives, publishing_exchange, source, self.seconds
+            config, engine, collectives, publishing_collectives, source, self.seconds
         )
         self.receiver = GroupReceiver(rank_zero, collectives)
         self.lent_cores = lent_cores(
@@ -109,8 +108,8 @@ class Trainer:
         )
         self.records = StepRecords(config, rank_zero, tokenizer) if rank_zero else None
         self.schedule = EvaluationSchedule(config, run_state.policy_version)
-        self._is_between_batches = True  # the weights contain no step of a started batch
-        self._num_eval_problems = 0
+        self._is_between_batches = True  # False after some, but not all, steps of a batch
+        self._num_eval_problems = 0  # held-out problems of the samplers, on rank 0
 
     # ---- the run
 
@@ -125,7 +124,7 @@ class Trainer:
                 self.finish_evaluation()
                 self.stop_if_interrupted()
                 if self.best.stops_early:
-                    break
+                    break  # nothing is trained any more, so no new version is published
                 self.publish(evaluate=self.schedule.is_due(self.run_state))
                 self._save_if_due()
             self.finish_evaluation()
@@ -145,12 +144,15 @@ class Trainer:
         )
 
     def _meet_samplers(self) -> None:
-        """Waits for a sampler, and checks that its data are those of the run's checkpoint."""
+        """Waits for the first sampler, and checks its data and tokenizer against the checkpoint's.
+
+        Raises UserError if any of them, or the base model under adapters, has changed.
+        """
         fingerprints = {"base_fingerprint": ""}
         if self.config.lora.r:
             fingerprints["base_fingerprint"] = base_fingerprint(self.engine)
         hello = self.collectives.run_on_rank_0(self._source.wait_for_sampler)
-        if hello is None:
+        if hello is None:  # this is not rank 0
             return
         self._num_eval_problems = hello.num_eval_problems
         fingerprints["dataset_fingerprint"] = hello.dataset_fingerprint
@@ -159,25 +161,23 @@ class Trainer:
         self.run_state = with_fingerprints(self.run_state, fingerprints, output_dir)
 
     def stop_if_interrupted(self) -> None:
-        """Raises Interrupted on every rank if one of them was asked to end."""
+        """Raises Interrupted on every rank if any rank was asked to end."""
         if self.collectives.any_rank(interrupted()):
             raise Interrupted
 
     def save_and_end(self) -> NoReturn:
-        """Saves a checkpoint if possible, then raises OutOfTime or Interrupted.
-
-        OutOfTime is raised if trainer.max_hours are over.
-        """
-        is_over = self.collectives.agree(out_of_time())
+        """Saves a checkpoint if possible. Raises OutOfTime (trainer.max_hours) or Interrupted."""
+        is_out_of_time = self.collectives.agree(out_of_time())
         self.saver.save_before_the_end(self.run_state, self._is_between_batches)
-        if not is_over:
+        if not is_out_of_time:
             raise Interrupted
-        advice = "no step is saved"
+        advice = "no checkpoint was saved"
         if self.saver.saved_step:
             advice = f"step {self.saver.saved_step} is saved, go on with run.resume=true"
         raise OutOfTime(f"trainer.max_hours {self.config.trainer.max_hours:g} is over: {advice}")
 
     def _save_if_due(self) -> None:
+        """Saves a checkpoint if one is due, and drops received groups that no resume can need."""
         self.saver.save_if_due(self.run_state)
         if self.rank_zero and self.saver.saved_step == self.run_state.step:
             self._source.forget(self.run_state.policy_version)
@@ -185,7 +185,7 @@ class Trainer:
     # ---- a batch
 
     def train_batch(self) -> None:
-        """Trains num_iterations passes over the next batch, one optimizer step per mini-batch."""
+        """Trains num_iterations passes over the next batch, with one step per mini-batch."""
         self.step_trainer.begin_batch(self.run_state)
         for step in steps(self.config, self.run_state.batch):
             start = time.monotonic()
@@ -193,11 +193,12 @@ class Trainer:
             self.step_trainer.backward(step, self.run_state)
             result, sums = self.step_trainer.optimizer_step()
             self._advance(result, sums, step.is_last)
+            duration_s = time.monotonic() - start
             waited_s = self.receiver.waited_s - waited_s_before
-            self.record(step, result, sums, time.monotonic() - start, waited_s)
+            self.record(step, result, sums, duration_s, waited_s)
 
     def _advance(self, result: StepResult, sums: Mapping[str, float], is_last: bool) -> None:
-        """Updates the run state by a step. is_last: whether it is the last step on its batch."""
+        """Updates the run state after a step. is_last: whether it is the last step on its batch."""
         self.run_state = after_step(self.run_state, result, int(sums["tokens"]))
         if is_last:
             threshold = self.run_state.threshold
@@ -206,54 +207,52 @@ class Trainer:
             taken = self.step_trainer.batch.slots.taken
             self.run_state = after_batch(self.run_state, taken, threshold)
         self._is_between_batches = is_last
-        if self.run_state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise Retryable(
-                f"{self.run_state.skipped_in_a_row} steps in a row were not finite (loss "
-                f"{sums['loss']}, gradient norm {result.grad_norm}) and were skipped; the weights "
-                f"are those of version {self.run_state.policy_version}"
-            )
+        raise_if_diverged(self.run_state, sums["loss"], result.grad_norm)
 
     def record(
         self,
         step: Step,
         result: StepResult,
         sums: Mapping[str, float],
-        seconds: float,
+        duration_s: float,
         waited_s: float,
     ) -> None:
         """Records a step's metrics and samples on rank 0.
 
-        sums: over the step's trained tokens on all ranks, named as in sums.TOKEN_SUMS.
-        seconds: the duration of the step. waited_s: its seconds of waiting for groups.
+        sums: sums over the step's trained tokens on all ranks, keyed as sums.TOKEN_SUMS lists them.
+        duration_s: seconds that the step took. waited_s: its seconds of waiting for groups.
         """
         durations = dict(self.seconds)
-        self.seconds.clear()  # on every rank, because durations add up otherwise
+        self.seconds.clear()  # on every rank, so that the next step's durations start from zero
         if self.rank_zero is None or self.records is None:
             return
-        reported = self.rank_zero.source.drain_statistics()
+        statistics = self.rank_zero.source.drain_statistics()
         metrics = state_metrics(self.run_state)
-        metrics["step_time"] = seconds
+        metrics["step_time"] = duration_s
         metrics["wait/trainer_s"] = waited_s
         metrics["reference_on_trainer"] = float(self.step_trainer.models.reference is not None)
         if self.actor_critic:
             metrics |= self.actor_critic.metrics()
-        metrics |= link_metrics(reported)
+        metrics |= link_metrics(statistics)
         metrics |= durations
-        devices = num_devices(self.config, self.collectives.world_size, reported.num_samplers)
+        devices = num_devices(self.config, self.collectives.world_size, statistics.num_samplers)
         trained = self.step_trainer.trained(step)
         self.records.write(self.run_state.step, trained, result, sums, metrics, devices)
 
     # ---- publishing and evaluation
 
     def publish(self, evaluate: bool) -> None:
-        """Publishes the present version, with an evaluation if there are problems for one."""
+        """Publishes the current policy version to the samplers.
+
+        evaluate: whether the samplers also evaluate it, if they have held-out problems.
+        """
         version = self.run_state.policy_version
         eval_id = None
         if evaluate:
             self.schedule.note_evaluation(version)
             if self._num_eval_problems:
                 eval_id = f"v{version}"
-        with self.lent_cores.borrowed():
+        with self.lent_cores.borrowed():  # the snapshot too is faster with the samplers' CPU cores
             self.publisher.publish(
                 version,
                 self.run_state.run_id,
@@ -269,9 +268,9 @@ class Trainer:
     def _starts_with_evaluation(self) -> bool:
         """Returns whether the first published version is to be evaluated.
 
-        Only rank 0's answer counts, because only rank 0 requests evaluations from the samplers. A
-        resumed run decides by the recorded evaluations, which only rank 0 can read, so the other
-        ranks answer yes only in a new run.
+        Only rank 0's answer counts, because only rank 0 requests evaluations from the samplers. In
+        a resumed run the answer depends on the recorded evaluations, which only rank 0 can read, so
+        the other ranks return False there.
         """
         if self.rank_zero is None:
             return self.run_state.step == 0 and self.config.eval.before
@@ -279,17 +278,18 @@ class Trainer:
         return self.schedule.is_due_at_start(self.run_state, recorded_versions)
 
     def finish_evaluation(self) -> None:
-        """Waits for the published version's evaluation, before that version is replaced."""
+        """Waits for the published version's evaluation, which needs its weights, and records it."""
         self.publisher.finish()
         start = time.monotonic()
         results: list[EvalResult] = []
-        # After an interrupt all ranks stop together a moment later, without this evaluation.
+        # After an interrupt `stop_if_interrupted`, which is called next, ends all ranks together.
         with contextlib.suppress(Interrupted):
             results = self.collectives.run_on_rank_0(self._source.finish_eval) or []
         record = None
         if results:
             record = eval_record(results, self.config.rewards.full_mark)
-        # Before the record is written, because a recorded evaluation is not repeated after a crash.
+        # The best policy is kept before the evaluation is recorded: if the trainer crashes between
+        # the two, the evaluation is repeated after a resume, and the policy is kept then.
         self.best.update(record, self.publisher.published, self.engine, self.tokenizer)
         if self.rank_zero and record:
             self.rank_zero.log.log_eval(record)
@@ -299,7 +299,7 @@ class Trainer:
     # ---- the records of rank 0
 
     def _say(self, text: str) -> None:
-        """Shows a note to the user."""
+        """Shows a note to the user, on rank 0."""
         if self.rank_zero:
             self.rank_zero.display.note(text)
 
@@ -308,7 +308,7 @@ class Trainer:
             self.rank_zero.sync()
 
     def _evaluations(self) -> list[dict[str, Any]]:
-        """Returns the recorded evaluations; none on other ranks than 0."""
+        """Returns the recorded evaluations on rank 0, and an empty list on the other ranks."""
         if self.rank_zero is None:
             return []
         return self.rank_zero.log.evaluations()

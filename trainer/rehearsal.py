@@ -1,19 +1,17 @@
-"""Rehearsal of a run's later work, once and small, before its first step.
+"""Tries the work of a run on a small scale before the first step, so that a failure comes early.
 
-What cannot work ends the run now.
+    longest row   Policy and critic run forward and backward over the longest prompt and completion
+                  that the settings allow, and the reference scores them. Their loss has weight 0,
+                  so that nothing is added to the gradients of the first step. If a GPU cannot
+                  compile a kind of attention, all ranks compute this kind uncompiled from then on.
+    save          Every file of a checkpoint and of final/ is written, but with one tensor per
+                  model. The folder is renamed, read back and removed.
+    room          The disk must have room for the model and one checkpoint.
 
-    longest row   forward and backward of the longest prompt and completion, by policy, critic and
-                  reference. Its weight is 0, so that it adds nothing to the first step. Attention
-                  that a GPU cannot compile, forward or backward, is computed without a compiler
-                  from then on, by all ranks
-    save          every file of a checkpoint and of final/, with one tensor in place of all tensors,
-                  in a folder beside them that is renamed, read back and removed
-    room          on the disk, for the model and one checkpoint
-
-These are not rehearsed: the bytes of weights and optimizer, which cost as much as a save; an
-optimizer step, which changes the weights and comes seconds later; publishing, reload and proof,
-which version 0 goes through before any group. The sampler rehearses its own part
-(sampler/rehearsal.py). A resumed run has done all of it.
+Some work is not rehearsed. Writing all weights and optimizer states would take as long as a save.
+An optimizer step would change the weights, and the first one follows within seconds. Weights are
+published and loaded as version 0 before any group is sampled. The sampler rehearses its own part
+(sampler/rehearsal.py). A resumed run rehearses nothing, because it has done all of this before.
 """
 
 import shutil
@@ -39,14 +37,14 @@ from trainer.loop import Trainer
 from trainer.save.checkpoint import CRITIC, save_model
 from trainer.save.disk import DiskTrouble, sharing_disk_trouble
 
-_OPTIMIZER_BYTES = 12  # per parameter: AdamW's moments and float32 weights
-_SAMPLE = "1 + 1 = 2, and <b>é</b>\n"
+_OPTIMIZER_BYTES = 12  # per parameter: AdamW's two moments and the float32 master weight
+_SAMPLE = "1 + 1 = 2, and <b>é</b>\n"  # digits, markup, a letter beyond ASCII, and a line end
 
 
 def rehearse(trainer: Trainer) -> None:
-    """Rehearses the longest row and a save. Every rank calls it.
+    """Tries to train the longest row and to save the models. Every rank calls it.
 
-    Raises UserError on the rank that failed.
+    Raises UserError on a rank on which something fails.
     """
     start = time.monotonic()
     _train_longest(trainer)
@@ -56,11 +54,15 @@ def rehearse(trainer: Trainer) -> None:
 
 
 def _train_longest(trainer: Trainer) -> None:
-    """Trains the longest row with weight 0. Raises UserError if a log-prob is not finite."""
+    """Runs every model on the longest row that the settings allow, with weight 0.
+
+    Raises UserError if a log-prob of the policy is not finite.
+    """
     report_progress("rehearsing the longest row")
     config = trainer.config
     models = trainer.step_trainer.models
-    # on a CPU one completion suffices, because the row tests time there, and memory on a GPU
+
+    # A whole group shows on a GPU whether memory suffices. On a CPU it would only take long.
     num_completions = 1
     if devices.count():
         num_completions = config.sampler.num_generations
@@ -68,23 +70,32 @@ def _train_longest(trainer: Trainer) -> None:
     completion = [0] * config.sampler.max_completion_length
     row = pack([(prompt, [completion] * num_completions)], models.packing)
     zeros = torch.zeros(sum(row.lengths))
+
     if models.reference:
         models.reference.score(row)
     if trainer.critic:
-        trainer.critic.backward(ValueBatch(row, zeros, zeros, zeros))
-    logprobs = trainer.engine.backward(MicroBatch(row, zeros, None, zeros, zeros, zeros.long()))
+        trainer.critic.backward(ValueBatch(row, old_values=zeros, returns=zeros, weights=zeros))
+    batch = MicroBatch(
+        row=row,
+        old_logprobs=zeros,
+        ref_logprobs=None,
+        advantages=zeros,
+        weights=zeros,
+        policy_versions=zeros.long(),
+    )
+    logprobs = trainer.engine.backward(batch)
     if devices.count():
         share_uncompiled_kinds(trainer.collectives, failed_kinds())
     if not logprobs.isfinite().all():
         raise UserError(
             f"{config.model.path} has no finite log-probs for {config.data.max_prompt_length} + "
             f"{config.sampler.max_completion_length} tokens (data.max_prompt_length, "
-            "sampler.max_completion_length): smaller ones, or another model.dtype, may work"
+            "sampler.max_completion_length): smaller lengths or a different model.dtype may work"
         )
 
 
 def _save(trainer: Trainer) -> None:
-    """Rehearses a save. Raises UserError if a file cannot be written or would be missing."""
+    """Tries to save the models. Raises UserError if a file cannot be written or is missing."""
     report_progress("rehearsing a save")
     config = trainer.config
     output_dir = config.run.output_dir
@@ -92,25 +103,25 @@ def _save(trainer: Trainer) -> None:
         missing = _save_one_tensor(trainer, output_dir / f"{durable.TEMPORARY}rehearsal")
     except (OSError, DiskTrouble) as error:
         raise UserError(
-            f"nothing can be saved in {output_dir}: {error}; set another run.output_dir"
+            f"nothing can be saved in {output_dir}: {error}; set a different run.output_dir"
         ) from error
     if missing:
         raise UserError(
             f"final/ would be incomplete: {'; '.join(missing)}. "
-            f"Mend the files of {config.model.path}"
+            f"Repair the files of {config.model.path}"
         )
 
 
 def _save_one_tensor(trainer: Trainer, folder: Path) -> list[str]:
-    """Tries a save into `folder` with one tensor of each model and all other files of final/.
+    """Saves one tensor of each model, and every other file of final/, into a temporary folder.
 
-    At the end, rank 0 removes the folder. Returns a text about each file that could be neither
-    written nor copied from the initial model, with the reason.
+    At the end, rank 0 removes the folder. Returns a text for each file that could be neither
+    written nor copied from the initial model; it names the file and the reason.
     """
     collectives = trainer.collectives
     with sharing_disk_trouble(collectives):
         if collectives.rank == 0:
-            _prepare(trainer.config, folder)
+            _make_folders(trainer.config, folder)
     saved = save_model(trainer.engine, collectives, trainer.tokenizer, folder, max_tensors=1)
     missing = saved.missing
     if trainer.critic:
@@ -120,40 +131,48 @@ def _save_one_tensor(trainer: Trainer, folder: Path) -> list[str]:
         missing += saved.missing
     with sharing_disk_trouble(collectives):
         if collectives.rank == 0:
-            _finish(trainer, folder)
+            _finish_save(trainer, folder)
     return missing
 
 
-def _prepare(config: Config, folder: Path) -> None:
-    """Makes an empty folder, and tries one among the checkpoints, which may be on another disk."""
+def _make_folders(config: Config, folder: Path) -> None:
+    """Makes an empty folder, and tries to write among the checkpoints.
+
+    The folder of checkpoints may be on a different disk.
+    """
     durable.remove_dir(folder)
     durable.make_dir(folder)
     if config.trainer.saves_checkpoints:
-        other = folder.parent / CHECKPOINTS / folder.name
-        durable.make_dir(other)
-        durable.write_file(other / COMMIT, b"{}")
-        durable.remove_dir(other)
+        checkpoint = folder.parent / CHECKPOINTS / folder.name
+        durable.make_dir(checkpoint)
+        durable.write_file(checkpoint / COMMIT, b"{}")
+        durable.remove_dir(checkpoint)
 
 
-def _finish(trainer: Trainer, folder: Path) -> None:
-    """Writes model card and commit record, renames the folder, reads it back and removes it."""
+def _finish_save(trainer: Trainer, folder: Path) -> None:
+    """Writes the model card and the commit record, then renames the folder and removes it.
+
+    If the folder holds a whole model, its tokenizer is read back, and room on the disk is checked.
+    """
     write_model_card(folder.parent, folder, version=0)
     durable.write_file(folder / COMMIT, b"{}")
     renamed = folder.with_name(f"{folder.name}-renamed")
     durable.replace_dir(folder, renamed)
-    if not trainer.config.lora.r:  # adapters are small, and not a model on their own
+    if not trainer.config.lora.r:  # adapters need little room, and are no model to load
         _read_back(trainer, renamed)
         _require_room(trainer)
     durable.remove_dir(renamed)
 
 
 def _read_back(trainer: Trainer, folder: Path) -> None:
-    """Warns if the saved tokenizer cannot be loaded, or tokenizes a sample in another way."""
+    """Warns if the saved tokenizer cannot be loaded, or tokenizes a sample text differently."""
+    difference = ""
+    trust_remote_code = trainer.config.model.trust_remote_code
     try:
-        loaded = load_tokenizer(str(folder), None, trainer.config.model.trust_remote_code)
-        is_same = loaded(_SAMPLE)["input_ids"] == trainer.tokenizer(_SAMPLE)["input_ids"]
-        difference = "" if is_same else "it reads texts as other tokens"
-    except Exception as error:  # a tokenizer's own code may raise what it likes
+        loaded = load_tokenizer(str(folder), revision=None, trust_remote_code=trust_remote_code)
+        if loaded(_SAMPLE)["input_ids"] != trainer.tokenizer(_SAMPLE)["input_ids"]:
+            difference = "it splits texts into different tokens"
+    except Exception as error:  # a tokenizer's own code may raise any exception
         difference = with_type(error)
     if difference:
         say(
@@ -163,7 +182,7 @@ def _read_back(trainer: Trainer, folder: Path) -> None:
 
 
 def _require_room(trainer: Trainer) -> None:
-    """Raises UserError if the disk lacks room for final/, or for a checkpoint if one is saved."""
+    """Raises UserError if a disk has too little room for final/, or for a checkpoint."""
     tensors = list(trainer.engine.tensors)
     if trainer.critic:
         tensors += trainer.critic.tensors
@@ -178,11 +197,12 @@ def _require_room(trainer: Trainer) -> None:
 def _require_free(folder: Path, size: int) -> None:
     """Raises UserError if the folder's disk has less than `size` free bytes.
 
-    Some file systems report none at all.
+    A file system that does not report its size passes the check.
     """
     usage = shutil.disk_usage(folder)
-    if usage.total and usage.free < size:
+    is_size_known = usage.total > 0
+    if is_size_known and usage.free < size:
         raise UserError(
-            f"{folder} has {usage.free / 1e9:.1f} GB free, and what is saved there takes "
-            f"{size / 1e9:.1f}; make room, or set another run.output_dir"
+            f"{folder} has {usage.free / 1e9:.1f} GB free, but saving there takes up to "
+            f"{size / 1e9:.1f} GB; make room, or set a different run.output_dir"
         )

@@ -1,14 +1,16 @@
-"""One optimizer step: take its groups, plan, then pack, score and train each micro-batch.
+"""Makes optimizer steps: takes a step's groups, plans, then packs, scores and trains micro-batches.
 
     take groups ─► plan rounds ─► pack ─► reference ─► forward and backward ─► optimizer step
     batch.py       micro_batches   tensors              policy, actor_critic
 
-If all groups of a step have arrived when it starts, one plan over all of them balances the ranks
-best. Otherwise rounds are planned over the groups that have arrived, in the order of their ids, so
-that training goes on while the rest decodes. Both plans follow from settings, lengths and rewards
-alone, so that all ranks compute the same plan.
+A round is one micro-batch on every rank. If all groups of a step have arrived when the step starts,
+its rounds are planned over all groups, which balances the ranks best. Otherwise rounds are planned
+over the groups that have arrived, in the order of their ids, so that the trainer works while the
+samplers decode the rest. Every plan depends only on settings, lengths and rewards, so all ranks
+compute the same plan without an exchange.
 """
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,7 +43,7 @@ from trainer.save.checkpoint import RunState
 
 
 class StepTrainer:
-    """Trains batches: `begin_batch`, then `backward` and `optimizer_step` for each of its steps.
+    """Trains a batch of rollouts: `begin_batch`, then `backward` and `optimizer_step` per step.
 
     Every rank calls every method.
     """
@@ -53,54 +55,54 @@ class StepTrainer:
         collectives: Collectives,
         receiver: GroupReceiver,
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
-        lent_cores: LentCores,
+        lent_cores: LentCores,  # the samplers' CPU cores, which an idle sampler lends the trainer
     ):
         self.config = config
         self.models = models
         self._collectives = collectives
-        self._receiver = receiver
         self._seconds = seconds
         self._lent_cores = lent_cores
+        self._new_batch = functools.partial(
+            RolloutBatch, config, models, collectives, receiver, seconds
+        )
+        # Half as many tokens once memory has run out, for the rest of the run.
         self._budget = Budget(
-            config.trainer.groups_per_micro_batch, config.trainer.max_tokens_per_micro_batch
+            groups=config.trainer.groups_per_micro_batch,
+            tokens=config.trainer.max_tokens_per_micro_batch,
         )
         self._ran_out_of_memory = False  # on this rank, in this step
 
     def begin_batch(self, run_state: RunState) -> None:
-        """Begins the batch that follows `run_state`, without taking any group of it yet."""
-        self.batch = RolloutBatch(
-            self.config,
-            self.models,
-            self._collectives,
-            self._receiver,
-            self._seconds,
-            run_state,
-            self._budget,
-        )
+        """Begins the batch that follows `run_state`, without taking any of its groups yet."""
+        self.batch = self._new_batch(run_state, self._budget)
 
     # ---- a step
 
     def backward(self, step: Step, run_state: RunState) -> None:
-        """Runs forward and backward of a step's groups, while later groups may still decode."""
+        """Runs forward and backward of a step, while its last groups may still be decoded."""
         self._run_state = run_state
         self.batch.take(self._num_slots_before_backward(step))
         self._set_denominators(step)
+
         self._train_rounds(step)
         if self._may_halve and self._collectives.any_rank(self._ran_out_of_memory):
             self._halve_micro_batches()
             self._train_rounds(step)
+
         if self._must_share_logprobs(step):
             self.batch.share_logprobs(step.slots)
         if devices.count() and self._collectives.world_size > 1:
             share_uncompiled_kinds(self._collectives, ())
 
     def optimizer_step(self) -> tuple[StepResult, dict[str, float]]:
-        """Makes one optimizer step. Returns its result and the step's sums over all ranks."""
+        """Makes one optimizer step with the gradients of `backward`.
+
+        Returns its result, and sums over its trained tokens on all ranks (sums.TOKEN_SUMS).
+        """
         report_progress(f"making optimizer step {self._run_state.step + 1}")
         start = time.monotonic()
         sums = self._collectives.sum_named(self.models.policy.sums.drain())
-        # the optimizer also computes on the samplers' CPU cores while the samplers are idle
-        with self._lent_cores.borrowed():
+        with self._lent_cores.borrowed():  # idle samplers lend their CPU cores to the optimizer
             if self.models.actor_critic:
                 result = self.models.actor_critic.step(self.critic_only)
             else:
@@ -111,11 +113,11 @@ class StepTrainer:
 
     @property
     def critic_only(self) -> bool:
-        """Returns whether the step is within critic_warmup_steps, which leave the policy alone."""
+        """Returns whether the step trains only the critic, because of critic_warmup_steps."""
         return self._run_state.step < self.config.critic.critic_warmup_steps
 
     def trained(self, step: Step) -> TrainedStep:
-        """Returns the groups and metrics of a step, for its records."""
+        """Returns the groups, metrics and warnings of a step, for its records."""
         slots = self.batch.slots
         works = self.batch.works(step.slots)
         budget = self.batch.budget
@@ -134,13 +136,13 @@ class StepTrainer:
         if awaited == "batch":
             return self.batch.slots.size
         if awaited == "mini_batch":
-            return max(step.slots) + 1
+            return max(step.slots) + 1  # slots are filled in order, so this fills all of the step's
         return 0
 
     def _set_denominators(self, step: Step) -> None:
-        """Sets the denominators by which the losses of policy and critic are divided in this step.
+        """Sets the denominators by which the step's losses of policy and critic are divided.
 
-        Groups of the step that arrive after this do not change them.
+        They are known by now: `waits_for` awaits every group on which a denominator depends.
         """
         slots = self.batch.slots
         taken = slots.taken_for(step.slots)
@@ -148,29 +150,28 @@ class StepTrainer:
         if self.models.actor_critic:
             groups = slots.trainable(step.slots)
             num_value_tokens = sum(group.value_tokens.num_tokens for group in groups)
-            self._num_value_tokens = max(1, num_value_tokens)
+            self._num_value_tokens = max(1, num_value_tokens)  # it is a divisor
 
     # ---- training the step's rounds
 
     def _train_rounds(self, step: Step) -> None:
-        """Trains the rounds of an earlier pass, else of one plan over all groups of the step.
+        """Trains the step's groups in rounds, which later passes over the same groups repeat.
 
-        If groups of the step are missing, several plans follow each other.
+        The rounds are planned over all groups if all have arrived, else as groups arrive.
         """
-        rounds = self.batch.rounds
-        if step.slots not in rounds and max(step.slots) < self.batch.slots.num_filled:
-            rounds[step.slots] = self.batch.plan(step.slots)
-        if step.slots in rounds:
-            for round_ in rounds[step.slots]:
-                self._train_round(round_)
-        else:
-            rounds[step.slots] = self._train_as_groups_arrive(step)
+        rounds = self.batch.rounds.get(step.slots)  # None unless an earlier pass has planned them
+        have_all_arrived = max(step.slots) < self.batch.slots.num_filled
+        if rounds is None and have_all_arrived:
+            rounds = self.batch.plan(step.slots)
+            self.batch.rounds[step.slots] = rounds
+        if rounds is None:
+            self.batch.rounds[step.slots] = self._train_as_groups_arrive(step)
+            return
+        for round_ in rounds:
+            self._train_round(round_)
 
     def _train_as_groups_arrive(self, step: Step) -> list[Round]:
-        """Trains each round of micro-batches once its groups have arrived.
-
-        Returns the rounds, which later passes repeat.
-        """
+        """Trains each round of micro-batches once its groups have arrived. Returns all rounds."""
         planner = Planner(self._collectives.dp_size, self.batch.budget)
         for first in range(0, len(step.slots), self.batch.groups_at_once):
             slots = step.slots[first : first + self.batch.groups_at_once]
@@ -182,18 +183,21 @@ class StepTrainer:
         return planner.rounds
 
     def _train_round(self, round_: Round) -> None:
-        """Trains this rank's micro-batch of a round, unless the step has to begin anew."""
+        """Trains this rank's micro-batch of a round, unless this step has run out of memory."""
         try:
-            with self._lent_cores.borrowed():
+            with self._lent_cores.borrowed():  # also without training, because all ranks must agree
                 if not self._ran_out_of_memory:
                     self._train_micro_batch(self.batch.own_groups(round_))
-        except Exception as error:  # cuBLAS and cuDNN have no class of their own for memory
-            if not self._may_halve or not is_out_of_memory(error):
+        except Exception as error:  # cuBLAS and cuDNN raise plain RuntimeErrors when out of memory
+            can_restart = self._may_halve and is_out_of_memory(error)
+            if not can_restart:
                 raise
-            self._ran_out_of_memory = True  # the step begins anew once all ranks have ended it
+            self._ran_out_of_memory = True  # `backward` restarts the step on all ranks
 
     def _train_micro_batch(self, groups: Sequence[TrainingGroup]) -> None:
-        batch = None if self.critic_only else self._pack(groups)
+        batch = None
+        if not self.critic_only:
+            batch = self._pack(groups)
         report_progress(f"training a micro-batch of step {self._run_state.step + 1}")
         start = time.monotonic()
         if self.models.actor_critic:
@@ -201,7 +205,7 @@ class StepTrainer:
         if batch is not None:
             self._check_proximal(batch)
             logprobs = self.models.policy.backward(batch, self._run_state.policy_version)
-            self._remember(batch, logprobs)
+            self._store_logprobs(batch, logprobs)
         self._seconds["timing/backward_s"] += time.monotonic() - start
 
     def _pack(self, groups: Sequence[TrainingGroup]) -> MicroBatch:
@@ -220,30 +224,31 @@ class StepTrainer:
     def _with_reference(
         self, batch: MicroBatch, reference: Reference | ShardedReference
     ) -> MicroBatch:
-        """Returns the batch with reference log-probs, which only the first pass has to score.
+        """Returns the micro-batch with reference log-probs, and scores them in the first pass.
 
-        The groups of the batch keep these log-probs for later passes.
+        They are stored in the groups, so that later passes need not score them again.
         """
-        needs_scores = not batch.is_filler and batch.ref_logprobs is None
-        scores_now = needs_scores
+        needs_scores = batch.ref_logprobs is None and not batch.is_filler
+        must_run = needs_scores
         if isinstance(reference, ShardedReference):
-            # its forward gathers weights from all ranks, so all ranks score, or none
-            scores_now = self._collectives.any_rank(needs_scores)
-        if not scores_now:
+            # Its forward gathers weights from all ranks, so either all ranks run it, or no rank.
+            must_run = self._collectives.any_rank(needs_scores)
+        if not must_run:
             return batch
         report_progress("scoring a micro-batch with the reference model")
         ref_logprobs = reference.score(batch.row)
         if not needs_scores:
-            return batch  # this rank only took part in the forward that other ranks needed
+            return batch  # this rank ran the forward only because other ranks needed theirs
         for group, logprobs_of_group in split_by_group(batch.groups, ref_logprobs):
             group.ref_logprobs = logprobs_of_group
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _check_proximal(self, batch: MicroBatch) -> None:
-        """Asserts that a micro-batch has the proximal log-probs that a correction needs.
+        """Asserts that a micro-batch has the proximal log-probs, if a correction needs them.
 
-        They are the policy's log-probs before the first update on the batch of rollouts. Without
-        them the objective takes those of the present weights, which an update may have moved.
+        Proximal log-probs are the policy's before the first update on the batch of rollouts. The
+        importance-sampling correction of sampler and trainer needs them. If they were missing, the
+        objective would use the log-probs of the current weights, which an update may have changed.
         """
         is_corrected = self.config.algorithm.vllm_importance_sampling_mode is not None
         weights_have_moved = self._run_state.policy_version != self.batch.first_version
@@ -251,12 +256,12 @@ class StepTrainer:
             group_ids = [group.group_id for group in batch.groups]
             assert batch.proximal_logprobs is not None, f"log-probs of groups {group_ids} are lost"
 
-    def _remember(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Stores the policy's log-probs of a micro-batch, [N], in its groups, for later passes.
+    def _store_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        """Stores the policy's log-probs [N] of a micro-batch in its groups, for later passes.
 
-        proximal_logprobs, from before the first update on the group, correct the mismatch of
-        sampler and trainer. sampled_logprobs, under the weights that sampled, split the metrics of
-        this mismatch into numerics and staleness (mismatch.py).
+        proximal_logprobs are those before the first update on the group. They correct for the
+        mismatch of sampler and trainer. sampled_logprobs are those of each token under the version
+        that sampled it. They split the mismatch metrics into numerics and staleness (mismatch.py).
         """
         algorithm = self.config.algorithm
         if algorithm.vllm_importance_sampling_mode is not None:
@@ -268,43 +273,39 @@ class StepTrainer:
             known_before = batch.sampled_logprobs
             if known_before is None:
                 known_before = torch.full_like(logprobs, torch.nan)
-            is_sampled_now = batch.policy_versions == self._run_state.policy_version
-            sampled_logprobs = torch.where(is_sampled_now, logprobs, known_before)
+            was_sampled_by_current = batch.policy_versions == self._run_state.policy_version
+            sampled_logprobs = torch.where(was_sampled_by_current, logprobs, known_before)
             for group, logprobs_of_group in split_by_group(batch.groups, sampled_logprobs):
                 group.sampled_logprobs = logprobs_of_group
 
     def _must_share_logprobs(self, step: Step) -> bool:
-        """Returns whether all ranks must learn the log-probs that this step has computed.
+        """Returns whether the log-probs that this step has computed must be copied to all ranks.
 
-        Later passes need them, and passes that shuffle may train a group on another rank. Sharing
-        in the first of several passes is enough, because the reference's log-probs do not change
-        within a batch, and those under the weights that sampled can be computed only before later
-        updates. A step that trains only the critic computes none.
+        Later passes need them, and a pass that shuffles may train a group on a different rank. Only
+        the first of several passes computes them: later weights have sampled nothing, and the
+        reference's log-probs do not change. A step that trains only the critic computes none.
         """
         algorithm = self.config.algorithm
         is_first_of_several = step.iteration == 0 and algorithm.num_iterations > 1
         return algorithm.shuffle_mini_batches and is_first_of_several and not self.critic_only
 
-    # ---- memory that runs out
+    # ---- recovery when memory runs out
 
     @property
     def _may_halve(self) -> bool:
-        """Returns whether memory that runs out halves micro-batches.
+        """Returns whether to halve micro-batches and restart the step when memory runs out.
 
-        It does so once, and only where a step can begin anew.
+        At most once in a run, and only with a limit in tokens and gradients that can be dropped.
         """
         max_tokens = self.config.trainer.max_tokens_per_micro_batch
-        if max_tokens is None or self._budget.tokens != max_tokens:
+        was_halved = self._budget.tokens != max_tokens
+        if max_tokens is None or was_halved:
             return False
-        # No other rank may wait for this rank in its forward and backward.
+        # Ranks that share a row would wait for this rank inside their forward and backward.
         return self._collectives.ranks_per_row == 1 and self.models.policy.can_drop_gradients
 
     def _halve_micro_batches(self) -> None:
-        """Drops the step's gradients, and divides the micro-batches of all passes.
-
-        Every group keeps its rank, because no other rank knows the log-probs that are stored for
-        it.
-        """
+        """Drops the step's gradients, and halves the token budget for the rest of the run."""
         self.models.policy.drop_gradients()
         if self.models.actor_critic:
             self.models.actor_critic.critic.drop_gradients()
@@ -313,13 +314,11 @@ class StepTrainer:
         assert max_tokens is not None
         half = max_tokens // 2
         self._budget = replace(self._budget, tokens=half)
+        self.batch.divide_rounds(self._budget)
         self._ran_out_of_memory = False
-        self.batch.budget = self._budget
-        for slots, rounds in self.batch.rounds.items():
-            works = self.batch.works(slots)
-            self.batch.rounds[slots] = micro_batches.divided(rounds, works, half)
         if self._collectives.rank == 0:
             say(
-                f"memory ran out with micro-batches of {max_tokens:,} tokens: the step begins "
-                f"anew with {half:,}; to start so, set trainer.max_tokens_per_micro_batch={half}"
+                f"memory ran out with micro-batches of {max_tokens:,} tokens: the step is repeated "
+                f"with {half:,}, which later steps keep; to use this limit from the start, set "
+                f"trainer.max_tokens_per_micro_batch={half}"
             )

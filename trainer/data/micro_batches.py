@@ -1,16 +1,16 @@
-"""Assignment of groups to micro-batches and ranks. Pure functions.
+"""Assigns groups to micro-batches and ranks. Pure functions.
 
-    budget   what one micro-batch may hold: trainer.max_tokens_per_micro_batch tokens, or
+    budget   the limit of one micro-batch: trainer.max_tokens_per_micro_batch tokens, or
              trainer.groups_per_micro_batch groups
-    round    one micro-batch of every rank. A rank that has no groups left runs a filler: all ranks
-             run the same number of forwards, because ZeRO's collectives must match.
+    round    one micro-batch on every rank. A rank without groups in a round runs a filler of weight
+             0, because ZeRO's collectives require all ranks to run equally many forwards.
 
     tokens 60 50 40 30 20, budget 100, 2 ranks:   round (60 30) (50 40)   round (20) ()
 
 The costliest remaining group goes to the rank with the least work (longest processing time first:
-Graham, SIAM J. Appl. Math. 17, 1969). A rank's groups fill its micro-batches first fit. A group
-above the budget gets a micro-batch of its own. Sums are divided by the whole step's denominator, so
-no plan changes the gradient. Groups are named by the slots that they were taken for.
+Graham, SIAM J. Appl. Math. 17, 1969). The groups of a rank then fill its micro-batches first-fit. A
+group that exceeds the budget is alone in its micro-batch. Sums are divided by the denominator of
+the whole step, so the plan does not change the gradient. Plans name a group by its slot (slots.py).
 """
 
 import itertools
@@ -24,21 +24,18 @@ from model.files.dims import ModelDims
 from model.packing import Packing
 from trainer.data.training_group import TrainingGroup
 
-Round = tuple[tuple[int, ...], ...]  # [rank] -> slots of its groups
+Round = tuple[tuple[int, ...], ...]  # for each rank, the slots in its micro-batch
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much work it is to train one group, by which micro-batches are filled and ranks balanced.
+    """The work of training one group. Tokens fill micro-batches, and costs balance the ranks."""
 
-    A group none of whose completions train is `NOTHING`.
-    """
-
-    tokens: int  # in the group's packed row
+    tokens: int  # in the group's packed row, prompt included
     cost: float  # in any unit that is the same for all groups
 
 
-NOTHING = Work(0, 0.0)
+NOTHING = Work(tokens=0, cost=0.0)  # the work of a group of which no completion is trained
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,15 @@ class Budget:
     """The limit of one micro-batch, in groups or in tokens."""
 
     groups: int
-    tokens: int | None = None  # replaces the limit in groups
+    tokens: int | None = None  # None: the limit is in groups; otherwise `groups` has no effect
 
     def is_exceeded_by(self, work: Work) -> bool:
         return self.tokens is not None and work.tokens > self.tokens
 
     def groups_at_once(self, ranks: int) -> int:
-        """Returns how many groups to take from the stream at a time, which at most fill a round."""
+        """Returns how many groups to take from the stream at once, at most those of a round."""
         if self.tokens:
-            # lengths are unknown before groups arrive, and a single group may fill a micro-batch
+            # one group may fill a micro-batch, and its length is unknown until it arrives
             return ranks
         return ranks * self.groups
 
@@ -66,14 +63,17 @@ def work(
     model: ModelDims | None,
     image_patches: Sequence[int] = (),
 ) -> Work:
-    """Returns a group's work, from the tokens P of its prompt and C_i of its trained completions.
+    """Returns the work of training a group with a prompt of P tokens and completions of C_i tokens.
 
-    tokens   shared: P + Σ C_i     separate: G · (P + max C_i), with the padding
+    tokens   shared packing: P + Σ C_i     separate rows: G · (P + max C_i), padding included
     cost     floating-point operations of a forward (Kaplan et al., arXiv 2001.08361, table 1):
-             2 · parameters of the layers that a token meets · tokens + 4 · L · A · D · pairs
-             + 2 · V · H · Σ C_i + those of the vision tower for each image's patches.
-             pairs counts every position with those that it attends to: P²/2 for a prompt,
-             C_i · P + C_i²/2 for a completion. For a model of unknown layers the cost is tokens.
+             2 · (active parameters of the layers) · tokens + 4 · layers · heads · head_dim · pairs
+             + 2 · vocabulary · hidden · Σ C_i + the vision tower's operations on image_patches.
+             pairs is the number of (query, key) pairs in attention: P²/2 within the prompt, and
+             C_i · P + C_i²/2 for each completion.
+
+    model: None if its dimensions are unknown; then the cost is the number of tokens.
+    image_patches: the number of patches of each image in the prompt.
     """
     if not completion_lengths:
         return NOTHING
@@ -87,6 +87,7 @@ def work(
     num_tokens = num_prompts * num_prompt_tokens + sum(lengths)
     if model is None:
         return Work(num_tokens, float(num_tokens))
+
     pairs = num_prompts * num_prompt_tokens**2 / 2
     pairs += sum(length * num_prompt_tokens + length * length / 2 for length in lengths)
     layers = 2.0 * model.active_in_layers * num_tokens
@@ -104,11 +105,11 @@ def work_of_slot(
     packing: Packing,
     model: ModelDims | None,
 ) -> Work:
-    """Returns the work of the group that trains among those taken for a slot, NOTHING if none."""
+    """Returns the work of the one group that is trained of those taken for a slot, or NOTHING."""
     for group in taken:
         if not group.sampled_tokens.completions:
             continue
-        # A critic learns from every completion, and its values come before advantages are known.
+        # A critic learns from every group, and its rounds are planned before there are advantages.
         if algorithm.needs_critic or group.trains_policy:
             return _work_of_group(group, packing, model)
     return NOTHING
@@ -120,7 +121,7 @@ def _work_of_group(group: TrainingGroup, packing: Packing, model: ModelDims | No
     rollouts = [group.rollouts[i] for i in group.sampled_tokens.completions]
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     if packing == "separate" and any(rollout.forks for rollout in rollouts):
-        lengths = []  # each sequence of a rollout is a row of its own
+        lengths = []  # a rollout that forks has one row for each of its sequences
         for rollout in rollouts:
             num_tokens = len(rollout.completion_ids)
             for sequence in sequences(num_prompt_tokens, num_tokens, rollout.forks):
@@ -132,58 +133,57 @@ def _work_of_group(group: TrainingGroup, packing: Packing, model: ModelDims | No
 def plan(
     works: Mapping[int, Work], ranks: int, budget: Budget, loads: Sequence[float] = ()
 ) -> list[Round]:
-    """Returns the rounds that train these groups; a single empty round if no group has work.
+    """Returns the rounds that train these groups, or a single empty round if no group has work.
 
-    works: by slot. loads: each rank's cost so far. With a budget of groups no rank has more rounds
-    than the number of groups requires. With a budget of tokens no two ranks differ by more than the
-    cost of the costliest group.
+    works: each group's work, by slot. loads: the cost that each rank already has; () = none.
+    With a budget in groups, there are as few rounds as possible. With a budget in tokens and no
+    loads, the costs of any two ranks differ by at most the cost of the costliest group.
     """
     costs = {slot: work.cost for slot, work in works.items() if work.tokens}
     loads = loads or [0.0] * ranks
-    micro_batches_of_ranks = []
+    per_rank = []  # the micro-batches of each rank
     if budget.tokens is None:
         num_rounds = math.ceil(len(costs) / (ranks * budget.groups))
         for slots in _assign(costs, loads, most=num_rounds * budget.groups):
             costs_of_rank = {slot: costs[slot] for slot in slots}
-            no_loads = [0.0] * num_rounds
-            micro_batches_of_ranks.append(_assign(costs_of_rank, no_loads, budget.groups))
+            per_rank.append(_assign(costs_of_rank, [0.0] * num_rounds, most=budget.groups))
     else:
         for slots in _assign(costs, loads, most=len(costs)):
-            micro_batches_of_ranks.append(_first_fit(slots, works, budget.tokens))
-    return _in_rounds(micro_batches_of_ranks, works)
+            per_rank.append(_first_fit(slots, works, budget.tokens))
+    return _combine_into_rounds(per_rank, works)
 
 
 def divided(rounds: Iterable[Round], works: Mapping[int, Work], tokens: int) -> list[Round]:
-    """Returns rounds of the same groups on the same ranks, in micro-batches of at most `tokens`.
+    """Divides the micro-batches of `rounds` into smaller ones of at most `tokens` tokens.
 
-    Rounds that `plan` has made become those that it makes with this budget. A group of more tokens
-    gets a micro-batch of its own.
+    Returns the new rounds. Every group stays on its rank. If `plan` made the old rounds, it would
+    make the new ones with this budget. A group of more tokens is alone in its micro-batch.
     """
-    micro_batches_of_ranks = []
-    for micro_batches in zip(*rounds, strict=True):
+    per_rank = []
+    for micro_batches in zip(*rounds, strict=True):  # those of one rank, from all rounds
         slots = list(itertools.chain(*micro_batches))
         slots.sort(key=lambda slot: (-works[slot].cost, slot))
-        micro_batches_of_ranks.append(_first_fit(slots, works, tokens))
-    return _in_rounds(micro_batches_of_ranks, works)
+        per_rank.append(_first_fit(slots, works, tokens))
+    return _combine_into_rounds(per_rank, works)
 
 
 class Planner:
-    """A planner of groups that still arrive. It closes a round once average groups would fill it.
+    """Plans rounds over groups while they arrive.
 
-    Groups that do not fit in a round wait for the next one. Loads are kept from round to round, so
-    that a rank that got a long group gets less later. The rounds follow from the groups' order and
-    sizes alone.
+    It closes a round once the waiting groups would fill it if all had their average size. Groups
+    that do not fit wait for the next round. A rank that got a long group gets less work in later
+    rounds. The rounds depend only on the order and the sizes of the groups.
     """
 
     def __init__(self, ranks: int, budget: Budget):
         self._ranks = ranks
         self._budget = budget
-        self._loads = [0.0] * ranks
-        self._waiting: dict[int, Work] = {}
+        self._loads = [0.0] * ranks  # the cost of each rank in the rounds so far
+        self._waiting: dict[int, Work] = {}  # by slot, the groups that are in no round yet
         self.rounds: list[Round] = []  # all rounds so far
 
     def add(self, works: Mapping[int, Work]) -> list[Round]:
-        """Returns the rounds that these groups complete. works: by slot."""
+        """Adds groups, and returns the rounds that they complete. works: each group's, by slot."""
         num_rounds_before = len(self.rounds)
         for slot, work in works.items():
             if work.tokens:
@@ -199,10 +199,9 @@ class Planner:
             self._loads[rank] += sum(self._waiting.pop(slot).cost for slot in slots)
 
     def finish(self) -> list[Round]:
-        """Plans the groups that still wait for a round, after `add` got the last group.
+        """Returns the rounds of the groups that still wait, after the last `add`.
 
-        Returns their rounds, in each of which every rank has one micro-batch. If no group of
-        `add` had any work, this is a single round of empty micro-batches.
+        If no group has had any work, this is one round of empty micro-batches.
         """
         num_rounds_before = len(self.rounds)
         if self._waiting or not self.rounds:
@@ -214,39 +213,38 @@ class Planner:
 def plan_metrics(
     rounds: Sequence[Round], works: Mapping[int, Work], budget: Budget
 ) -> dict[str, float]:
-    """Returns how well a step's groups are divided into micro-batches, as metrics.
+    """Returns metrics of how evenly a step's groups are divided into micro-batches.
 
         rank_imbalance = max(cost of a rank) / mean(cost of a rank) − 1      0 = perfectly balanced
 
     rank_imbalance is absent with one rank. micro_batches is the number that each rank trains.
-    oversized_groups is the number of groups above a budget of tokens.
-    works: the work of each of the step's slots.
+    oversized_groups, with a budget in tokens, is the number of groups that exceed it.
+    works: the work of each of the step's groups, by slot.
     """
     metrics = {"micro_batches": float(len(rounds))}
-    costs_of_ranks = []
-    for micro_batches_of_rank in zip(*rounds, strict=True):  # rounds are indexed [round][rank]
-        slots_of_rank = itertools.chain(*micro_batches_of_rank)
-        costs_of_ranks.append(sum(works[slot].cost for slot in slots_of_rank))
-    num_ranks = len(costs_of_ranks)
+    costs = []  # of each rank
+    for micro_batches in zip(*rounds, strict=True):  # those of one rank, from all rounds
+        slots = itertools.chain(*micro_batches)
+        costs.append(sum(works[slot].cost for slot in slots))
+    num_ranks = len(costs)
     if num_ranks > 1:
         metrics["rank_imbalance"] = 0.0
-        if any(costs_of_ranks):
-            imbalance = max(costs_of_ranks) * num_ranks / sum(costs_of_ranks) - 1
-            metrics["rank_imbalance"] = imbalance
+        if any(costs):
+            metrics["rank_imbalance"] = max(costs) * num_ranks / sum(costs) - 1
     if budget.tokens:
         metrics["oversized_groups"] = float(sum(map(budget.is_exceeded_by, works.values())))
     return metrics
 
 
 def warning(works: Mapping[int, Work], budget: Budget) -> str:
-    """Returns a warning about groups above the budget, or "" if there are none."""
+    """Returns a warning about the largest group if it exceeds the budget, otherwise ""."""
     largest = max(works.values(), key=lambda work: work.tokens)
     if not budget.is_exceeded_by(largest):
         return ""
     return (
         f"a group of {largest.tokens} tokens is above trainer.max_tokens_per_micro_batch "
-        f"{budget.tokens} and trains alone; if memory is short, shorten it: "
-        "sampler.max_completion_length, sampler.num_generations"
+        f"{budget.tokens} and trains alone; if memory is short, make groups smaller with "
+        "sampler.max_completion_length or sampler.num_generations"
     )
 
 
@@ -261,60 +259,62 @@ def _is_full(waiting: Collection[Work], ranks: int, budget: Budget) -> bool:
     return len(waiting) >= ranks * max(1, groups_per_rank)
 
 
-def _in_rounds(
-    micro_batches_of_ranks: Iterable[list[list[int]]], works: Mapping[int, Work]
+def _combine_into_rounds(
+    per_rank: Iterable[list[list[int]]], works: Mapping[int, Work]
 ) -> list[Round]:
-    """Returns the rounds of each rank's micro-batches, the costliest of each rank first.
+    """Combines the ranks' micro-batches into rounds, pairing each rank's costliest ones first.
 
-    Where every micro-batch ends with collectives, ranks wait for the slowest of a round, so the
+    If micro-batches end with collectives, every rank waits for the slowest rank of a round. So the
     micro-batches of one round should take equally long.
     """
 
-    def cost(slots: list[int]) -> float:
-        return sum(works[slot].cost for slot in slots)
+    def cost(micro_batch: list[int]) -> float:
+        return sum(works[slot].cost for slot in micro_batch)
 
-    sorted_of_ranks = []
-    for micro_batches in micro_batches_of_ranks:
+    sorted_per_rank = []
+    for micro_batches in per_rank:
         by_cost = sorted(micro_batches, key=cost, reverse=True)
         # an empty micro-batch, so that there is a round even if no rank has a group
-        sorted_of_ranks.append(by_cost or [[]])
-    arrival = {slot: i for i, slot in enumerate(works)}
+        sorted_per_rank.append(by_cost or [[]])
+
+    positions = {slot: position for position, slot in enumerate(works)}
     rounds = []
-    # a rank with fewer micro-batches than another one runs empty ones in the last rounds
-    for of_ranks in itertools.zip_longest(*sorted_of_ranks, fillvalue=[]):
-        # groups were chosen by cost, and are packed in the order of `works`
-        in_order = [tuple(sorted(slots, key=arrival.__getitem__)) for slots in of_ranks]
-        rounds.append(tuple(in_order))
+    # a rank with fewer micro-batches than the other ranks runs empty ones in the last rounds
+    for micro_batches in itertools.zip_longest(*sorted_per_rank, fillvalue=[]):
+        # groups were assigned by cost, and are packed in the order of `works`
+        ordered = [tuple(sorted(slots, key=positions.__getitem__)) for slots in micro_batches]
+        rounds.append(tuple(ordered))
     return rounds
 
 
 def _assign(costs: Mapping[int, float], loads: Sequence[float], most: int) -> list[list[int]]:
-    """Assigns each slot, the costliest first, to the bin of least cost with room for it.
+    """Assigns each slot, the costliest first, to the bin of least cost that has room.
 
-    loads: the cost that each bin begins with. most: the largest number of slots in a bin.
+    costs: the cost of each slot's group. loads: the cost that each bin already has; there are as
+    many bins. most: the largest number of slots in a bin. Returns the slots of each bin.
     """
     loads = list(loads)
     bins: list[list[int]] = [[] for _ in loads]
     for slot in sorted(costs, key=lambda slot: -costs[slot]):
-        with_room = [b for b in range(len(bins)) if len(bins[b]) < most]
-        least = min(with_room, key=loads.__getitem__)
-        bins[least].append(slot)
-        loads[least] += costs[slot]
+        indexes_with_room = [i for i in range(len(bins)) if len(bins[i]) < most]
+        cheapest = min(indexes_with_room, key=loads.__getitem__)
+        bins[cheapest].append(slot)
+        loads[cheapest] += costs[slot]
     return bins
 
 
 def _first_fit(slots: Iterable[int], works: Mapping[int, Work], budget: int) -> list[list[int]]:
-    """Puts each slot into the first bin that has room for its tokens, else into a new one."""
+    """Puts each slot into the first bin with room for its tokens, or into a new bin."""
     bins: list[list[int]] = []
-    rooms: list[int] = []
+    rooms: list[int] = []  # the tokens that still fit into each bin
     for slot in slots:
         tokens = works[slot].tokens
-        for b, room in enumerate(rooms):
+        for i, room in enumerate(rooms):
             if tokens <= room:
-                bins[b].append(slot)
-                rooms[b] -= tokens
+                bins[i].append(slot)
+                rooms[i] -= tokens
                 break
-        else:
+        else:  # no bin has room
             bins.append([slot])
             rooms.append(budget - tokens)
     return bins

@@ -1,11 +1,11 @@
-"""Division of a batch of rollouts into optimizer steps. Pure functions.
+"""Divides a batch of rollouts into optimizer steps. Pure functions.
 
     batch of rollouts     prompts_per_step · steps_per_generation groups, all of which are sampled
-                          before its last step
-    mini-batch            prompts_per_step of them: one optimizer step with its own denominator
-    pass                  every mini-batch once; there are num_iterations passes
+                          before the batch's last step
+    mini-batch            prompts_per_step groups of the batch, which train in one optimizer step
+    pass                  one step on every mini-batch; there are num_iterations passes
 
-    prompts_per_step 2, steps_per_generation 2, num_iterations 2:
+    An example with prompts_per_step 2, steps_per_generation 2, num_iterations 2:
                           (0 1) (2 3) │ (0 1) (2 3)      in order
                           (3 0) (1 2) │ (2 3) (1 0)      shuffled
 
@@ -30,7 +30,7 @@ class Step:
 
     iteration: int  # index of the pass: 0, 1, …
     mini_batch: int  # index of the mini-batch in the pass: 0, 1, …
-    slots: tuple[int, ...]  # the batch's slots whose groups it trains
+    slots: tuple[int, ...]  # the slots of the groups that it trains (slots.py)
     is_last: bool  # whether it is the last step on the batch
 
 
@@ -40,16 +40,19 @@ class TrainedStep:
 
     step: Step
     groups: list[Group | Tombstone]
-    metrics: dict[str, float]  # of dead groups and of the plan
-    empty_slots: str  # the warning about empty slots; "" = none
-    oversized_groups: str  # the warning about groups above the budget; "" = none
+    metrics: dict[str, float]  # of dead groups and of the division into micro-batches
+    empty_slots: str  # a warning about empty slots; "" = none is empty
+    oversized_groups: str  # a warning about groups that exceed the budget; "" = none does
 
 
 def steps(config: Config, batch: int) -> list[Step]:
-    """Returns the optimizer steps on the run's batch-th batch of rollouts, in order.
+    """Returns the optimizer steps on a batch of rollouts, in order.
 
-    The steps are equal on all ranks and after a restart. Unshuffled, a pass trains the groups in
-    the order of the stream. Shuffled, each pass permutes them by (seed, batch, pass).
+    batch: the number of the batch in the run: 0, 1, …
+
+    The steps are the same on all ranks and after a restart. Without shuffle_mini_batches, every
+    pass trains the groups in the order of the stream. With it, each pass permutes the groups with a
+    generator that is seeded with (run.seed, batch, pass).
     """
     algorithm = config.algorithm
     size = config.trainer.prompts_per_step
@@ -62,7 +65,8 @@ def steps(config: Config, batch: int) -> list[Step]:
         for mini_batch in range(algorithm.steps_per_generation):
             slots = tuple(order[mini_batch * size : (mini_batch + 1) * size].tolist())
             is_last = len(planned) + 1 == algorithm.steps_per_batch
-            planned.append(Step(iteration, mini_batch, slots, is_last))
+            step = Step(iteration=iteration, mini_batch=mini_batch, slots=slots, is_last=is_last)
+            planned.append(step)
     return planned
 
 
@@ -72,7 +76,11 @@ def needs_batch_statistics(algorithm: Algorithm) -> bool:
 
 
 def corrects_later_steps(algorithm: Algorithm) -> bool:
-    """Returns whether later mini-batches need the trainer's log-probs from before any update."""
+    """Returns whether some steps need log-probs from before an update that precedes them.
+
+    Importance-sampling correction compares the sampler with the trainer's weights before any update
+    on the batch. From the second mini-batch on, the current weights are no longer these.
+    """
     corrects = algorithm.vllm_importance_sampling_mode is not None
     return corrects and algorithm.steps_per_generation > 1
 
@@ -80,7 +88,8 @@ def corrects_later_steps(algorithm: Algorithm) -> bool:
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
     """Returns which groups must have arrived before the first backward of a step.
 
-    With "micro_batch", groups train as they arrive. Waiting changes nothing but time.
+    "batch" and "mini_batch" are all groups of the batch or of the step. With "micro_batch", groups
+    are trained as they arrive.
     """
     # advantages depend on all groups of the batch
     if needs_batch_statistics(algorithm):
@@ -91,10 +100,10 @@ def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "bat
     # log-probs of the whole batch are computed before the first step updates the weights
     if corrects_later_steps(algorithm):
         return "batch"
-    # the denominator is a number of tokens, which is known only with the step's last group
+    # the denominator is the step's number of tokens, which is unknown before the last group
     if algorithm.loss_type in TOKEN_MEAN:
         return "mini_batch"
-    # the denominator does not count dead groups, and the step's last group may be dead
+    # the denominator excludes dead groups, and any group that has not arrived may be dead
     if algorithm.dead_groups == "skip":
         return "mini_batch"
     return "micro_batch"

@@ -1,10 +1,11 @@
-"""The record of one group of a batch, which is filled until the batch has been trained.
+"""Holds what the trainer knows about one group while the group's batch is trained.
 
-    taken ─► advantages, with a critic also value targets ─► log-probs, as forwards give them
+    taken ─► advantages, with a critic also value targets ─► log-probs, as forwards compute them
 
 All arrays over tokens are flat: they hold the group's completions one after the other, without
-padding. N = the tokens that train the policy, M = those at which the critic learns. Tokens that a
-tool or an environment wrote, and completions whose loss is masked, are in neither.
+padding. N is the number of tokens that train the policy, and M the number of tokens at which the
+critic learns. Neither counts tokens that a tool or an environment wrote, or completions whose loss
+is masked.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +23,11 @@ from trainer.algorithm.segments import Positions
 
 
 class TokenSelection:
-    """Some of the sampled tokens of a group's completions.
+    """A selection of tokens from the completions of a group.
 
-    `completions`: indexes of the completions in the group, ascending. `token_indexes`: for each of
-    them an array of indexes into its completion_ids, ascending.
+    completions: the indexes of the completions in the group, ascending.
+    token_indexes: for each of these completions, the indexes of its selected tokens in its
+    completion_ids, ascending.
     """
 
     def __init__(self, completions: Sequence[int], token_indexes: Sequence[NDArray[np.int64]]):
@@ -34,7 +36,7 @@ class TokenSelection:
 
     @property
     def lengths(self) -> list[int]:
-        """Returns the number of selected tokens of each completion."""
+        """Returns the number of selected tokens in each of `completions`."""
         return [len(indexes) for indexes in self.token_indexes]
 
     @property
@@ -42,9 +44,10 @@ class TokenSelection:
         return sum(self.lengths)
 
     def narrowed(self, positions: Sequence[Positions] | None) -> "TokenSelection":
-        """Returns a selection of only some of these tokens.
+        """Returns a selection of only some of the selected tokens.
 
-        positions: for each completion of the group, indexes among its selected tokens; None = all.
+        positions: for each completion of the group, which of its selected tokens to keep, as
+        indexes among them; None = all of them.
         """
         if positions is None:
             return self
@@ -54,52 +57,64 @@ class TokenSelection:
         return TokenSelection(self.completions, narrowed)
 
     def flat(self, arrays: Sequence[NDArray]) -> Tensor:
-        """Returns the selected entries, [number of tokens]. arrays: [C] for each completion."""
-        selected = [np.empty(0, arrays[0].dtype)] if arrays else [np.empty(0)]
+        """Returns the entries of the selected tokens, [number of selected tokens].
+
+        arrays: for each completion of the group, an array [C] with an entry for every token.
+        """
+        # The first, empty array gives the result its type if nothing is selected.
+        selected = [np.empty(0)]
+        if arrays:
+            selected = [np.empty(0, arrays[0].dtype)]
         for completion, indexes in zip(self.completions, self.token_indexes, strict=True):
             selected.append(arrays[completion][indexes])
         return torch.from_numpy(np.concatenate(selected))
 
     def spread(self, values: PerCompletion) -> Tensor:
-        """Returns one value for each selected token, [number of tokens] float32.
+        """Returns one value for each selected token, [number of selected tokens] float32.
 
-        values: for each completion of the group one value, or one for each of its selected tokens.
+        values: for each completion of the group, one number for all of its selected tokens, or an
+        array with one number for each of them.
         """
-        spread = [np.empty(0)]
+        spread = [np.empty(0)]  # because np.concatenate needs an array
         for completion, length in zip(self.completions, self.lengths, strict=True):
             spread.append(np.broadcast_to(values[completion], length))
         return torch.from_numpy(np.concatenate(spread).astype(np.float32))
 
 
 class TrainingGroup:
-    """A group or tombstone of a batch, and what the trainer knows of it so far."""
+    """A group or tombstone of a batch, with what the trainer has computed for it so far."""
 
     def __init__(self, group: Group | Tombstone, algorithm: Algorithm, is_dead: bool = False):
-        """Starts with what the sampler sent. is_dead: whether its rewards leave no advantage."""
+        """Starts with what the sampler sent.
+
+        is_dead: whether the rewards give no completion of the group an advantage.
+        """
         self.group = group
         self.is_dead = is_dead
         self._always_has_gradient = algorithm.always_has_gradient
-        # Every sampled token of the completions whose loss is not masked. A critic scores them all.
+        # Every sampled token of the completions whose loss is not masked. A critic scores all.
         self.sampled_tokens = _sampled_tokens(group, algorithm.mask_truncated_completions)
 
         # Set by `set_advantages`.
-        self.policy_tokens = self.sampled_tokens  # N, the tokens that count in the policy's loss
+        self.policy_tokens = self.sampled_tokens  # the N tokens that count in the policy's loss
         self.advantages: Tensor | None = None  # [N] float32; None: not known yet, or a tombstone
         self._has_advantage = False  # whether some completion has an advantage that is not zero
-        self.old_logprobs = torch.zeros(0)  # [N] float32, the sampler's
-        self.policy_versions = torch.zeros(0, dtype=torch.int64)  # [N], which sampled each token
+        self.old_logprobs = torch.zeros(0)  # [N] float32, computed by the sampler
+        # [N] the version of the weights that sampled each token
+        self.policy_versions = torch.zeros(0, dtype=torch.int64)
 
         # Set by `set_value_targets`.
-        self.value_tokens = self.sampled_tokens  # M, the tokens at which the critic learns
-        self.old_values: Tensor | None = None  # [M] the critic's, before its first update
+        self.value_tokens = self.sampled_tokens  # the M tokens at which the critic learns
+        self.old_values: Tensor | None = None  # [M] the critic's values before its first update
         self.returns: Tensor | None = None  # [M] the critic's targets
 
-        # Log-probs of the policy tokens, [N] float32, set by StepTrainer (step.py) and RolloutBatch
-        # (batch.py) as forwards give them. None: not known yet.
-        # Reference log-probs that the sampler sent are set by `set_advantages`.
+        # Log-probs of the policy tokens, [N] float32; None: not known yet. They are set by
+        # StepTrainer (step.py) and RolloutBatch (batch.py) as forwards compute them. If the sampler
+        # sent reference log-probs, these are set by `set_advantages`.
         self.ref_logprobs: Tensor | None = None
         self.proximal_logprobs: Tensor | None = None  # before the first update on the group
-        self.sampled_logprobs: Tensor | None = None  # at the version that sampled; NaN = unknown
+        # under the weights that sampled each token; NaN = unknown
+        self.sampled_logprobs: Tensor | None = None
 
     @property
     def group_id(self) -> int:
@@ -107,14 +122,14 @@ class TrainingGroup:
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """Returns the rollouts that are there; none of a tombstone."""
+        """Returns the group's rollouts, or () for a tombstone."""
         if isinstance(self.group, Tombstone):
             return ()
         return self.group.rollouts
 
     @property
     def share_of_rollouts(self) -> float:
-        """Returns the share of rollouts that did not fail before their first token."""
+        """Returns the fraction of rollouts that did not fail before their first token."""
         assert isinstance(self.group, Group)
         num_present = len(self.group.rollouts)
         num_missing = len(self.group.failures)
@@ -122,7 +137,7 @@ class TrainingGroup:
 
     @property
     def trains_policy(self) -> bool:
-        """Returns whether some token of the group can change the policy."""
+        """Returns whether some token of the group can have a gradient in the policy."""
         if not self.policy_tokens.completions:
             return False
         if self._always_has_gradient:
@@ -133,17 +148,19 @@ class TrainingGroup:
     def set_advantages(
         self, advantages: PerCompletion, positions: Sequence[Positions] | None = None
     ) -> None:
-        """Stores the group's advantages, and selects the tokens that train the policy with them.
+        """Stores the group's advantages, and selects the tokens that train the policy.
 
-        What the sampler sent for each of these tokens is stored beside them.
+        The sampler's log-probs and policy versions of these tokens are stored too.
 
-        advantages: for each completion one number, or one for each of its selected tokens.
-        positions: for each completion, indexes of the selected tokens among its sampled tokens;
-        None = all of them.
+        advantages: for each completion, one number for all its selected tokens, or an array with
+        one number for each of them.
+        positions: for each completion, which of its sampled tokens to select, as indexes among
+        them; None = all of them.
         """
         self._has_advantage = has_advantage(np.hstack(list(advantages)))
         self.policy_tokens = self.sampled_tokens.narrowed(positions)
         self.advantages = self.policy_tokens.spread(advantages)
+
         old_logprobs = []
         ref_logprobs = []
         versions = []
@@ -154,7 +171,8 @@ class TrainingGroup:
                 ref_logprobs.append(rollout.ref_logprobs)
         self.old_logprobs = self.policy_tokens.flat(old_logprobs).float()
         self.policy_versions = self.policy_tokens.flat(versions)
-        if len(ref_logprobs) == len(old_logprobs):
+        has_ref_logprobs = len(ref_logprobs) == len(old_logprobs)
+        if has_ref_logprobs:
             self.ref_logprobs = self.policy_tokens.flat(ref_logprobs).float()
 
     def set_value_targets(
@@ -163,9 +181,11 @@ class TrainingGroup:
         returns: PerCompletion,
         positions: Sequence[Positions] | None = None,
     ) -> None:
-        """Sets the critic's targets. values, returns: for each completion, one per position.
+        """Sets the tokens at which the critic learns, and its old values and targets there.
 
-        positions: for each completion, its sampled tokens at which the critic learns; None = all.
+        values, returns: for each completion, an array with one number for each of these tokens.
+        positions: for each completion, which of its sampled tokens these are, as indexes among
+        them; None = all of them.
         """
         self.value_tokens = self.sampled_tokens.narrowed(positions)
         self.old_values = self.value_tokens.spread(values)
@@ -180,16 +200,16 @@ def trainable(groups: Iterable[TrainingGroup], algorithm: Algorithm) -> list[Tra
 
 
 def training_policy(groups: Iterable[TrainingGroup]) -> list[TrainingGroup]:
-    """Returns the groups of which some token can change the policy."""
+    """Returns the groups in which some token can have a gradient in the policy."""
     return [group for group in groups if group.trains_policy]
 
 
 def split_by_group(
     groups: Sequence[TrainingGroup], values: Tensor
 ) -> Iterator[tuple[TrainingGroup, Tensor]]:
-    """Yields each group with its values among those of all groups' policy tokens, [N].
+    """Splits an array over the policy tokens of all groups, and yields each group with its part.
 
-    Without groups the values are those of a filler, and nothing is yielded.
+    values: [sum of the groups' N]. Without groups it belongs to a filler, and nothing is yielded.
     """
     if not groups:
         return
@@ -198,9 +218,10 @@ def split_by_group(
 
 
 def set_advantages_from_rewards(groups: Sequence[TrainingGroup], config: Config) -> None:
-    """Sets advantages that follow from rewards.
+    """Computes the groups' advantages from their rewards, and stores them in the groups.
 
-    groups: the whole batch if `needs_batch_statistics`, else any groups of it.
+    groups: all groups of the batch that may train if `needs_batch_statistics` (mini_batches.py),
+    otherwise any groups of the batch.
     """
     advantages = step_advantages([group.group for group in groups], config)
     for group in groups:
@@ -209,7 +230,7 @@ def set_advantages_from_rewards(groups: Sequence[TrainingGroup], config: Config)
 
 
 def set_estimates(groups: Iterable[TrainingGroup], estimates: Estimates) -> None:
-    """Sets the advantages and value targets that follow from the critic's values."""
+    """Stores advantages and value targets that were estimated with the critic's values."""
     for group in groups:
         group_id = group.group_id
         if group_id not in estimates.advantages:  # tombstones have none
@@ -223,11 +244,12 @@ def set_estimates(groups: Iterable[TrainingGroup], estimates: Estimates) -> None
 
 
 def _sampled_tokens(group: Group | Tombstone, masks_truncated: bool) -> TokenSelection:
-    """Returns every sampled token of a group's unmasked completions."""
+    """Selects every sampled token of a group's unmasked completions, and none of a tombstone."""
     completions: list[int] = []
     token_indexes: list[NDArray[np.int64]] = []
-    rollouts = () if isinstance(group, Tombstone) else group.rollouts
-    for i, rollout in enumerate(rollouts):
+    if isinstance(group, Tombstone):
+        return TokenSelection(completions, token_indexes)
+    for i, rollout in enumerate(group.rollouts):
         if is_unmasked(rollout, masks_truncated):
             completions.append(i)
             token_indexes.append(np.arange(len(rollout.completion_ids))[rollout.sampled()])

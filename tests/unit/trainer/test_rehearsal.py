@@ -74,9 +74,9 @@ def no_tokenizer(trainer: Any, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (no_room, r"0\.0 GB free, and what is saved there takes .*; make room, or set another run\.output_dir"),
+        (no_room, r"0\.0 GB free, but saving there takes up to .* GB; make room, or set a different run\.output_dir"),
         (no_log_probs, r"no finite log-probs for 7 \+ 256 tokens"),
-        (full, r"nothing can be saved in .*Disk quota exceeded.*set another run\.output_dir"),
+        (full, r"nothing can be saved in .*Disk quota exceeded.*set a different run\.output_dir"),
         (read_only, "nothing can be saved in .*Permission denied"),
         (no_tokenizer, "final/ would be incomplete: the tokenizer cannot be saved: ValueError: its vocabulary is gone"),
     ],

@@ -123,7 +123,7 @@ def test_memory_that_runs_out_halves_micro_batches_once_and_the_step_begins_anew
     run.step()
     assert sorted(group.group_id for batch in run.batches for group in batch.groups) == [0, 1, 2, 3]
     said = capsys.readouterr().err
-    assert "with micro-batches of 120 tokens: the step begins anew with 60" in said
+    assert "with micro-batches of 120 tokens: the step is repeated with 60" in said
     limit = 0
     with pytest.raises(torch.OutOfMemoryError):
         run.step()
@@ -150,7 +150,7 @@ def test_a_kernel_that_needs_more_shared_memory_than_the_gpu_has_does_not_halve_
     run.training.models.policy.backward = backward  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError, match="out of resource"):
         run.step()
-    assert len(asked) == 1 and "begins anew" not in capsys.readouterr().err
+    assert len(asked) == 1 and "is repeated" not in capsys.readouterr().err
 
 
 def test_a_later_pass_repeats_the_rounds_of_the_first_and_takes_nothing() -> None:
