@@ -136,7 +136,7 @@ class StepTrainer:
         if awaited == "batch":
             return self.batch.slots.size
         if awaited == "mini_batch":
-            return max(step.slots) + 1  # slots are filled in order, so this fills all of the step's
+            return max(step.slots) + 1  # slots are filled in order: the step's last slot comes last
         return 0
 
     def _set_denominators(self, step: Step) -> None:
@@ -295,7 +295,7 @@ class StepTrainer:
     def _may_halve(self) -> bool:
         """Returns whether to halve micro-batches and restart the step when memory runs out.
 
-        At most once in a run, and only with a limit in tokens and gradients that can be dropped.
+        This is done at most once in a run. It needs a limit in tokens, and droppable gradients.
         """
         max_tokens = self.config.trainer.max_tokens_per_micro_batch
         was_halved = self._budget.tokens != max_tokens
