@@ -280,9 +280,9 @@ def _combine_into_rounds(
     positions = {slot: position for position, slot in enumerate(works)}
     rounds = []
     # a rank with fewer micro-batches than the other ranks runs empty ones in the last rounds
-    for micro_batches in itertools.zip_longest(*sorted_per_rank, fillvalue=[]):
+    for one_per_rank in itertools.zip_longest(*sorted_per_rank, fillvalue=[]):
         # groups were assigned by cost, and are packed in the order of `works`
-        ordered = [tuple(sorted(slots, key=positions.__getitem__)) for slots in micro_batches]
+        ordered = [tuple(sorted(slots, key=positions.__getitem__)) for slots in one_per_rank]
         rounds.append(tuple(ordered))
     return rounds
 
