@@ -1,23 +1,27 @@
-"""Advantages of a batch from the rewards of its groups. Pure functions in float64.
+"""Computes the advantages of a batch of groups without a critic, in float64.
 
-Four steps lead from rewards to advantages:
+Four steps lead from rewards to advantages. The right column names the settings that control a step:
 
     shaping       r_i ← r_i + punishment − β · KL        soft_punish_cache, kl_in_reward
-    estimation    A_i from estimators.py                 adv_estimator, and scale_rewards "group"
+    estimation    A_i from the group's rewards           adv_estimator, and scale_rewards "group"
     scaling       A_i ← A_i / (std + eps)                scale_rewards "batch"
     whitening     A_i ← (A_i − mean) / (std + eps)       whiten_advantages
 
-Scaling and whitening are over the batch of rollouts, which may hold several optimizer steps
-(steps_per_generation). The two REINFORCE++ are always whitened, over tokens; the other estimators
-are whitened over completions. std uses n − 1. If all of the task's rewards are equal, nothing is
-divided.
+r_i is the reward of completion i. shaping.py has the first step, estimators.py the second, and this
+module the last two. Their mean and std are over the batch of rollouts, which may be enough for
+several optimizer steps (steps_per_generation). std is the sample standard deviation (n − 1).
+
+Whitening counts each completion once. The two REINFORCE++ estimators are always whitened, and with
+them each token counts once.
+
+If the reward functions gave equal rewards to all completions, no step divides by a std, because it
+would measure only differences in KL and length.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config import Algorithm, Config
 from common.config.estimators import ESTIMATORS as BUILT_IN
@@ -34,112 +38,99 @@ from trainer.algorithm.estimators import (
     rewards_of,
     scale_unless_dead,
 )
+from trainer.algorithm.shaping import punished_rewards, shaped_rewards
 from trainer.algorithm.user_functions import own_advantages
 
-ByGroup: TypeAlias = dict[int, list[Floats]]  # group id -> one array per completion
+ByGroup: TypeAlias = dict[int, list[Floats]]  # group id -> one array for each of its completions
 PerCompletion: TypeAlias = "Floats | Sequence[Floats]"
-"""A group's advantages: [G], or G arrays with one value per trained token."""
+"""The advantages of one group: an array [G], or G arrays with one value per trained token."""
 
 
 def has_advantage(advantages: Floats) -> bool:
-    """Returns whether some advantage is not zero.
+    """Returns whether some advantage differs from 0 by more than DEAD_TOLERANCE.
 
-    NaN counts as not zero, so that it reaches the engine's checks.
+    NaN counts as different from 0, so that the engine's checks for finite numbers get to see it.
     """
-    return not bool((np.abs(advantages) <= DEAD_TOLERANCE).all())
+    is_zero = np.abs(advantages) <= DEAD_TOLERANCE  # False for NaN
+    return not bool(is_zero.all())
 
 
 def is_unmasked(rollout: Rollout, mask_truncated_completions: bool) -> bool:
-    """Returns True unless the completion is truncated and mask_truncated_completions is set.
+    """Returns whether a completion counts in the loss.
 
-    The reward of a masked completion counts, but its loss has weight 0. A rollout that failed is
-    never masked, even if it was truncated too, because its reward is that of failing.
+    If `mask_truncated_completions` is set, a completion that was cut at the length limit is masked:
+    it has weight 0 in the loss, but its reward still counts in the baseline of its group. A rollout
+    that failed is never masked, even if it was also cut, because its reward is set for failing.
     """
-    is_truncated = rollout.finish_reason == "length" and rollout.failure is None
+    if rollout.failure is not None:
+        return True
+    is_truncated = rollout.finish_reason == "length"
     return not (mask_truncated_completions and is_truncated)
 
 
 def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
-    """Returns whether the task's rewards give no completion of a group an advantage.
+    """Returns whether a group's rewards are such that no completion has an advantage.
 
-    Only KL, length or entropy can train a dead group. A tombstone is not dead, nor is a group whose
-    estimator has no group baseline. With `resample`, the advantages of masked completions do not
-    count, so that the slot gets a group that trains.
+    The rewards are those that the reward functions gave, before shaping. A dead group can still be
+    trained by the KL, the overlong punishment or the entropy bonus.
+
+    A tombstone is not dead. A group is not dead either if its estimator has no group baseline,
+    because equal rewards then train too. With dead_groups "resample", a group is also dead if only
+    masked completions have an advantage, so that a group that trains is sampled in its place.
     """
     algorithm = config.algorithm
     if isinstance(group, Tombstone) or not algorithm.estimator.has_group_baseline:
         return False
-    masks = algorithm.mask_truncated_completions and algorithm.dead_groups == "resample"
+    ignores_masked = algorithm.mask_truncated_completions and algorithm.dead_groups == "resample"
     advantages = _estimate_advantages(group, rewards_of(group), config)
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-        if is_unmasked(rollout, masks) and has_advantage(advantage):
+        if is_unmasked(rollout, ignores_masked) and has_advantage(advantage):
             return False
     return True
 
 
 def try_own_estimator(config: Config) -> None:
-    """Calls a user's estimator on an invented group, so that its errors show before sampling.
+    """Calls the user's own advantage estimator on an invented group, if the settings name one.
 
-    Raises UserError.
+    Its errors then show before the first completion is sampled. Raises UserError where
+    `own_advantages` does.
     """
     if config.algorithm.adv_estimator in BUILT_IN:
         return
     rewards = np.arange(config.sampler.num_generations, dtype=np.float64)
-    token = np.zeros(1, np.int32)
-    logprob = np.full(1, -1, np.float32)
+    one_token = np.zeros(1, np.int32)
+    one_logprob = np.full(1, -1, np.float32)
     rollouts = []
     for reward in rewards.tolist():
-        by_function = dict.fromkeys(config.rewards.names, reward)
-        rollouts.append(Rollout(token, logprob, logprob, by_function, reward, "stop"))
-    group = Group(0, 0, 0, token, tuple(rollouts))
+        rollout = Rollout(
+            completion_ids=one_token,
+            old_logprobs=one_logprob,
+            ref_logprobs=one_logprob,
+            rewards=dict.fromkeys(config.rewards.names, reward),
+            reward=reward,
+            finish_reason="stop",
+        )
+        rollouts.append(rollout)
+    group = Group(
+        group_id=0,
+        policy_version=0,
+        problem_index=0,
+        prompt_ids=one_token,
+        rollouts=tuple(rollouts),
+    )
     own_advantages(config.algorithm.adv_estimator, rewards, group)
-
-
-def shaped_rewards(group: Group, config: Config) -> Floats:
-    """Returns the rewards [G] with overlong punishment and KL, each only if it is switched on.
-
-        r_i + soft overlong punishment − β Σ_t (log π_old − log π_ref)
-
-    The sum estimates the KL of the whole completion (k1). As a part of the reward, it has the
-    expected gradient of the exact KL.
-    """
-    rewards = punished_rewards(group, config)
-    beta = config.algorithm.beta_of_rewards
-    if not beta:
-        return rewards
-    kl = np.array([r.ref_log_ratios().sum() for r in group.rollouts])
-    return rewards - beta * kl
-
-
-def punished_rewards(group: Group, config: Config) -> Floats:
-    """Returns the rewards [G] without any KL, with overlong punishment if it is switched on."""
-    cache = config.algorithm.soft_punish_cache
-    if not cache:
-        return rewards_of(group)
-    lengths = np.array([len(r.completion_ids) for r in group.rollouts])
-    max_length = config.sampler.max_completion_length
-    return rewards_of(group) + soft_overlong_punishment(lengths, max_length, cache)
-
-
-def soft_overlong_punishment(
-    lengths: NDArray[np.int64], max_completion_length: int, cache: int
-) -> Floats:
-    """Returns the punishment [G] in [−1, 0] of completions of lengths [G].  DAPO, equation 13.
-
-    It is 0 up to a length of L_max − cache, and falls linearly to −1 at L_max. lengths include the
-    tokens of tools, because the limit that truncates a rollout counts all tokens.
-    """
-    return np.clip((max_completion_length - cache - lengths) / cache, -1.0, 0.0)
 
 
 def step_advantages(
     groups: Sequence[Group | Tombstone], config: Config
 ) -> Mapping[int, PerCompletion]:
-    """Returns the advantages of each group by its id, without tombstones.
+    """Returns the advantages of each group by group id; tombstones have none.
 
-    A group has one advantage for each completion, or one for each sampled token if
-    `has_token_advantages`. groups: the whole batch of rollouts if advantages are scaled or whitened
-    over the batch (`needs_batch_statistics`), else any groups.
+    The advantages of a group are an array [G] with one number per completion. With
+    `has_token_advantages`, they are G arrays with one number per sampled token.
+
+    groups: the whole batch of rollouts if advantages are scaled or whitened over the batch
+    (`needs_batch_statistics`). Otherwise any groups.
     """
     alive = without_tombstones(groups)
     if not alive:
@@ -149,41 +140,52 @@ def step_advantages(
         token_advantages = {}
         for group in alive:
             token_advantages[group.group_id] = rewards_to_go(group, config)
-        return whiten_tokens(alive, token_advantages, algorithm, _has_signal(alive, config))
+        divides = _has_signal(alive, config)
+        return whiten_tokens(alive, token_advantages, algorithm, divides=divides)
+
+    # Shaping and estimation.
     shaped: list[Floats] = []
-    advantages: list[Any] = []
+    advantages: list[Any] = []  # arrays [G]; only gigpo gives lists, which are not scaled below
     for group in alive:
         rewards = shaped_rewards(group, config)
         shaped.append(rewards)
         advantages.append(_estimate_advantages(group, rewards, config))
+
+    # Scaling and whitening over the batch.
     if algorithm.reward_scale == "batch" and not _is_dead_batch(alive):
         scale = np.concatenate(shaped).std(ddof=1) + EPS
         advantages = [a / scale for a in advantages]
     if algorithm.whitens:
-        counts = [_counts(g, algorithm) for g in alive]
+        counts = [_whitening_counts(g, algorithm) for g in alive]
         mean, divisor = _mean_and_divisor(advantages, counts, _has_signal(alive, config))
         advantages = [(a - mean) / divisor for a in advantages]
     return {g.group_id: a for g, a in zip(alive, advantages, strict=True)}
 
 
 def _is_dead_batch(groups: Sequence[Group]) -> bool:
-    """Returns whether the task's rewards are equal in the whole batch."""
+    """Returns whether the reward functions gave equal rewards to all completions of a batch."""
     return is_dead(np.concatenate([rewards_of(g) for g in groups]))
 
 
 def _has_signal(groups: Sequence[Group], config: Config) -> bool:
-    """Returns whether the task's rewards give an advantage; if not, whitening must not divide."""
-    return not _is_dead_batch(groups) and not all(is_dead_group(g, config) for g in groups)
+    """Returns whether the reward functions give some completion of a batch an advantage.
+
+    If they do not, whitening must not divide by the std, because only KL and length are left.
+    """
+    if _is_dead_batch(groups):
+        return False
+    return not all(is_dead_group(g, config) for g in groups)
 
 
 def rewards_to_go(group: Group, config: Config) -> list[Floats]:
-    """Returns G arrays with one advantage per sampled token, before whitening.
+    """Returns token advantages that include the KL from each token to the completion's end.
 
         A_it = A_i − β · Σ_{s ≥ t} (log π_old(s) − log π_ref(s))
 
-    REINFORCE++, arXiv 2501.03262. A_i is of the rewards without any KL, and so is their baseline. A
-    token cannot change the KL of the tokens before it, so the sum over the whole completion would
-    have the same expected gradient, with more variance.
+    They are G arrays with one number per sampled token, before whitening (REINFORCE++,
+    arXiv 2501.03262). The estimator computes A_i from rewards without KL. The KL of the tokens
+    before t is left out because token t cannot change it: to include it would leave the expected
+    gradient the same, and raise the variance.
     """
     beta = config.algorithm.beta
     advantages = _estimate_advantages(group, punished_rewards(group, config), config)
@@ -195,17 +197,18 @@ def rewards_to_go(group: Group, config: Config) -> list[Floats]:
 
 
 def _estimate_advantages(group: Group, rewards: Floats, config: Config) -> PerCompletion:
-    """Returns one group's advantages from its rewards [G], before batch scaling and whitening.
+    """Returns one group's advantages, before scaling and whitening over the batch.
 
-    rewards: the task's, or the shaped rewards.
+    rewards: [G], before or after shaping. With "normalize_then_sum" they are ignored, because the
+    rewards of each function, which are in the rollouts, are then normalized separately.
     """
     algorithm = config.algorithm
     if algorithm.sums_last:
-        by_function = []
+        rewards_by_function = []
         for name in config.rewards.names:
             scores = np.array([r.rewards[name] for r in group.rollouts], np.float64)
-            by_function.append(scores)
-        return normalized_sum(by_function, config.rewards.weights)
+            rewards_by_function.append(scores)
+        return normalized_sum(rewards_by_function, config.rewards.weights)
     if algorithm.estimator.by_turn:
         return gigpo(group, rewards, algorithm.reward_scale, algorithm.gamma)
     scale = scale_unless_dead(rewards_of(group), algorithm.reward_scale)
@@ -215,9 +218,12 @@ def _estimate_advantages(group: Group, rewards: Floats, config: Config) -> PerCo
 def whiten_tokens(
     groups: Sequence[Group], advantages: ByGroup, algorithm: Algorithm, divides: bool = True
 ) -> ByGroup:
-    """Returns the advantages of tokens, whitened if `algorithm.whitens`.
+    """Returns the token advantages of a batch, whitened if `algorithm.whitens`.
 
-    mean and std are over the tokens of all unmasked completions. divides: whether the std divides.
+    mean and std are over the tokens of unmasked completions; masked completions are whitened with
+    the same mean and std.
+    advantages: for each completion, one number per token that trains. divides: whether to divide by
+    the std after the mean is subtracted.
     """
     if not (algorithm.whitens and groups):
         return advantages
@@ -227,7 +233,7 @@ def whiten_tokens(
         for rollout, a in zip(group.rollouts, advantages[group.group_id], strict=True):
             is_counted = is_unmasked(rollout, algorithm.mask_truncated_completions)
             flat.append(a)
-            counts.append(np.full_like(a, is_counted))
+            counts.append(np.full_like(a, float(is_counted)))
     mean, divisor = _mean_and_divisor(flat, counts, divides)
     whitened = {}
     for group in groups:
@@ -241,23 +247,24 @@ def _mean_and_divisor(
 ) -> tuple[float, float]:
     """Returns the two numbers with which whitening replaces A by (A − mean) / divisor.
 
-    The divisor is std + eps if `divides`, otherwise 1. An advantage counts in mean and std as often
-    as its entry in `counts` says. std uses n − 1, with n the sum of the counts.
+    The divisor is std + eps if `divides` is True, otherwise 1.
+    counts: how many times each advantage counts in mean and std. n of the std is their sum.
     """
     a = np.concatenate(advantages)
     count = np.concatenate(counts)
     n = count.sum()
-    mean = (count * a).sum() / max(n, 1.0)
+    mean = (count * a).sum() / max(n, 1.0)  # n is 0 if all completions are masked
     if not divides:
         return mean, 1.0
     variance = (count * (a - mean) ** 2).sum() / max(n - 1, 1.0)
     return mean, np.sqrt(variance) + EPS
 
 
-def _counts(group: Group, algorithm: Algorithm) -> Floats:
-    """Returns how often each completion counts in whitening, [G].
+def _whitening_counts(group: Group, algorithm: Algorithm) -> Floats:
+    """Returns how many times each completion counts in the mean and std of whitening, [G].
 
-    It counts once per sampled token, or once, or not at all if it is masked.
+    A masked completion does not count. With the REINFORCE++ estimators, an unmasked completion
+    counts once for each sampled token, otherwise once.
     """
     counts = []
     for rollout in group.rollouts:

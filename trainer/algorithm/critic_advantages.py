@@ -1,14 +1,15 @@
-"""Advantages and returns of a batch from the critic's values, fixed for all updates on that batch.
+"""Computes a batch's advantages, and the returns that the critic learns, from the critic's values.
 
     reward_t    = −β · (log π_old − log π_ref) with kl_in_reward;
                   the last token also gets the completion's reward
-    A, return   = GAE(reward, V)                    adv_estimator gae: trainer/algorithm/gae.py
-                = the same over segments            group_ppo: trainer/algorithm/segments.py
+    A, return   = GAE over tokens                   adv_estimator gae: trainer/algorithm/gae.py
+                = GAE over segments                 group_ppo: trainer/algorithm/segments.py
     A           ← (A − mean) / (std + eps)          whiten_advantages: over all A of the batch
 
-Returns are never whitened, because the critic learns rewards on their own scale. Groups of equal
-rewards train too, because there is no group baseline. Completions that mask_truncated_completions
-masks count nowhere. All functions are pure.
+They stay the same for all updates on the batch. Returns are never whitened, because the critic
+learns rewards on their original scale. Groups of equal rewards train too, because there is no group
+baseline. Completions that mask_truncated_completions masks count neither in whitening nor in
+metrics. All functions are pure.
 """
 
 from collections.abc import Sequence
@@ -29,31 +30,35 @@ from trainer.algorithm.segments import (
     sum_segments,
 )
 
-PositionsByGroup = dict[int, list[Positions]]
+PositionsByGroup = dict[int, list[Positions]]  # group id -> one array for each of its completions
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """The values, advantages and returns of a batch, by group id, with an array per completion.
+    """The critic's values, the advantages and the returns of a batch.
 
-    An array has one number per sampled token: if group 7 has completions of 2 and 1 tokens,
-    values[7] = [[.5, .25], [.4]]. If only some tokens train, it has one number for each of those:
-    positions[7] = [[1], [0]] goes with advantages[7] = [[.3], [−.1]].
+    Each field maps a group id to one array for each completion of the group. By default, an array
+    has one number per sampled token. If group 7 has completions of 2 and 1 tokens, then
+    values[7] = [[.5, .25], [.4]]. With segments, an array may have numbers for some tokens only;
+    `positions` and `value_positions` then hold the indexes of these tokens among the completion's
+    sampled tokens. For example, advantages[7] = [[.3], [−.1]] belongs to positions[7] = [[1], [0]].
     """
 
-    values: ByGroup  # before the first update, at the tokens where the critic learns; 0 if masked
+    values: ByGroup  # the critic's before its first update; 0 for masked completions
     advantages: ByGroup
-    returns: ByGroup  # at the tokens where the critic learns
-    positions: PositionsByGroup = field(default_factory=dict)  # tokens that train; {} = all
-    value_positions: PositionsByGroup = field(default_factory=dict)  # the same for the critic
+    returns: ByGroup  # the critic's targets
+    positions: PositionsByGroup = field(default_factory=dict)
+    """The tokens that have an advantage; {} = all sampled tokens."""
+    value_positions: PositionsByGroup = field(default_factory=dict)
+    """The tokens that have a value and a return; {} = all sampled tokens."""
     segments: SegmentSums | None = None  # over unmasked completions; None without group_ppo
 
 
 def estimate(groups: Sequence[Group | Tombstone], values: ByGroup, config: Config) -> Estimates:
-    """Returns the advantage and the critic's target of every sampled token, both by GAE.
+    """Returns the advantage and the return of every sampled token by GAE.
 
-    Advantages are whitened if `algorithm.whitens`. values: the critic's value of every sampled
-    token of every completion.
+    Advantages are whitened if `algorithm.whitens`.
+    values: the critic's value of every sampled token.
     """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
@@ -76,29 +81,31 @@ def estimate_segments(
     groups: Sequence[Group | Tombstone],
     values: ByGroup,
     scores: ByGroup | None,
-    threshold: float,  # τ
+    threshold: float,
     config: Config,
 ) -> Estimates:
     """Returns advantages and returns by GROUP PPO, which cuts completions into segments of tokens.
 
-    There is one return per segment. There is also one advantage per segment if segment_loss is
-    "endpoint", otherwise one per token.
-    values: the critic's value of every sampled token of every completion.
-    scores: the squared score norm q of every sampled token (segments.py). None: its lower bound
-    (1 − p)² is taken, where p is the sampled token's probability by old_logprobs.
+    A return belongs to the first token of a segment. If segment_loss is "endpoint", an advantage
+    belongs to the last token of a segment; otherwise each token has its segment's advantage.
+    Advantages are whitened if `algorithm.whitens`. segments.py defines segments, q and τ.
+
+    values: the critic's value of every sampled token. scores: the squared score norm q of every
+    sampled token, or None to use its lower bound `sampled_scores`. threshold: τ.
     """
     algorithm = config.algorithm
     alive = without_tombstones(groups)
     values_at_starts: ByGroup = {}
-    advantages: ByGroup = {}
     returns: ByGroup = {}
+    advantages: ByGroup = {}
     starts: PositionsByGroup = {}
     ends: PositionsByGroup = {}
     unmasked: list[Segments] = []
     for group in alive:
         group_id = group.group_id
-        group_scores = scores[group_id] if scores else None
+        group_scores = scores[group_id] if scores else _lower_bounds_of_scores(group)
         completions = _cut_group(group, values[group_id], group_scores, threshold, config)
+
         values_at_starts[group_id] = [segments.values for segments in completions]
         returns[group_id] = [segments.returns for segments in completions]
         starts[group_id] = [segments.starts for segments in completions]
@@ -107,6 +114,7 @@ def estimate_segments(
             advantages[group_id] = [segments.advantages for segments in completions]
         else:
             advantages[group_id] = [segments.token_advantages for segments in completions]
+
         for rollout, segments in zip(group.rollouts, completions, strict=True):
             if is_unmasked(rollout, algorithm.mask_truncated_completions):
                 unmasked.append(segments)
@@ -120,30 +128,39 @@ def estimate_segments(
     )
 
 
+def _lower_bounds_of_scores(group: Group) -> list[Floats]:
+    scores = []
+    for rollout in group.rollouts:
+        scores.append(sampled_scores(rollout.old_logprobs[rollout.sampled()]))
+    return scores
+
+
 def _cut_group(
     group: Group,
     values: Sequence[Floats],
-    scores: Sequence[Floats] | None,
+    scores: Sequence[Floats],
     threshold: float,
     config: Config,
 ) -> list[Segments]:
-    """Returns the segments of each completion of a group.
+    """Cuts each completion of a group into segments.
 
-    values: the critic's value of every sampled token. scores: the squared score norm q of every
-    sampled token (segments.py); None = its lower bound by `sampled_scores`. threshold: τ.
+    A segment ends where one advantage for all of its tokens would raise the variance too much, that
+    is, above the threshold τ (segments.py).
+    values, scores: for each completion, the critic's value and the squared score norm of every
+    sampled token.
     """
-    gamma = config.algorithm.gamma
-    lam = config.algorithm.lam
-    params = config.algorithm.group_params
-    if scores is None:
-        scores = []
-        for rollout in group.rollouts:
-            scores.append(sampled_scores(rollout.old_logprobs[rollout.sampled()]))
+    algorithm = config.algorithm
     rewards = group_token_rewards(group, config)
     completions = []
     for token_rewards, token_values, token_scores in zip(rewards, values, scores, strict=True):
         segments = cut_into_segments(
-            token_rewards, token_values, token_scores, threshold, gamma, lam, params
+            token_rewards,
+            token_values,
+            token_scores,
+            threshold=threshold,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            params=algorithm.group_params,
         )
         completions.append(segments)
     return completions
@@ -152,11 +169,12 @@ def _cut_group(
 def value_metrics(
     groups: Sequence[Group | Tombstone], estimates: Estimates, config: Config
 ) -> dict[str, float]:
-    """Returns metrics of a batch before its first update; {} if no completion is unmasked.
+    """Returns metrics of the critic's values and returns in a batch, before its first update.
 
         explained_variance = 1 − var(return − V) / var(return)
 
-    It is absent if all returns are equal.
+    explained_variance is absent if all returns are equal. The result is {} if all completions are
+    masked.
     """
     unmasked_values = [np.empty(0)]  # np.concatenate refuses an empty list
     unmasked_returns = [np.empty(0)]

@@ -1,6 +1,7 @@
-"""Signatures and checks of a user's own advantage estimator and loss.
+"""Calls a user's own advantage estimator or objective, and checks what it returns.
 
-This module imports no torch, so that a wrong name stops the program as soon as it starts.
+This module does not import torch, so that the program can check the names of these functions, and
+stop at a wrong name, as soon as it starts.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ OBJECTIVE = Contract(
 
 
 def require_user_functions(algorithm: Algorithm) -> None:
-    """Raises UserError if the file or package of a user's function does not exist.
+    """Raises UserError if the settings name a user's function whose file or package does not exist.
 
-    No user's file is imported.
+    It does not import the file.
     """
     if algorithm.adv_estimator not in ESTIMATORS:
         ESTIMATOR.require(algorithm.adv_estimator)
@@ -47,9 +48,10 @@ def require_user_functions(algorithm: Algorithm) -> None:
 def own_advantages(
     name: str, rewards: NDArray[np.float64], group: Group | None
 ) -> NDArray[np.float64]:
-    """Returns the advantages [G] from a user's `def estimator(rewards, group)`.
+    """Returns the advantages [G] that a user's own estimator computes for a group.
 
-    Raises UserError unless the function gives G finite numbers.
+    name: the function, as in algorithm.adv_estimator. rewards: [G]; the function gets a copy.
+    Raises UserError unless the function returns G finite numbers.
     """
     estimator = ESTIMATOR.load(name)
     result = estimator(rewards=rewards.copy(), group=group)
@@ -64,7 +66,7 @@ def own_advantages(
         shape = list(advantages.shape)
         raise UserError(
             f"{estimator.label} returned shape {shape} for {len(rewards)} rewards; "
-            "return one number each"
+            "return one number for each reward"
         )
     if not np.isfinite(advantages).all():
         raise UserError(
@@ -74,23 +76,27 @@ def own_advantages(
 
 
 def own_objective(name: str, logprobs: Tensor, **arguments: Any) -> tuple[Tensor, bool]:
-    """Returns the objective [N] of a user's function, and whether the function has its own KL term.
+    """Returns the objective [N] that a user's function computes, and whether it contains a KL term.
 
-    The function is, for example, `def objective(logprobs, old_logprobs, advantages)`. It has its
-    own KL term if it takes ref_logprobs. arguments: what OBJECTIVE offers besides logprobs.
-    Raises UserError unless the function returns a tensor of one value per token with a gradient.
+    It is taken to contain a KL term if the function has a parameter ref_logprobs.
+
+    name: the function, as in algorithm.loss. logprobs: [N]. arguments: everything else that
+    OBJECTIVE offers. Raises UserError unless the function returns a tensor with one value per token
+    and, where logprobs have a gradient, with a gradient.
     """
     function = OBJECTIVE.load(name)
     objective = function(logprobs=logprobs, **arguments)
     shape = getattr(objective, "shape", None)
-    if shape != logprobs.shape or not hasattr(objective, "requires_grad"):
+    is_tensor = hasattr(objective, "requires_grad")
+    if shape != logprobs.shape or not is_tensor:
         shown = type(objective).__name__ if shape is None else list(shape)
         raise UserError(
             f"{function.label} returned {shown} for {len(logprobs)} tokens; "
-            "return a tensor of one value each"
+            "return a tensor with one value for each token"
         )
     if logprobs.requires_grad and not objective.requires_grad:
         raise UserError(
-            f"{function.label} has no gradient; form it from logprobs, without .detach() or no_grad"
+            f"{function.label} has no gradient; "
+            "compute it from logprobs, without .detach() or no_grad"
         )
     return objective, "ref_logprobs" in function.named

@@ -21,11 +21,10 @@ from tests.unit.trainer.data.test_tensors import cut, group, rollout
 from trainer.algorithm.advantages import (
     has_advantage,
     is_dead_group,
-    shaped_rewards,
-    soft_overlong_punishment,
     step_advantages,
 )
 from trainer.algorithm.estimators import EPS, group_advantages, normalized_sum
+from trainer.algorithm.shaping import shaped_rewards, soft_overlong_punishment
 
 
 def settings(rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:

@@ -17,10 +17,10 @@ from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.support.training_groups import num_tokens, taken, with_estimates
 from tests.unit.trainer.data.test_tensors import cut, group, rollout, steps
-from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import ByGroup, estimate, value_metrics
 from trainer.algorithm.gae import gae, group_token_rewards, token_rewards
 from trainer.algorithm.losses import Denominator, value_errors
+from trainer.algorithm.shaping import shaped_rewards
 from trainer.data.tensors import micro_batch, value_batch, value_row
 
 

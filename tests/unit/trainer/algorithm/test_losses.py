@@ -16,8 +16,9 @@ from common.config import Algorithm
 from tests.support import oracle
 from tests.support.oracle import Objective, ScoredCompletion
 from trainer.algorithm import losses
-from trainer.algorithm.losses import Denominator, loss, mismatch_correction, token_objective, token_weights
+from trainer.algorithm.losses import Denominator, loss, token_objective, token_weights
 from trainer.algorithm.mismatch import gaps
+from trainer.algorithm.ratios import mismatch_correction
 
 
 def logs(*probs: float) -> torch.Tensor:

@@ -59,7 +59,7 @@ def test_a_group_is_dead_if_the_estimator_gives_it_no_advantage(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return rewards[1:]", r"returned shape \[7\] for 8 rewards; return one number each"),
+        ("return rewards[1:]", r"returned shape \[7\] for 8 rewards; return one number for each reward"),
         ("return rewards / 0", r"returned \[nan inf .* return finite numbers"),
         ("return 'high'", "returned high, expected 8 numbers"),
         ("return None", r"returned shape \[\]|returned None"),
@@ -135,9 +135,9 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return (advantages * logprobs).mean()", r"returned \[\] for 3 tokens; return a tensor of one value each"),
+        ("return (advantages * logprobs).mean()", r"returned \[\] for 3 tokens; return a tensor with one value"),
         ("return [1.0, 2.0, 3.0]", "returned list for 3 tokens"),
-        ("return advantages * logprobs.detach()", "has no gradient; form it from logprobs"),
+        ("return advantages * logprobs.detach()", "has no gradient; compute it from logprobs"),
         ("return advantages * logprobs[:2]", r"raised RuntimeError: .*mine.py:2"),
     ],
 )

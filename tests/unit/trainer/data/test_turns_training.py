@@ -24,9 +24,9 @@ from tests.support.plain_training import PlainActorCritic, PlainGroupPpo, PlainT
 from tests.support.tiny import VOCAB_SIZE, difference, in_forks, in_turns, tiny_model, tiny_reward_model
 from tests.support.training_groups import with_estimates, with_rewards
 from tests.unit.test_attention import exact
-from trainer.algorithm.advantages import shaped_rewards
 from trainer.algorithm.critic_advantages import estimate, estimate_segments
 from trainer.algorithm.losses import loss, token_objective
+from trainer.algorithm.shaping import shaped_rewards
 from trainer.data import tensors
 from trainer.data.micro_batches import work_of_slot
 from trainer.data.training_group import TrainingGroup
