@@ -1,9 +1,11 @@
-"""Kernel locks for compiled ops, in place of torch's lock files, which outlive a killed process.
+"""Locks ops with flock instead of torch's lock files, which outlive a killed process.
 
-torch takes the lock of an op on every load, not only on a build, and waits for another process
-until its file is gone (torch/utils/file_baton.py). A lock of the kernel ends with its process.
-Whoever acquires it checks again what still has to be built, which is usually nothing. Not
-supported: processes of other programs that build in the same folder.
+An op is C++ code that is compiled and loaded at run time. Whenever a process loads an op, also one
+that is built already, torch creates a lock file, and other processes wait until the file is gone
+(torch/utils/file_baton.py). If the process is killed, they wait forever. The operating system's
+lock on a file (flock) ends with its process. A process that acquires it checks again what has to be
+built, which is usually nothing. Not supported: other programs that build in the same folder,
+because they use torch's locks.
 """
 
 import fcntl
@@ -15,23 +17,32 @@ from typing import Any
 from common.errors import UserError
 from common.processes.exits import say
 
+_HOLDER_SIZE = 200  # bytes at the start of a lock file that name the holder, padded with spaces
+
 
 class KernelLock:
-    """A kernel lock with the interface of torch's FileBaton."""
+    """The operating system's lock on a file, with the interface of torch's FileBaton.
+
+    path: torch's lock file. The other arguments of FileBaton have no effect.
+    """
 
     def __init__(self, path: str, *_: Any, **__: Any) -> None:
-        # a file of its own: it stays, and torch's own lock waits as long as a file `lock` exists
+        # a separate file, because this file is never deleted, and torch waits until its own is
         self._path = f"{path}.kernel"
-        self._file = -1
+        self._file = -1  # a file descriptor while the lock is held
 
     def try_acquire(self) -> bool:
-        """Waits for the lock, whose holder may run on another host, and returns True."""
+        """Waits for the lock, whose holder may run on a different host, and returns True.
+
+        Prints the holder if it has to wait. On a file system without locks it returns at once.
+        """
         try:
             # NFS locks only files that are open for writing
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         except PermissionError:  # the file belongs to another user
             self._file = os.open(self._path, os.O_RDONLY)
-        with suppress(OSError):  # on a file system without locks
+        # raised by a file system without locks, or when writing into another user's file
+        with suppress(OSError):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -39,12 +50,13 @@ class KernelLock:
                 say(f"waiting for {holder}, which compiles or loads DeepSpeed's op: {self._path}")
                 fcntl.flock(self._file, fcntl.LOCK_EX)
             holder = f"pid {os.getpid()} of {os.uname().nodename}"
-            os.pwrite(self._file, holder.ljust(200).encode(), 0)
+            os.pwrite(self._file, holder.ljust(_HOLDER_SIZE).encode(), 0)
         return True
 
     def _holder(self) -> str:
-        holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-        if not holder:  # it has not written its name yet
+        """Returns the process that holds the lock, as the process has written it into the file."""
+        holder = os.pread(self._file, _HOLDER_SIZE, 0).decode(errors="replace").strip()
+        if not holder:  # the process has not written it yet
             return "another process"
         return holder
 
@@ -53,7 +65,7 @@ class KernelLock:
 
 
 def guard_ops() -> None:
-    """Replaces torch's locks, and resolves links in the paths of ops.
+    """Replaces torch's locks on ops, and keeps torch from compiling an op again needlessly.
 
     It must be called before the first op is loaded.
     """
@@ -61,17 +73,17 @@ def guard_ops() -> None:
     from torch.utils import cpp_extension
 
     cpp_extension.FileBaton = KernelLock  # type: ignore[assignment, misc]
-    # torch compiles all ops again if a path in its commands changes, so a path must not depend on
-    # the links to it
+    # torch compiles an op again if a path in the compiler's command has changed, so symbolic links
+    # by which Python was started are resolved in these paths
     builder.__file__ = os.path.realpath(builder.__file__)
     cpp_extension._TORCH_PATH = os.path.realpath(cpp_extension._TORCH_PATH)
     if os.path.isdir(cpp_extension.TORCH_LIB_PATH):
-        # this is the only path of a command that torch does not quote
+        # torch does not quote this path in the command
         cpp_extension.TORCH_LIB_PATH = shlex.quote(os.path.realpath(cpp_extension.TORCH_LIB_PATH))
 
 
 def require_ops_folder() -> None:
-    """Raises UserError if no op can be built or loaded, because their folder is not writable."""
+    """Raises UserError if the folder in which torch builds and loads ops is not writable."""
     from torch.utils import cpp_extension
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
@@ -79,11 +91,11 @@ def require_ops_folder() -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            trouble = "it cannot be written"
+            trouble = "it is not writable"
     except OSError as error:
         trouble = str(error)
     if trouble is not None:
         raise UserError(
-            f"DeepSpeed's ops are compiled in {folder}: {trouble}; "
+            f"DeepSpeed's ops cannot be compiled in {folder}: {trouble}; "
             "export TORCH_EXTENSIONS_DIR=/a/folder/of/yours"
         )

@@ -1,15 +1,15 @@
-"""Uses of DeepSpeed's internals by the trainer, as they are in DeepSpeed 0.19.
+"""What the trainer does with internals of DeepSpeed 0.19, which an upgrade may change.
 
-They are all here, in optimizer_state.py and in flat_gradients.py.
-tests/gloo/test_deepspeed_insides.py tells by name what an upgrade has removed. Everything else that
-the trainer uses is documented API: initialize, the engine's backward, step, save_checkpoint and
-load_checkpoint, GatheredParameters and deepspeed.utils.
+The trainer uses DeepSpeed's internals only in this module, optimizer_state.py and
+flat_gradients.py. tests/gloo/test_deepspeed_insides.py names those that an upgrade has removed.
+Everything else that the trainer uses is documented API: initialize, the engine's backward, step,
+save_checkpoint and load_checkpoint, GatheredParameters and deepspeed.utils.
 
-    read        the buffer in /dev/shm that ranks on a CPU share
-    replaced    the function that creates this buffer, where it has no room; an engine's writing and
-                reading of its state; its script for recovery; its clipping without ZeRO; the
-                pickling of its ZeRO stage
-    emptied     the list and the cache that keep the modules of destroyed engines of ZeRO 3
+    unlinked    each rank's shared buffer in /dev/shm, which ranks on CPUs use for communication
+    replaced    the function that creates this buffer, if /dev/shm has no room; the functions with
+                which an engine writes and reads its state, copies its recovery script and clips
+                gradients without ZeRO; how its ZeRO stage is pickled
+    emptied     the list and the cache that keep the modules of destroyed ZeRO 3 engines
 """
 
 import contextlib
@@ -31,13 +31,14 @@ STATE_TAG = "state"
 
 
 def unlink_shared_buffer() -> None:
-    """Unlinks this rank's buffer of 66 MiB in /dev/shm, which DeepSpeed on a CPU never removes.
+    """Unlinks this rank's buffer of 66 MiB in /dev/shm, which DeepSpeed on a CPU never does.
 
-    Its mapping stays.
+    Ranks have mapped the buffer by then and can still use it. The system frees it when they end.
+    Every rank calls this function.
     """
     import torch.distributed as dist
 
-    dist.barrier()  # after it every rank has opened every buffer
+    dist.barrier()  # after this barrier every rank has opened every buffer
     address = os.environ["MASTER_ADDR"]
     port = os.environ["MASTER_PORT"]
     rank = os.environ["RANK"]
@@ -46,20 +47,20 @@ def unlink_shared_buffer() -> None:
 
 
 def without_shared_buffers() -> None:
-    """Makes ranks on CPUs communicate only through gloo.
+    """Makes ranks on CPUs communicate only through gloo, without buffers in shared memory.
 
-    It replaces the function that builds DeepSpeed's op for shared memory.
+    Replaces the function that builds DeepSpeed's op for shared memory, so that there is no such op.
     """
-    # an import statement would not do, because the attribute deepspeed.comm.torch is torch itself
+    # an import statement would not work, because the attribute deepspeed.comm.torch is torch itself
     module: Any = importlib.import_module("deepspeed.comm.torch")
     module.build_shm_op = lambda: None
 
 
 def pickle_the_stage_by_value() -> None:
-    """Makes DeepSpeed write its ZeRO stage into checkpoints as ZeroStageEnum(2), from now on.
+    """Makes DeepSpeed pickle its ZeRO stage by value, as in ZeroStageEnum(2), in later checkpoints.
 
-    Early releases of Python 3.11 (Debian 12 has 3.11.2) would write getattr(ZeroStageEnum,
-    "gradients"), and a checkpoint that calls getattr is refused when it is loaded.
+    Early releases of Python 3.11 (Debian 12 has 3.11.2) would pickle a call of getattr with
+    ZeroStageEnum and "gradients", and `load_without_code` refuses a checkpoint that calls getattr.
     """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -67,31 +68,35 @@ def pickle_the_stage_by_value() -> None:
 
 
 class Cutting:
-    """Cuts a model that is being loaded into the ranks' shards of ZeRO 3, without communication.
+    """Cuts each parameter of a model into ZeRO 3 shards as it is loaded, without communication.
 
-    It does what zero.Init does with a module, but one parameter at a time. It replaces F.linear by
-    DeepSpeed's, which keeps no gathered weights for the backward pass. settings: DeepSpeed's.
+    It does with one parameter what zero.Init does with all parameters of a module. Like zero.Init,
+    it replaces F.linear with DeepSpeed's version, which does not keep gathered weights for the
+    backward pass. settings: the config of deepspeed.initialize.
     """
 
     def __init__(self, settings: dict[str, Any]):
         import deepspeed
 
         self._init = deepspeed.zero.Init(config_dict_or_path=settings)
-        # Init replaces F.linear only when it is given a module or entered as a context. It gets no
-        # module here, and as a context it would replace the constructors of all modules, too.
+        # Init replaces F.linear only when it is given a module or entered as a context. Here it
+        # gets no module, and as a context it would also replace the constructors of all modules.
         if settings["zero_optimization"].get("memory_efficient_linear", True):
             self._init._enable_mem_efficient_linear()
 
     def take(self, parameter: Any) -> None:
-        """Replaces a full parameter, which is the same on every rank, by this rank's shard."""
+        """Replaces a full parameter, which is the same on every rank, with this rank's shard."""
         self._move(parameter)
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
     def move_rest(self, model: torch.nn.Module) -> None:
-        """Moves and casts the tensors that were not cut, as the engine does if nothing is cut."""
+        """Moves the tensors that `take` has not cut to the device, and casts such parameters.
+
+        DeepSpeed's engine does this itself only for a model without shards.
+        """
         for tensor in (*model.parameters(), *model.buffers()):
-            if not hasattr(tensor, "ds_id"):
+            if not hasattr(tensor, "ds_id"):  # DeepSpeed sets ds_id on the parameters that it cuts
                 self._move(tensor)
 
     def _move(self, tensor: Tensor) -> None:
@@ -103,7 +108,7 @@ class Cutting:
 
 @contextlib.contextmanager
 def as_forward(engine: Any) -> Iterator[None]:
-    """Lets the block call modules as the engine's forward does, in which ZeRO 3 gathers weights."""
+    """Makes ZeRO 3 gather the weights of modules that the block calls, as in engine.forward."""
     engine._forward_prologue((), {})
     yield
     engine._forward_epilogue()
@@ -111,35 +116,35 @@ def as_forward(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered(parameters: Sequence[Any]) -> Iterator[None]:
-    """Gives full parameters to the block, gathered from the shards of all ranks.
+    """Gathers full parameters from the shards of all ranks for the duration of the block.
 
-    Every rank enters it.
+    Every rank enters it with the same parameters.
     """
     import deepspeed
 
-    is_cut = any(hasattr(parameter, "ds_id") for parameter in parameters)
-    with deepspeed.zero.GatheredParameters(list(parameters), enabled=is_cut):
+    has_zero_3_shards = any(hasattr(parameter, "ds_id") for parameter in parameters)
+    with deepspeed.zero.GatheredParameters(list(parameters), enabled=has_zero_3_shards):
         split = [parameter for parameter in parameters if is_split(parameter)]
         shards = [parameter.data for parameter in split]
         for parameter in split:
-            parameter.gather_params([parameter])
+            parameter.gather_params([parameter])  # replaces its data with the full tensor
         yield
         for parameter, shard in zip(split, shards, strict=True):
             parameter.data = shard
 
 
 def destroy(engine: Any) -> None:
-    """Destroys an engine of ZeRO 3, and frees its modules.
+    """Destroys a ZeRO 3 engine, and frees its modules.
 
-    DeepSpeed itself never frees them, because it keeps them in a list and in the cache of a
-    function.
+    DeepSpeed itself never frees the modules, because it keeps them in a list and in the cache of a
+    method.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     engine.destroy()
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
-    # a private function with a cache, which a decorator wraps
+    # a decorator hides the private method's cache, so the cached function is read from its closure
     decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     cached = inspect.getclosurevars(decorated).nonlocals["func"]
     cached.cache_clear()
@@ -151,10 +156,7 @@ def is_split(parameter: Any) -> bool:
 
 
 def partition_sizes(parameter: Any) -> list[int]:
-    """Returns the sizes of a split parameter's shards on the tensor-parallel ranks.
-
-    They are sizes along the dimension in which it is split.
-    """
+    """Returns a split parameter's size on each tensor-parallel rank, along the split dimension."""
     return list(parameter.ds_autotp_universal_checkpoint_meta["partition_sizes"])
 
 
@@ -166,9 +168,10 @@ def tp_rank() -> int:
 
 
 def total_norm(parameters: Sequence[Any], gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of the full model's gradient: a scalar.
+    """Returns the L2 norm of the full model's gradient, as a scalar tensor.
 
-    gradients: those of these parameters on this rank, which are shards where a parameter is split.
+    gradients: one for each of the parameters. Where tensor-parallel ranks split a parameter, it is
+    the gradient of this rank's shard. Every tensor-parallel rank calls it.
     """
     split_gradients = []
     other_gradients = []
@@ -188,7 +191,7 @@ def total_norm(parameters: Sequence[Any], gradients: Sequence[Tensor]) -> Tensor
 
 
 def give_every_parameter_a_gradient(optimizer: Any) -> None:
-    """Sets missing gradients to zero in ZeRO 1, so that all ranks send the same gradients.
+    """Sets missing gradients to zero in ZeRO 1, so that all ranks reduce the same gradients.
 
     DeepSpeed would skip a missing gradient, and ranks would then add up gradients of different
     parameters.
@@ -197,49 +200,55 @@ def give_every_parameter_a_gradient(optimizer: Any) -> None:
         if optimizer.get_gradient_for_reduction(parameter) is None:
             parameter.grad = torch.zeros_like(parameter)
     if optimizer.use_grad_accum_attribute:
+        # DeepSpeed then reduces this attribute and not `grad`, so the zeros are copied into it
         optimizer.fill_grad_accum_attribute()
 
 
 def require_fused_experts(model: torch.nn.Module, stage: int, world_size: int) -> None:
-    """Raises UserError for a list of single experts in ZeRO 3, and in ZeRO 2 on several ranks.
+    """Raises UserError if ZeRO 2 or 3 cannot train a model whose experts are separate modules.
 
     Each rank runs only the experts that its own tokens choose. ZeRO 3 gathers a module's weights on
-    all ranks when the module runs, so ranks would wait for each other without end. ZeRO 2 sends
-    gradients while backward runs, so ranks would add up gradients of different experts.
-    transformers' own mixtures keep a layer's experts in one module, which every rank runs.
+    all ranks when the module runs, so ranks would wait for each other forever. ZeRO 2 reduces
+    gradients while backward runs, so ranks would add up gradients of different experts. One rank is
+    allowed in ZeRO 2, but not in ZeRO 3, where such a model is untested. The mixtures that come
+    with transformers keep a layer's experts in one module, which every rank runs.
     """
     if stage < 2 or (stage == 2 and world_size == 1):
         return
+    consequence = "ranks could add up gradients of different experts"
+    if stage == 3:
+        consequence = "ranks could wait for each other forever"
     for name, module in model.named_modules():
         if name.endswith("experts") and isinstance(module, torch.nn.ModuleList):
             raise UserError(
-                f"{name} of {type(model).__name__} is a list of single experts, "
-                f"of which each rank runs others, and ranks under ZeRO {stage} would wait for each "
-                "other without end or mix the gradients of different experts; "
+                f"{name} of {type(model).__name__} is a list of separate experts. Each rank runs "
+                f"only the experts that its tokens choose, so under ZeRO {stage} {consequence}; "
                 "set deepspeed.zero_optimization.stage=1"
             )
 
 
 def clip_with(engine: Any, clip: Callable[[], None]) -> None:
-    """Replaces DeepSpeed's clipping in ZeRO 0 with float32, because it drops the gradient norm."""
+    """Replaces DeepSpeed's clipping without ZeRO, which discards the gradient norm, with `clip`."""
     engine.clip_fp32_gradients = clip
 
 
 def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path, Any]:
-    """Returns this rank's shard of an engine's state, by the file that it belongs to.
+    """Returns this rank's shard of an engine's state: what to write with torch.save, by file.
 
-    Every rank calls it. Nothing is written here, because ranks take different times to write, and
-    DeepSpeed's collectives would wait in silence. DeepSpeed's script for recovery is not saved,
-    because it unpickles without a limit.
+    adapters_alone: leaves out the frozen weights under adapters. Every rank calls it. Nothing is
+    written here, because ranks take different times to write, and would block in DeepSpeed's
+    collectives without reporting progress. DeepSpeed's recovery script is left out, because it
+    unpickles arbitrary objects.
     """
     states: dict[Path, Any] = {}
 
-    def save(state_dict: Any, path: str) -> None:
+    def collect(state_dict: Any, path: str) -> None:
         if adapters_alone:
             state_dict = _without_base_weights(state_dict)
         states[Path(path)] = state_dict
 
-    engine.checkpoint_engine.save = save
+    # save_checkpoint calls these three functions to write files
+    engine.checkpoint_engine.save = collect
     engine.checkpoint_engine.makedirs = lambda path, exist_ok=True: None
     engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(
@@ -251,8 +260,8 @@ def state_to_save(engine: Any, folder: Path, adapters_alone: bool) -> dict[Path,
 def _without_base_weights(state_dict: Any) -> Any:
     """Returns an engine's state with only the adapters' weights.
 
-    DeepSpeed excludes frozen parameters, but for the tied head, which it keeps under its second
-    name.
+    DeepSpeed has left out the frozen parameters already, except for a head that is tied to the
+    embedding, which it keeps under the head's name.
     """
     weights = state_dict.get("module") or {}
     adapters = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
@@ -260,9 +269,10 @@ def _without_base_weights(state_dict: Any) -> Any:
 
 
 def load_state(engine: Any, folder: Path, adapters_alone: bool) -> bool:
-    """Loads the files of `state_to_save`, without running any code that they hold.
+    """Loads an engine's state that `state_to_save` returned, without running code from the files.
 
-    Returns False if this rank has no state.
+    Returns whether the folder holds a state for this rank. adapters_alone: as in `state_to_save`.
+    Every rank calls it.
     """
     engine.checkpoint_engine.load = load_without_code
     path, _ = engine.load_checkpoint(
@@ -272,17 +282,18 @@ def load_state(engine: Any, folder: Path, adapters_alone: bool) -> bool:
 
 
 def load_without_code(path: str, map_location: Any = None, is_mapped: bool = False) -> Any:
-    """Loads a torch file without running any code that it holds.
+    """Returns what torch.save wrote into a file, without running any code that the file holds.
 
-    is_mapped: tensors are mapped from the file, and read on access.
+    is_mapped: maps tensors from the file, so that they are read on access. Raises
+    pickle.UnpicklingError if the file needs a function or class that is not allowed.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    # the classes in DeepSpeed's files that torch.load would refuse by default
+    # DeepSpeed's files need these classes, which torch.load refuses by default
     allowed = [LossScaler, ZeroStageEnum, fragment_address]
     with torch.serialization.safe_globals(allowed), PieceReader(path) as file:
-        # torch maps only a file that it opens itself; any other file reports progress as it is read
+        # torch maps only a file that it opens itself, and PieceReader reports progress as it reads
         source: Any = path if is_mapped else file
         return torch.load(source, map_location=map_location, weights_only=True, mmap=is_mapped)

@@ -1,16 +1,18 @@
-"""Restoring of a state that other ranks or another ZeRO stage saved: joined, then cut anew.
+"""Restores a state that a different number of ranks or a different ZeRO stage saved.
 
-    saved                                                here, on every rank
-    ZeRO 0      masters and moments as they are          the same
-    ZeRO 1, 2   a slice of all of them, laid flat        its slice
-    ZeRO 3      a shard of every parameter               its shards
+Masters (the weights in float32) and Adam's moments are joined from what all ranks saved. Then each
+rank takes the part that its own ZeRO stage keeps on it:
 
-Tensor-parallel ranks saved all this for their shards of split parameters, which are joined first.
+    ZeRO 0      all masters and moments
+    ZeRO 1, 2   a slice of a flat tensor, which holds all parameters' values one after the other
+    ZeRO 3      a shard of every parameter
 
-Bits are copied, never computed: weights, masters and Adam's moments are those of the checkpoint.
-DeepSpeed's universal checkpoints would do the same through the disk, with four files for each
-parameter, but unpickle without a limit. Files are memory-mapped, so that ranks of a host share the
-memory. Not supported: optimizers with other state than Adam's.
+Tensor-parallel ranks hold, and saved, only their shards of split parameters.
+
+Bits are copied, never computed: weights, masters and moments are those of the checkpoint.
+DeepSpeed's universal checkpoints would do the same, but they write four files for each parameter
+and unpickle arbitrary objects. Files are memory-mapped, so that ranks on one host share the memory.
+Not supported: optimizers whose state is not Adam's.
 """
 
 import math
@@ -39,41 +41,51 @@ from trainer.engine.optimizer_state import (
     set_moment,
 )
 
-_MASTERS = ""  # stands for the masters among the names of moments
+_MASTERS = ""  # the key of the masters, beside the keys in MOMENTS
 
 
 def restore(engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int = 1) -> None:
-    """Restores weights and optimizer from a folder that other ranks or another ZeRO stage saved.
+    """Restores weights and optimizer from a different number of ranks or a different ZeRO stage.
 
-    stage, ranks, tp_size: the saving run's ZeRO stage, its number of ranks, and how many of them
-    shared each layer. Every rank calls it before its first step. Raises UserError for another
-    optimizer than Adam.
+    folder: the checkpoint's folder of DeepSpeed states. stage, ranks, tp_size: the saving run's
+    ZeRO stage, its number of ranks, and its number of tensor-parallel ranks. Every rank calls it
+    before its first step. Raises UserError if the saved state is not Adam's.
     """
     trained = _trained_parameters(engine)
-    saved_ranks = []
+    saved_states = []  # one for each tensor-parallel rank of the saving run
     for tp_index in range(tp_size):
-        saved = _SavedRank(folder / STATE_TAG, stage, ranks // tp_size, tp_index, list(trained))
-        saved_ranks.append(saved)
-    adam = saved_ranks[0].slices[next(iter(trained))][0].tensors
-    has_moments = holds_moments(adam, f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}")
+        saved_states.append(
+            _SavedState(
+                folder / STATE_TAG,
+                stage=stage,
+                dp_size=ranks // tp_size,
+                tp_index=tp_index,
+                trained=list(trained),
+            )
+        )
+
+    tensors = saved_states[0].tensors_of_first_slice()
+    saver = f"{folder} was saved by {ranks} ranks at ZeRO stage {stage}"
+    has_moments = holds_moments(tensors, saver)
     if has_moments:
-        make_moments(engine.optimizer, engine.stage, list(trained.values()), adam["step"])
+        make_moments(engine.optimizer, engine.stage, list(trained.values()), tensors["step"])
     for name, parameter in trained.items():
         report_progress(f"reading {name}")
-        masters = _values_here(saved_ranks, name, _MASTERS, parameter)
+        masters = _values_for_this_rank(saved_states, name, _MASTERS, parameter)
         set_masters_and_weights(engine.optimizer, engine.stage, parameter, masters)
         if has_moments:
             for moment in MOMENTS:
-                values = _values_here(saved_ranks, name, moment, parameter)
+                values = _values_for_this_rank(saved_states, name, moment, parameter)
                 set_moment(engine.optimizer, engine.stage, parameter, moment, values)
-    model = saved_ranks[-1].model
+
+    model = saved_states[0].model  # all ranks saved the same schedule and counters
     engine.ds.lr_scheduler.load_state_dict(model["lr_scheduler"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine.ds, counter, model[counter])
 
 
 def _trained_parameters(engine: DeepSpeedModel) -> dict[str, Any]:
-    """Returns the trained parameters by name, in the order of the optimizer."""
+    """Returns the trained parameters by their names in DeepSpeed's module, in optimizer order."""
     names = {id(parameter): name for name, parameter in engine.ds.module.named_parameters()}
     trained = {}
     for group in parameter_groups(engine.model, 0.0):
@@ -84,62 +96,80 @@ def _trained_parameters(engine: DeepSpeedModel) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedSlice:
-    """A slice of a parameter's masters (weights in float32) and of Adam's moments, saved by a rank.
+    """The part of one parameter's masters and moments that one rank saved.
 
-    tensors: saved masters and moments by name, which may also hold other parameters. The slice is
-    the numel values of each of them from start on, when it is laid flat.
+    tensors: masters under _MASTERS, moments under MOMENTS and Adam's step count under "step". Each
+    tensor may also hold the values of other parameters. The slice is the `numel` values from
+    `start` on in a flattened tensor.
     """
 
     tensors: dict[str, Any]
     start: int
     numel: int
 
-    def values(self, name: str) -> Tensor:
-        return self.tensors[name].flatten()[self.start : self.start + self.numel]
+    def values(self, key: str) -> Tensor:
+        return self.tensors[key].flatten()[self.start : self.start + self.numel]
 
 
-class _SavedRank:
-    """What one tensor-parallel rank saved, joined from the ranks over which ZeRO divided it.
+class _SavedState:
+    """What the data-parallel ranks with one tensor-parallel index saved together.
 
-    trained: the names of parameters in the order of the optimizer.
+    folder: has the files of all ranks. dp_size: the number of these data-parallel ranks. trained:
+    names of the trained parameters, in optimizer order. model: the content of the ranks' file with
+    schedule and counters. slices: the slices of each parameter in the order in which joining them
+    gives the values of this tensor-parallel index.
     """
 
-    def __init__(self, folder: Path, stage: int, num_ranks: int, tp_index: int, trained: list[str]):
+    def __init__(self, folder: Path, stage: int, dp_size: int, tp_index: int, trained: list[str]):
         self.folder = folder
         prefix = "zero_pp_rank_0_" if stage == 3 else ""
         file = folder / f"{prefix}mp_rank_{tp_index:02d}_model_states.pt"
         self.model: dict[str, Any] = load_without_code(str(file), is_mapped=True)
         self.slices: dict[str, list[_SavedSlice]] = {name: [] for name in trained}
-        self._shapes: dict[str, torch.Size] = {}  # of this tensor-parallel rank's shards
+
+        # shapes on this tensor-parallel rank, before ZeRO shards the parameters
+        self._shapes: dict[str, torch.Size] = {}
         if stage < 3:
             for name, tensor in self.model["module"].items():
                 self._shapes[name] = tensor.shape
-        for shapes in self.model["param_shapes"] or ():
+        for shapes in self.model["param_shapes"] or ():  # it is None in stage 0
             self._shapes.update(shapes)
+
         if stage == 0:
             self._read_stage_0()
             return
-        for rank in range(num_ranks):
-            [file] = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{tp_index:02d}_optim_states.pt")
+        for dp_rank in range(dp_size):
+            [file] = folder.glob(f"*zero_pp_rank_{dp_rank}_mp_rank_{tp_index:02d}_optim_states.pt")
             optimizer = load_without_code(str(file), is_mapped=True)["optimizer_state_dict"]
             if stage == 3:
-                self._read_stage_3(optimizer, rank, num_ranks)
+                self._read_stage_3(optimizer, dp_rank, dp_size)
             else:
                 self._read_stage_1_or_2(optimizer)
 
+    def tensors_of_first_slice(self) -> dict[str, Any]:
+        """Returns the tensors of a slice. All slices have the same keys and step count."""
+        slices_of_first_parameter = next(iter(self.slices.values()))
+        return slices_of_first_parameter[0].tensors
+
     def _read_stage_0(self) -> None:
+        """Adds one slice of every parameter: the whole parameter, as every rank saved it."""
         optimizer = self.model["optimizer"]
+        # if there are masters, DeepSpeed wraps Adam, whose state is then one level deeper
         moments = optimizer.get("optimizer_state_dict", optimizer)["state"]
         masters = []
         for group in optimizer.get("fp32_groups", ()):
             masters += group
         for i, (name, slices) in enumerate(self.slices.items()):
-            # a float32 model is its own masters
+            # the weights of a float32 model are also its masters
             tensor = masters[i] if masters else self.model["module"][name]
             tensors = {_MASTERS: tensor, **moments.get(i, {})}
-            slices.append(_SavedSlice(tensors, 0, tensor.numel()))
+            slices.append(_SavedSlice(tensors, start=0, numel=tensor.numel()))
 
     def _read_stage_1_or_2(self, optimizer: dict[str, Any]) -> None:
+        """Adds a slice of every parameter of which this data-parallel rank saved values.
+
+        The rank's i-th flat tensor holds its slices of the parameters in the i-th parameter group.
+        """
         moments = optimizer["base_optimizer_state"]["state"]
         for i, masters in enumerate(optimizer["single_partition_of_fp32_groups"]):
             tensors = {_MASTERS: masters, **moments.get(i, {})}
@@ -147,12 +177,12 @@ class _SavedRank:
                 saved_slice = _SavedSlice(tensors, fragment.start, fragment.numel)
                 self.slices[name].append(saved_slice)
 
-    def _read_stage_3(self, optimizer: dict[str, Any], rank: int, num_ranks: int) -> None:
-        """Adds a slice of every parameter, the shard that one of `num_ranks` ZeRO 3 ranks saved.
+    def _read_stage_3(self, optimizer: dict[str, Any], dp_rank: int, dp_size: int) -> None:
+        """Adds a slice of every parameter: the shard that this data-parallel rank saved.
 
-        Each parameter, laid flat, is cut into num_ranks shards of equal size, with padding after
-        its last value. A rank lays its shards of the parameters in param_shapes[i] one behind the
-        other in the i-th flat tensor.
+        Each flattened parameter is cut into dp_size shards of equal size, with padding after its
+        last value. A rank's i-th flat tensor holds its shards of the parameters in param_shapes[i],
+        one after the other.
 
             2 ranks, parameters a of 4 values, b of 3:    rank 0   a0 a1 b0 b1
                                                           rank 1   a2 a3 b2 (padding)
@@ -163,8 +193,8 @@ class _SavedRank:
             start = 0
             for name, shape in self.model["param_shapes"][i].items():
                 numel = math.prod(shape)
-                shard_size = math.ceil(numel / num_ranks)
-                remaining = max(0, numel - rank * shard_size)  # values from this shard on
+                shard_size = math.ceil(numel / dp_size)
+                remaining = max(0, numel - dp_rank * shard_size)  # values from this shard on
                 saved_slice = _SavedSlice(
                     tensors=tensors, start=start, numel=min(shard_size, remaining)
                 )
@@ -172,45 +202,59 @@ class _SavedRank:
                 start += shard_size
 
     def shard(self, name: str, key: str) -> Tensor:
-        """Returns the masters or a moment of this rank's shard of a parameter, in its shape."""
+        """Returns a parameter's masters or moment on this tensor-parallel rank, in its shape.
+
+        key: _MASTERS or one of MOMENTS.
+        """
         values = [saved_slice.values(key) for saved_slice in self.slices[name]]
         return torch.cat(values).view(self._shapes[name])
 
 
-def _values_here(saved_ranks: list[_SavedRank], name: str, key: str, parameter: Any) -> Tensor:
-    """Returns this tensor-parallel rank's masters or moment of a parameter, laid flat."""
-    shards = [saved.shard(name, key) for saved in saved_ranks]
+def _values_for_this_rank(
+    saved_states: list[_SavedState], name: str, key: str, parameter: Any
+) -> Tensor:
+    """Returns the masters or a moment of a parameter on this tensor-parallel rank, flattened.
+
+    If tensor-parallel ranks split the parameter, these are the values of this rank's shard. key:
+    _MASTERS or one of MOMENTS.
+    """
+    shards = [saved.shard(name, key) for saved in saved_states]
     shape = full_shape(parameter)
-    dim = _split_dim(shards[0].shape, shape)
+    saved_dim = _split_dim(shards[0].shape, shape)
     values = shards[0]
-    if dim is not None:
-        values = torch.cat(shards, dim)
-    assert values.shape == shape, f"{name} has another shape in {saved_ranks[0].folder}"
-    dim_here = _split_dim(getattr(parameter, "ds_shape", parameter.shape), shape)
+    if saved_dim is not None:
+        values = torch.cat(shards, saved_dim)
+    assert values.shape == shape, f"{name} has a different shape in {saved_states[0].folder}"
+
+    shape_here = getattr(parameter, "ds_shape", parameter.shape)  # without ZeRO's sharding
+    dim_here = _split_dim(shape_here, shape)
     if dim_here is not None:
         values = values.split(partition_sizes(parameter), dim_here)[tp_rank()]
     return values.flatten()
 
 
 def _split_dim(shard: torch.Size, full: torch.Size) -> int | None:
-    """Returns the dimension in which tensor-parallel ranks split a parameter, or None."""
+    """Returns the dimension in which a shard is smaller than the full parameter.
+
+    Returns None if no dimension is smaller, because tensor-parallel ranks do not split it.
+    """
     for dim, (shard_size, full_size) in enumerate(zip(shard, full, strict=True)):
         if shard_size != full_size:
             return dim
     return None
 
 
-def holds_moments(state: Collection[str], saved: str) -> bool:
-    """Returns whether an optimizer's state has moments, as after a first step.
+def holds_moments(state: Collection[str], saver: str) -> bool:
+    """Returns whether an optimizer's state has moments, which the optimizer's first step creates.
 
-    state: names of tensors. saved: who saved it, for the message. Raises UserError if they are not
-    Adam's moments.
+    state: keys of the tensors that were saved for a parameter. saver: the beginning of the error
+    message, which says who saved the state. Raises UserError if the moments are not Adam's.
     """
     moments = {*state} - {_MASTERS, "step"}
     if moments and moments != {*MOMENTS}:
         raise UserError(
-            f"{saved}; an optimizer with the state {', '.join(sorted(moments))} is restored "
-            "only by as many ranks at the same stage: resume with those, or start a new run "
-            "from its weights by model.path"
+            f"{saver}; an optimizer with the state {', '.join(sorted(moments))} can be restored "
+            "only by the same number of ranks at the same ZeRO stage: resume with those, or start "
+            "a new run from its weights with model.path"
         )
     return bool(moments)

@@ -1,6 +1,6 @@
-"""The user's DeepSpeed settings, read from the config or a file.
+"""Reads the user's DeepSpeed settings from the config or from a file.
 
-A name that is not one of DeepSpeed's settings is refused here, with the most similar setting.
+A name that DeepSpeed does not know is refused here, and the error suggests the most similar name.
 """
 
 import functools
@@ -13,13 +13,14 @@ from common.config import Config
 from common.errors import UserError
 from model.files.engine_models import installed, require_known
 
+# in the source of modules that read settings: a field of a class, or a quoted name
 _NAME = re.compile(r"""^    (\w+): |["']([a-z][a-z0-9_]*)["']""", re.MULTILINE)
 
 
 def user_settings(config: Config) -> dict[str, Any]:
     """Returns a copy of the user's DeepSpeed settings.
 
-    Raises UserError if they are not a JSON object, or name something that is not a setting.
+    Raises UserError if they are not a JSON object, or have a name that DeepSpeed does not know.
     """
     settings: Any = config.deepspeed
     if isinstance(settings, Path):
@@ -35,16 +36,16 @@ def user_settings(config: Config) -> dict[str, Any]:
             f"deepspeed: {config.deepspeed} holds a {kind}; "
             'write {"zero_optimization": {"stage": 1}}'
         )
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings))  # a deep copy
     _require_known("deepspeed", settings)
     return settings
 
 
 def _require_known(section_name: str, section: dict[str, Any]) -> None:
-    """Raises UserError for a key, at any depth, that is not one of DeepSpeed's settings.
+    """Raises UserError if a key, at any depth, is not the name of one of DeepSpeed's settings.
 
-    The parameters of optimizers and schedules, and the names of groups in compression_training, are
-    free.
+    Keys below "params" (of optimizers and schedules) and "different_groups" (of
+    compression_training) are not checked, because they are not fixed.
     """
     require_known(section_name, section, _settings_of_deepspeed())
     for name, value in section.items():
@@ -54,9 +55,10 @@ def _require_known(section_name: str, section: dict[str, Any]) -> None:
 
 @functools.cache
 def _settings_of_deepspeed() -> frozenset[str] | None:
-    """Returns the names of DeepSpeed's settings; None if DeepSpeed is not installed.
+    """Returns the names of DeepSpeed's settings, or None if DeepSpeed is not installed.
 
-    They are the fields and the quoted names in the files that read the settings.
+    They are read from the source of the modules that read the settings, without importing them.
+    Some of the names are not settings, so a few wrong names are not refused.
     """
     folder = installed("deepspeed", "runtime")
     if folder is None:

@@ -129,7 +129,7 @@ def test_a_file_made_for_the_hugging_face_trainer_works_as_it_is(tmp_path: Path)
         (zero(4), "stage 4 is not 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm is True but stage 1"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr is 1e-05 but trainer."),
-        ({"optimizer": {"type": "AdamW8bit"}}, "AdamW8bit is none of adam, adamw"),
+        ({"optimizer": {"type": "AdamW8bit"}}, "AdamW8bit is not one of adam, adamw"),
         ({"optimizer": {"type": "OneBitAdam"}}, "leave deepspeed.optimizer out for AdamW"),
         ({"optimizer": {"type": "Muon"}}, "set model.dtype=float32 and deepspeed.zero_optimization.stage=0"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "trainer.lr_scheduler_type"),
