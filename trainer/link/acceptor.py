@@ -1,4 +1,4 @@
-"""The acceptance of groups and evaluation results: each is checked before it is used."""
+"""Checks of the groups and evaluation results that samplers send, before the trainer uses them."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from common.wire.group_limits import Limits, check_group
 from trainer.link.failures import FailedGroups, too_many_failures
 from trainer.link.peers import SharedState
 
-# refusals of groups that nobody waits for
+# reasons to refuse a group that the training loop does not wait for
 _NOT_WANTED = ("duplicate", "trained", "not_admitted", "not_leased")
-# Refusals that copies, losses and restarts cause.
-# The first refusal for any other reason is reported.
+# Reasons that lost messages, repeated messages and restarts cause in every long run.
+# The first refusal for any other reason is shown to the user.
 _EXPECTED = (
     *_NOT_WANTED,
     "not_credited",
@@ -26,9 +26,9 @@ _EXPECTED = (
 
 
 class Acceptor:
-    """The checks of all that samplers produce.
+    """Checks and stores the groups and evaluation results that samplers send.
 
-    Callers of all methods but `count` hold the lock of the shared state.
+    The caller of any method except `count` must hold the lock of the shared state.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Acceptor:
         say: Callable[[str], None],
     ):
         self.limits = limits
-        # how many versions older than the newest one a group may be
+        # how many versions older than the newest version a group may be
         self.max_version_lag = config.algorithm.steps_per_batch * config.trainer.max_staleness
         self._num_eval_generations = config.eval.num_generations
         self._envelope = envelope
@@ -51,23 +51,30 @@ class Acceptor:
     def check(self, group: Group | Tombstone, sampler: str | None = None) -> None:
         """Raises WireError, with the reason, if training may not use this group.
 
-        Training uses only a group that is still awaited, that was sampled by a version within the
-        allowed lag, and whose contents are valid. sampler: the sender, whose group is refused if
-        another sampler has its lease; None for a group of the journal (group_journal.py).
+        Training uses a group only if it has not arrived yet, if a version within the allowed lag
+        sampled it, and if its contents are valid.
+
+        sampler: the name of the sender, whose group is refused if a different sampler has the
+        group's lease; None for a group of the journal (group_journal.py).
         """
         assert self._state.published is not None
         newest = self._state.published.version
-        versions = range(max(0, newest - self.max_version_lag), newest + 1)
-        refused = self._state.ledger.refusal(group, versions, sampler)
-        if refused is not None:
-            raise WireError(refused, f"{group.policy_version}, the newest is {newest}")
+        allowed_versions = range(max(0, newest - self.max_version_lag), newest + 1)
+        reason = self._state.ledger.refusal(group, allowed_versions, sampler)
+        if reason is not None:
+            detail = f"the group is from version {group.policy_version}, the newest is {newest}"
+            raise WireError(reason, detail)
         if isinstance(group, Group):
             check_group(group, self.limits)
 
     def accept(self, name: str, group: Group | Tombstone, frames: list[bytes]) -> None:
-        """Accepts a group, or a tombstone with the reason in place of an invalid group.
+        """Stores a group that a sampler sent, or a tombstone in its place if the group is invalid.
 
-        An invalid group would be refused again each time that it is sent.
+        The tombstone carries the reason. It settles the group's id, because the sampler would
+        otherwise send the same invalid group again and again.
+
+        name: the sampler's name. frames: the wire frames that the group was decoded from.
+        Raises WireError if the training loop does not wait for this group.
         """
         state = self._state
         if state.published is None:
@@ -82,23 +89,32 @@ class Acceptor:
             if isinstance(group, Group):
                 reason = f"row {group.problem_index}: {reason}"
             group = Tombstone(group.group_id, state.published.version, reason)
+
         if isinstance(group, Group):
             received = wire.Received(group, frames)
             state.journal.add(received)
-            self._end_run(self._failed_groups.add(group))
+            self._end_run_on(self._failed_groups.add(group))
         else:
             received = wire.Received(group, wire.encode(self._envelope, group))
         state.ledger.accept(received, name)
         failpoint("inbox.accepted")
         if isinstance(group, Tombstone):
-            state.counters["tombstones"] += 1
-            self._say(f"group {group.group_id} could not be produced: {group.reason}")
-            count = state.counters["tombstones"]
-            what = "groups could not be produced"
-            self._end_run(too_many_failures(count, state.ledger.total, what, group))
+            self._report_tombstone(group)
+
+    def _report_tombstone(self, tombstone: Tombstone) -> None:
+        state = self._state
+        state.counters["tombstones"] += 1
+        self._say(f"group {tombstone.group_id} could not be produced: {tombstone.reason}")
+        count = state.counters["tombstones"]
+        what = "groups could not be produced"
+        self._end_run_on(too_many_failures(count, state.ledger.total, what, tombstone))
 
     def accept_eval(self, name: str, result: EvalResult) -> None:
-        """Accepts the result of an evaluation chunk, or failures in place of an invalid result."""
+        """Stores the result of an evaluation chunk, or failures in place of an invalid result.
+
+        name: the name of the sampler that sent it.
+        Raises WireError if the trainer does not wait for this result.
+        """
         evaluation = self._state.evaluation
         published = self._state.published
         if evaluation is None or published is None:
@@ -113,25 +129,26 @@ class Acceptor:
             self.count(error)
             reason = f"the result of sampler {name} is refused: {error}"
             result = evaluation.fail(result.chunk, published.version, reason)
+
+        num_problems = sum(len(request.problem_indexes) for request in evaluation.requests.values())
+        num_failed = sum(len(answer.failures) for answer in evaluation.results.values())
         what = f"held-out problems could not be scored in evaluation {result.eval_id}"
-        total = sum(len(request.problem_indexes) for request in evaluation.requests.values())
-        failed = sum(len(answer.failures) for answer in evaluation.results.values())
         for failure in result.failures:
             problem = f"held-out problem {failure.problem_index}"
             self._say(f"{problem} could not be scored: {failure.reason}")
-            self._end_run(too_many_failures(failed, total, what, failure))
+            self._end_run_on(too_many_failures(num_failed, num_problems, what, failure))
 
-    def _end_run(self, error: UserError | None) -> None:
-        """Ends the run by this error, if there is one, at the training loop's next wait."""
+    def _end_run_on(self, error: UserError | None) -> None:
+        """Lets the training loop's next wait raise this error. Does nothing if it is None."""
         if error is not None:
             self._state.failure = error
 
     def count(self, error: WireError) -> None:
-        """Counts a refused message, and reports the first one of an unexpected kind."""
+        """Counts a refused message, and shows the user the first one that was not expected."""
         name = f"refused/{error.reason}"
         self._state.counters[name] += 1
         if self._state.counters[name] == 1 and error.reason not in _EXPECTED:
             self._say(
-                f"a message to the trainer is refused: {error}. "
-                f"More of this kind are counted as link/{name}"
+                f"a message to the trainer was refused: {error}. "
+                f"The metric link/{name} counts the messages that are refused for this reason"
             )

@@ -1,6 +1,7 @@
-"""State of a held-out evaluation: chunks of problems, their leases and their results.
+"""The chunks of a held-out evaluation: which sampler has which chunk, and the results.
 
-It uses neither a socket nor a clock.
+An evaluation scores completions of problems that are not trained on. This module uses neither a
+socket nor a clock, and is called by the modules that do.
 """
 
 import collections
@@ -24,7 +25,8 @@ class Evaluation:
     """
 
     requests: dict[int, EvalRequest]  # by chunk
-    leases: dict[int, str] = field(default_factory=dict)  # chunk -> sampler id; answered ones stay
+    # chunk -> id of the sampler that has leased it; an answered chunk keeps its lease
+    leases: dict[int, str] = field(default_factory=dict)
     results: dict[int, EvalResult] = field(default_factory=dict)  # by chunk
 
     @property
@@ -33,7 +35,10 @@ class Evaluation:
         return len(self.requests) - len(self.results)
 
     def grant(self, sampler_id: str, num_samplers: int) -> list[EvalRequest]:
-        """Leases free chunks to a sampler up to its share, and returns its unanswered chunks."""
+        """Leases free chunks to a sampler up to its share, and returns its unanswered chunks.
+
+        The share is the number of all chunks divided by `num_samplers`, rounded up.
+        """
         share = math.ceil(len(self.requests) / num_samplers)
         num_leased = list(self.leases.values()).count(sampler_id)
         for chunk in self.requests:
@@ -62,8 +67,11 @@ class Evaluation:
     ) -> None:
         """Stores the result of a chunk.
 
-        Raises WireError if the result was not requested, is a duplicate, is of another policy
-        version than `version`, or is incomplete.
+        version: the policy version under evaluation. num_generations: the number of samples for
+        each problem. reward_funcs: the names of the functions that must have scored each sample.
+
+        Raises WireError if the result was not requested, is a duplicate, comes from a different
+        policy version, or is incomplete.
         """
         request = self.requests.get(result.chunk)
         if request is None or request.eval_id != result.eval_id:
@@ -78,14 +86,14 @@ class Evaluation:
         self.results[result.chunk] = result
 
     def fail(self, chunk: int, version: int, reason: str) -> EvalResult:
-        """Counts all problems of a chunk as failed, and returns this as the chunk's result.
+        """Stores a result in which every problem of the chunk has failed, and returns this result.
 
-        A chunk is some of the held-out problems. This method is for one whose sampler has no
-        better answer. reason: for the user.
+        It takes the place of a sampler's invalid result. version: the policy version under
+        evaluation. reason: the text that is shown to the user for each problem.
         """
         request = self.requests[chunk]
         failures = tuple(EvalFailure(problem, reason) for problem in request.problem_indexes)
-        result = EvalResult(request.eval_id, chunk, version, (), failures)
+        result = EvalResult(request.eval_id, chunk, version, samples=(), failures=failures)
         self.results[chunk] = result
         return result
 
@@ -96,28 +104,32 @@ def _check_problems(result: EvalResult, request: EvalRequest, num_generations: i
     A problem is answered by a failure or by `num_generations` samples.
     """
     failed = [failure.problem_index for failure in result.failures]
-    # the requested problems that must have samples, because the result has no failure of them
-    to_score = [problem for problem in request.problem_indexes if problem not in failed]
+    must_have_samples = [problem for problem in request.problem_indexes if problem not in failed]
     num_samples = collections.Counter(sample.problem_index for sample in result.samples)
-    is_partition = sorted(to_score + failed) == sorted(request.problem_indexes)
-    is_complete = num_samples == dict.fromkeys(to_score, num_generations)
-    answers = f"{dict(num_samples)} and failed {failed}, expected {request.problem_indexes}"
-    require(is_partition and is_complete, "eval_problems", answers)
+    # this is false if a failed problem was not requested, or failed twice
+    failures_are_valid = sorted(must_have_samples + failed) == sorted(request.problem_indexes)
+    samples_are_complete = num_samples == dict.fromkeys(must_have_samples, num_generations)
+    detail = (
+        f"number of samples by problem {dict(num_samples)}, failed problems {failed}; "
+        f"expected {num_generations} samples or a failure for each of {request.problem_indexes}"
+    )
+    require(failures_are_valid and samples_are_complete, "eval_problems", detail)
 
 
 def problems_per_chunk(config: Config) -> int:
     """Returns how many problems a chunk has, at least 1 and at most 64.
 
-    The texts of their completions fill at most half a message if a token has up to 16 bytes.
+    The completions of a chunk with several problems fill at most half of the largest message,
+    if the text of a token has no more than 16 bytes.
     """
     num_tokens = config.eval.num_generations * config.sampler.max_completion_length
     bytes_per_problem = _BYTES_PER_TOKEN * num_tokens
-    fitting = config.max_message_bytes // 2 // bytes_per_problem
-    return max(1, min(_MAX_PROBLEMS, fitting))
+    num_fitting = config.max_message_bytes // 2 // bytes_per_problem
+    return max(1, min(_MAX_PROBLEMS, num_fitting))
 
 
 def split_evaluation(eval_id: str, num_problems: int, per_chunk: int) -> Evaluation:
-    """Returns an evaluation of all problems in chunks of at most `per_chunk` problems."""
+    """Returns an evaluation of all held-out problems in chunks of at most `per_chunk` problems."""
     requests = {}
     for chunk, start in enumerate(range(0, num_problems, per_chunk)):
         end = min(start + per_chunk, num_problems)

@@ -1,4 +1,4 @@
-"""The failures of sampling after which a run ends, because somebody must mend its cause."""
+"""Errors that end a run in which sampling fails too often for the run to be worth continuing."""
 
 import collections
 
@@ -6,34 +6,40 @@ from common.errors import UserError
 from common.types import EvalFailure, Group, Tombstone
 from common.wire.group_limits import too_many
 
-_FAILED_BATCHES = 4  # as many groups in a row of nothing but failed rollouts end a run
-_MIN_FAILED_GROUPS = 20  # the least number of such groups, where batches are small
+# A run ends after so many groups in a row in which every rollout failed: the groups of 4 batches,
+# and at least 20 groups, because batches may be small.
+_FAILED_BATCHES = 4
+_MIN_FAILED_GROUPS = 20
 
 
 def too_many_failures(
     failures: int, total: int, what: str, last: Tombstone | EvalFailure
 ) -> UserError | None:
-    """Returns the error that ends the run if too many of `total` have failed, else None.
+    """Returns the error that ends the run if too many items have failed, None otherwise.
 
-    what: a text about them, such as "groups could not be produced". last: the newest failure.
+    The function `too_many` of group_limits.py sets the limit, which is a share of `total`.
+
+    failures: the number of failed items. total: the number of all items. what: the end of the
+    message's first sentence, such as "groups could not be produced". last: the newest failure.
     """
     text = too_many(failures, total, what)
     if not text:
         return None
-    return UserError(f"{text}; the last one: {last.reason}")
+    return UserError(f"{text}; the last failure: {last.reason}")
 
 
 class FailedGroups:
-    """A count of groups in a row whose rollouts have all failed, for each data source."""
+    """Counts for each data source how many groups in a row had no successful rollout."""
 
     def __init__(self, prompts_per_batch: int):
         self._limit = max(_MIN_FAILED_GROUPS, _FAILED_BATCHES * prompts_per_batch)
         self._in_a_row = collections.Counter[str]()  # by source
 
     def add(self, group: Group) -> UserError | None:
-        """Counts a group. Returns the error that ends a run whose environment is broken, else None.
+        """Counts a group if all its rollouts failed, and restarts the count otherwise.
 
-        A group of nothing but failures teaches nothing.
+        Returns an error to end the run with once the count reaches its limit, because the
+        environment is then probably broken. Returns None before.
         """
         failures = [rollout.failure for rollout in group.rollouts if rollout.failure]
         if len(failures) < len(group.rollouts):
@@ -47,4 +53,4 @@ class FailedGroups:
         if group.source:
             groups += f" of {group.source}"
         reason = failures[-1].reason
-        return UserError(f"all rollouts of the last {groups} failed; the last one: {reason}")
+        return UserError(f"all rollouts of the last {groups} failed; the last failure: {reason}")

@@ -1,19 +1,20 @@
-"""A journal of finished groups on disk, which need not be sampled again if the trainer crashes.
+"""A journal of finished groups on disk, so that a crash of the trainer does not lose the groups.
 
     run folder/kept/00000012-3f9a…-77c1…     groups accepted while version 12 was the newest
                              │      └ digest of the version's tensors
-                             └ digest of the run and of what decides how groups are sampled
+                             └ digest of the run and of everything that decides how it samples
 
-A file has the format of a recording (recording.py).
+Each file has the format of a recording (recording.py).
 
-A restarted trainer accepts the groups of these files, by the checks of any received group, as long
-as it publishes the files' versions one after the other and bit for bit. The first version that
-differs, for instance because a processor adds in another order, drops its file and all later ones,
-so that no group of another history is trained. Groups of later versions are `reserved` meanwhile:
-they are leased to no sampler.
+A restarted trainer publishes the policy versions since its checkpoint again. While each version
+equals, bit for bit, the version of the next file, the trainer accepts the groups of that file after
+the same checks as for newly received groups. A version may differ, for example because a processor
+adds numbers in a different order. Then the file of that version and all later files are deleted, so
+that training uses no group that different weights sampled. The groups of later versions are
+`reserved` until their version is published, that is, they are not leased to any sampler.
 
-Training does not wait for this disk. If the disk fails, or a power cut damages a file, groups are
-sampled again. Groups that could not be produced are not in the journal, but tried again.
+Training does not wait for this disk. If the disk fails, or a power cut damages a file, the groups
+are sampled again. A group that could not be produced is not in the journal, so it is tried again.
 """
 
 import contextlib
@@ -33,28 +34,31 @@ from trainer.link import recording
 from trainer.link.recording import Recorder
 
 FOLDER = "kept"
-# sections of the settings that do not decide how groups are sampled and scored
+# sections of the settings that do not influence how groups are sampled and scored
 _NOT_SAMPLING = {"run", "channel", "weights", "eval", "trainer", "critic", "deepspeed"}
-# a Recorder's cursor above every group id, with which it keeps all groups of its file
+# a Recorder's cursor that is above every group id, so that the Recorder keeps all groups of a file
 _AFTER_EVERY_GROUP = sys.maxsize
-_FILE_NAME = re.compile(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]')  # in settings as JSON
+# the name of a user's file in the settings, written as JSON: "rewards.py" or "rewards.py:function"
+_FILE_NAME = re.compile(r'"([^":]+\.(?:py|m?js|ts|sh|jinja|md|txt))[":]')
 
 
 class GroupJournal:
-    """The journal of a run. Callers of its methods hold the lock that guards the ledger."""
+    """The journal of a run. The caller of a method must hold the lock that guards the ledger."""
 
     def __init__(self, config: Config, run_id: str, say: Callable[[str], None]):
+        """Reads the journal of an earlier start, and deletes files whose groups cannot be used."""
         self._folder = config.run.output_dir / FOLDER
         self._say = say
-        # without checkpoints no restart could use the files
+        # without checkpoints, no restart could use the files
         self._is_enabled = config.trainer.saves_checkpoints
         self._sampling_digest = _sampling_digest(config, run_id)
         self._newest: Path | None = None  # the file of the newest version
         self._recorder: Recorder | None = None
         self.was_published_before = False  # whether an earlier start published the newest version
-        # by group id: groups of versions that were published again, until they are admitted
+        # group id -> a group whose version was published again, until the ledger admits the group
         self.waiting: dict[int, Received] = {}
-        # the group ids of each file of an earlier start whose version may be published again
+        # file of an earlier start whose version may be published again -> the ids of its groups;
+        # ascending by version, because the files' names begin with the version
         self._expected: dict[Path, set[int]] = {}
         unusable: dict[Path, set[int]] = {}
         for path in sorted(self._folder.glob("*-*-*")):
@@ -65,13 +69,13 @@ class GroupJournal:
             else:
                 unusable[path] = group_ids
         self.reserved: set[int] = set().union(*self._expected.values())
-        self._drop(unusable, "settings of sampling have changed")
+        self._drop(unusable, "the settings that influence sampling have changed")
 
     def begin(self, published: Published) -> None:
-        """Starts the file of the newest version, to which `add` appends groups.
+        """Opens the file of the newly published version, to which `add` then appends groups.
 
-        If an earlier start of the trainer published the same version bit for bit, the groups that
-        it accepted under this version become `waiting`.
+        If an earlier start of the trainer published the same version bit for bit, `waiting` gets
+        the groups that the earlier start accepted under this version.
         """
         version = published.version
         digest = published.tensors_sha256[:16]
@@ -81,14 +85,15 @@ class GroupJournal:
         is_first = self._newest is None
         self._newest = path
         is_next = self._match(path, is_first)
-        # the next expected file holds this version's groups already, and others are added to them
-        cursor = _AFTER_EVERY_GROUP if is_next else 0
+        cursor = 0
+        if is_next:  # the file already exists, and its groups stay in it
+            cursor = _AFTER_EVERY_GROUP
         self._open_recorder(path, cursor)
 
     def _open_recorder(self, path: Path, cursor: int) -> None:
-        """Opens the file to which groups are appended, after its groups below `cursor`.
+        """Opens the file to append groups to, and keeps only its groups below `cursor`.
 
-        If the disk fails, it says so, and no group is kept until the next version.
+        If the disk fails, a message is shown, and no group is kept until the next version.
         """
         self.close()
         try:
@@ -96,61 +101,73 @@ class GroupJournal:
             self._recorder = Recorder(path, cursor, syncs=False)
         except (OSError, UserError) as error:
             self._say(
-                f"finished groups are not kept, and sampled again if the trainer dies: {error}"
+                "finished groups are not kept on disk, so they will be sampled again if the "
+                f"trainer crashes: {error}"
             )
 
     def _match(self, path: Path, is_first: bool) -> bool:
-        """Returns whether `path`, the newest version's file, is the next expected one.
+        """Compares the newest version with an earlier start of the trainer.
 
-        A file's name holds the version and the digests of its tensors and of what decides how
-        groups are sampled. So if an expected file has this name, an earlier start of the trainer
-        went through the same history, and its groups become `waiting`. If the version has another
-        history, all expected files are dropped.
+        Returns whether the earlier start published the same version at this point. Then `waiting`
+        gets the groups of the version's file. If the earlier start published a different version,
+        all expected files are deleted.
+
+        path: the newest version's file, whose name is equal only for an equal version.
+        is_first: whether this start of the trainer has published no version before.
         """
         version = _version(path)
-        earlier = []
-        later = list(self._expected)
-        if is_first:  # the checkpoint that was resumed contains the steps of earlier versions
-            earlier = [file for file in self._expected if _version(file) < version]
-            later = [file for file in self._expected if _version(file) >= version]
-        is_next = later[:1] == [path]
-        self.was_published_before = path in later
-        if is_next or (is_first and not later):
-            for file in earlier + later[:1]:
+        before_checkpoint = []
+        upcoming = list(self._expected)
+        if is_first:  # the steps that led to the first version are in the resumed checkpoint
+            before_checkpoint = [file for file in self._expected if _version(file) < version]
+            upcoming = [file for file in self._expected if _version(file) >= version]
+        is_next = bool(upcoming) and upcoming[0] == path
+        self.was_published_before = path in upcoming
+        # the earlier start may have saved the checkpoint and ended before it published the version
+        ended_before = is_first and not upcoming
+
+        if is_next or ended_before:
+            for file in before_checkpoint + upcoming[:1]:
                 for received in _undamaged(file):
                     self.waiting[received.group.group_id] = received
-            self._expected = {file: self._expected[file] for file in later[1:]}
+            self._expected = {file: self._expected[file] for file in upcoming[1:]}
         else:
-            self._drop(self._expected, f"version {version} differs from that of the earlier start")
+            why = f"version {version} differs from the one that the earlier start published"
+            self._drop(self._expected, why)
             self._expected = {}
         self.reserved.intersection_update(set().union(*self._expected.values()))
         return is_next
 
     def add(self, received: Received) -> None:
+        """Appends a group to the newest version's file, if a file is open."""
         if self._recorder:
             self._recorder.append([received])
 
     def forget(self, version: int) -> None:
-        """Deletes the files of versions before `version`: no checkpoint needs their groups."""
+        """Deletes the files of versions before `version`, whose groups no restart will need."""
         _remove(path for path in self._folder.glob("*-*-*") if _version(path) < version)
 
     def close(self) -> None:
+        """Closes the newest version's file, and ignores errors of the disk."""
         if self._recorder:
             with contextlib.suppress(OSError):
                 self._recorder.close()
         self._recorder = None
 
     def clear(self) -> None:
-        """Deletes the whole journal, because the run is done."""
+        """Deletes the whole journal. To be called when the run is complete."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _drop(self, files: Mapping[Path, Collection[int]], why: str) -> None:
-        """Deletes files of an earlier start, and says how many of its groups that loses, if any."""
+        """Deletes files of an earlier start, and shows the user how many groups they contained.
+
+        files: the ids of each file's groups. why: the beginning of the message.
+        """
         count = len(set().union(*files.values()))
         if count:
             self._say(
-                f"{why}: {count} finished groups of an earlier start of the trainer "
+                f"{why}, so {count} finished groups of an earlier start of the trainer "
                 "are sampled again"
             )
         _remove(files)
@@ -172,14 +189,14 @@ def _undamaged(path: Path) -> list[Received]:
 
 
 def _version(path: Path) -> int:
-    """Returns the policy version that the name of a journal's file begins with."""
+    """Returns the policy version of a journal file, with which the file's name begins."""
     return int(path.name.split("-")[0])
 
 
 def _sampling_digest(config: Config, run_id: str) -> str:
-    """Returns a digest of the run and of what decides how its groups are sampled and scored.
+    """Returns a digest of everything that decides how the run's groups are sampled and scored.
 
-    These are settings, and the contents of the files that they name.
+    This is the run's id, the settings, and the contents of the files that the settings name.
     """
     sampling = config.model_dump(mode="json", exclude=_NOT_SAMPLING)
     settings = json.dumps(sampling, sort_keys=True, ensure_ascii=False)

@@ -3,8 +3,8 @@
     training loop ──commit(cursor, weights)──► state ──CREDIT each second and on change──► samplers
     training loop ◄──receive(group ids)─────── state ◄──GROUP, EVAL, BEAT, HELLO────────── samplers
 
-Every wait of the loop reports what is missing. It ends the process with exit code 75 when its
-deadline expires.
+While the loop waits for samplers, it tells the user what is missing. If nothing arrives before a
+deadline, the process ends with exit code 75.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainer.link.evaluation import Evaluation, problems_per_chunk, split_evalua
 from trainer.link.group_journal import GroupJournal
 from trainer.link.ledger import Ledger
 from trainer.link.peers import Peer, SharedState, describe
-from trainer.link.socket_thread import SocketThread
+from trainer.link.socket_thread import MAX_REASON, SocketThread
 from trainer.link.source import GroupSource, Statistics
 
-_SAY_EVERY_S = 10.0
+_SAY_EVERY_S = 10.0  # seconds between two messages to the user while the training loop waits
 
 
 @dataclass
@@ -42,29 +42,31 @@ class _Wait:
     """A wait of the training loop for the samplers. Times are monotonic seconds."""
 
     started_at: float
-    progress_at_start: dict[tuple[int, str], int]  # by process of a sampler
-    moved_at: float = field(init=False)  # when `missing` last changed or the samplers got further
-    missing: str = ""
-    furthest: int = 0  # the most progress of all samplers together since the start
+    progress_at_start: dict[tuple[int, str], int]  # by `Peer.process`
+    # when `missing` last changed or the samplers last made progress
+    advanced_at: float = field(init=False)
+    missing: str = ""  # what has not arrived yet, in words
+    most_progress: int = 0  # the highest progress since the start, summed over the samplers
 
     def __post_init__(self) -> None:
-        self.moved_at = self.started_at
+        self.advanced_at = self.started_at
 
     def update(self, now: float, missing: str, peers: Iterable[Peer]) -> None:
+        """Notes what is missing now, and whether the samplers have made progress."""
         progress = 0
         for peer in peers:
             progress += peer.progress - self.progress_at_start.get(peer.process, 0)
-        if missing != self.missing or progress > self.furthest:
+        if missing != self.missing or progress > self.most_progress:
             self.missing = missing
-            self.furthest = progress
-            self.moved_at = now
+            self.most_progress = progress
+            self.advanced_at = now
 
 
 class Inbox(GroupSource):
     """A source of groups from samplers.
 
-    It is a context manager, which says goodbye to the samplers and joins the thread at the end.
-    transport: the default is ZeroMQ with the config's address.
+    As a context manager, it starts the socket's thread. At the end it says goodbye to the samplers
+    and joins the thread.
     """
 
     def __init__(
@@ -77,11 +79,16 @@ class Inbox(GroupSource):
         say: Callable[[str], None],
         transport: Transport | None = None,
     ):
+        """Binds the socket.
+
+        incarnation: a random id of this start of the trainer. limits: what a valid group must
+        satisfy. transport: by default ZeroMQ at the address in the config.
+        """
         self.config = config
         self.incarnation = incarnation
         self.say = say
         self.state = SharedState(ledger, GroupJournal(config, run_id, say))
-        envelope = wire.Envelope(run_id, incarnation, "")
+        envelope = wire.Envelope(run_id, incarnation, sampler_id="")  # the trainer is no sampler
         if transport is None:
             transport = channel.bind(config)
         self.acceptor = Acceptor(config, envelope, limits, self.state, say)
@@ -96,8 +103,8 @@ class Inbox(GroupSource):
             self.thread.end()
             self.state.journal.clear()
         else:
-            reason = f"the trainer ended: {with_type(error)}"[:500]
-            self.thread.end(wire.Bye(reason, code_of(error)))
+            reason = f"the trainer ended: {with_type(error)}"
+            self.thread.end(wire.Bye(reason[:MAX_REASON], code_of(error)))
 
     def commit(
         self,
@@ -106,13 +113,13 @@ class Inbox(GroupSource):
         eval_id: str | None = None,
         num_problems: int = 0,
     ) -> None:
-        """Updates cursor, version and evaluation at once.
+        """Updates cursor, version and evaluation under one lock.
 
-        So no sampler gets a lease without the version that it belongs to.
+        Otherwise, a sampler could get a lease on new groups together with the old version.
         """
         with self.state.changed:
-            is_over = self.state.evaluation is None or eval_id is None
-            assert is_over, "finish_eval comes before the next evaluation"
+            may_start = self.state.evaluation is None or eval_id is None
+            assert may_start, "finish_eval comes before the next evaluation"
             self.state.ledger.advance(cursor)
             self.state.published = published
             self.state.change_count += 1
@@ -136,40 +143,58 @@ class Inbox(GroupSource):
             self.state.journal.forget(version - self.acceptor.max_version_lag)
 
     def _accept_journal(self) -> None:
-        """Accepts admitted groups of the journal, by the checks of any received group."""
+        """Accepts the journal's groups that are now admitted.
+
+        They pass the same checks as newly received groups.
+        """
         ledger = self.state.ledger
         waiting = self.state.journal.waiting
         has_accepted = False
         for group_id in list(waiting):
-            if group_id >= ledger.admitted.stop:
+            is_admitted_later = group_id >= ledger.admitted.stop
+            if is_admitted_later:
                 continue
             received = waiting.pop(group_id)
-            if group_id < ledger.cursor:
-                continue
-            try:
-                self.acceptor.check(received.group)
-            except WireError as error:
-                self.acceptor.count(error)
-            else:
-                ledger.accept(received, "")
-                self.state.counters["kept"] += 1
+            is_trained = group_id < ledger.cursor
+            if not is_trained and self._accept_again(received):
                 has_accepted = True
-        batch_size = self.config.prompts_per_batch
-        # no later version comes before the batch at the cursor is trained
-        batch_end = ledger.cursor + batch_size + ledger.refilled
+
+        # Only a later version could deliver further reserved groups, and no later version comes
+        # before the batch at the cursor is trained. So samplers produce the rest of this batch.
+        batch_end = ledger.cursor + self.config.prompts_per_batch + ledger.refilled
         ledger.reserved.difference_update(range(ledger.cursor, batch_end))
         if has_accepted:
-            begun = ledger.admitted
-            if not self.state.journal.was_published_before:
-                # no earlier start of the trainer admitted the last batch of the window
-                begun = range(ledger.cursor, ledger.cursor + ledger.window - batch_size)
-            ledger.note_interrupted(group_id for group_id in ledger.free if group_id in begun)
+            ledger.note_interrupted(self._begun_before_restart())
+
+    def _accept_again(self, received: wire.Received) -> bool:
+        """Accepts a group of the journal if it passes the checks. Returns whether it does."""
+        try:
+            self.acceptor.check(received.group)
+        except WireError as error:
+            self.acceptor.count(error)
+            return False
+        self.state.ledger.accept(received, "")
+        self.state.counters["kept"] += 1
+        return True
+
+    def _begun_before_restart(self) -> list[int]:
+        """Returns the ids of the groups that samplers began, but did not finish, before a restart.
+
+        These are the free groups that the earlier start of the trainer had admitted.
+        """
+        ledger = self.state.ledger
+        admitted_before = ledger.admitted
+        if not self.state.journal.was_published_before:
+            # publishing the newest version admits one more batch, which the earlier start did not
+            batch_size = self.config.prompts_per_batch
+            admitted_before = range(ledger.cursor, ledger.cursor + ledger.window - batch_size)
+        return [group_id for group_id in ledger.free if group_id in admitted_before]
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """Waits until the groups with these ids have arrived, and returns them in this order.
 
-        Each group stays in the ledger until `commit` moves the cursor beyond its id. Raises as
-        `_wait`.
+        Each group stays in the ledger until `commit` moves the cursor beyond the group's id. Raises
+        the same errors as `_wait`.
         """
         self._wait(lambda: self._missing_groups(group_ids))
         with self.state.changed:
@@ -196,7 +221,8 @@ class Inbox(GroupSource):
         try:
             self._wait(lambda: _missing_chunks(evaluation))
             return [evaluation.results[chunk] for chunk in sorted(evaluation.results)]
-        finally:  # after an interrupt, too, because no other version may answer the missing chunks
+        finally:
+            # also after an interrupt, because a later version must not answer the missing chunks
             with self.state.changed:
                 self.state.evaluation = None
 
@@ -205,10 +231,10 @@ class Inbox(GroupSource):
         return next(iter(self.state.peers.values())).hello
 
     def _missing_sampler(self) -> str:
-        """Returns "" if a sampler has connected, else a text that changes as one prepares its data.
+        """Returns "" if a sampler has connected, and otherwise what the wait is for, in words.
 
-        A wait times out only while this text stays the same, so a sampler may take longer than the
-        timeout to load a million rows.
+        The text contains the progress of a sampler that prepares its data. The deadline of the wait
+        starts again when the text changes, so a sampler may take long to load a million rows.
         """
         if self.state.peers:
             return ""
@@ -226,22 +252,23 @@ class Inbox(GroupSource):
     def drain_statistics(self) -> Statistics:
         with self.state.changed:
             values, num_samplers = self.state.reports.drain(self.state.live_peers())
-            return Statistics(values, num_samplers, self.state.counters.copy())
+            counters = self.state.counters.copy()
+            return Statistics(samplers=values, num_samplers=num_samplers, counters=counters)
 
     def _wait(self, missing: Callable[[], str], timeout_s: float | None = None) -> None:
         """Blocks the training loop until nothing is missing, and tells the user what it waits for.
 
-        missing: returns in words what has not arrived yet, and "" at the end. timeout_s: by default
-        channel.stall_timeout_s. This time starts anew when the text of missing() changes, and when
-        the samplers together get further, because a single completion may take longer.
+        missing: a function that returns in words what has not arrived yet, and "" when everything
+        has arrived. timeout_s: by default channel.stall_timeout_s. The time starts again when the
+        text of missing() changes, and when the samplers' total progress reaches a new maximum,
+        because a single completion may take longer than the timeout.
 
-        Raises Retryable when the time is over, and the error of the socket's thread if the thread
-        failed. Raises Interrupted if the process was asked to end, because a sampler may take
-        minutes to deliver.
+        Raises Retryable when the time is over, `SharedState.failure` if there is one, and
+        Interrupted if the process was asked to end.
         """
         progress = {peer.process: peer.progress for peer in self.state.peers.values()}
-        wait = _Wait(time.monotonic(), progress)
-        is_due = every(_SAY_EVERY_S)
+        wait = _Wait(started_at=time.monotonic(), progress_at_start=progress)
+        message_is_due = every(_SAY_EVERY_S)
         if timeout_s is None:
             timeout_s = self.config.channel.stall_timeout_s
         while True:
@@ -258,17 +285,22 @@ class Inbox(GroupSource):
                 peers = describe(self.state.peers, now, self.state.works())
             if not peers:
                 peers = f"no sampler on {endpoint(self.config)} yet: normal while vLLM starts"
-            # other ranks may hear of this wait, which has a deadline of its own
+            # neither this rank nor the ranks that wait for it are stuck: this wait has a deadline
             report_progress(f"waiting for {what}")
+
             wait.update(now, what, self.state.peers.values())
             waited = f"{now - wait.started_at:.0f} s for {what}; {peers}"
-            if now - wait.moved_at > timeout_s:
-                log = last_lines(sampler_log(self.config.run.output_dir, "sampler.0"))
-                if not log:
-                    log = " Is `python sampling.py` running with the same --config?"
-                raise Retryable(f"waited {waited}.{log}")
-            if is_due():
+            if now - wait.advanced_at > timeout_s:
+                raise Retryable(f"waited {waited}.{self._advice_after_timeout()}")
+            if message_is_due():
                 self.say(f"waiting {waited}")
+
+    def _advice_after_timeout(self) -> str:
+        """Returns the end of the first sampler's log, or a question to the user without a log."""
+        log = last_lines(sampler_log(self.config.run.output_dir, "sampler.0"))
+        if log:
+            return log
+        return " Is `python sampling.py` running with the same --config?"
 
 
 def _missing_chunks(evaluation: Evaluation) -> str:

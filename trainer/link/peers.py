@@ -1,6 +1,6 @@
-"""State of the samplers as the trainer knows them: hellos, times of messages and statistics.
+"""What the trainer knows about the samplers: their hellos, last messages and statistics.
 
-It uses neither a socket nor a clock.
+This module uses neither a socket nor a clock. Its callers pass the time.
 """
 
 import collections
@@ -15,33 +15,34 @@ from trainer.link.evaluation import Evaluation
 from trainer.link.group_journal import GroupJournal
 from trainer.link.ledger import Ledger
 
-_SILENT_S = 5.0
-_MUST_AGREE = (  # fields of a hello
+_SILENT_S = 5.0  # seconds without a message after which a sampler is described as silent
+_MUST_AGREE = (  # fields of a hello that must be equal for all samplers
     "dataset_fingerprint",
     "eval_fingerprint",
     "tokenizer_hash",
     "num_problems",
     "num_eval_problems",
 )
-_TOTAL = "total/"
+_TOTAL = "total/"  # prefix of statistics that only grow while a sampler's process lives
+_NUM_SHOWN = 3  # items of a sampler's work that a message names
 
 
 @dataclass
 class Peer:
-    """A sampler as the trainer knows it. Times are monotonic seconds."""
+    """What the trainer knows about one sampler. Times are monotonic seconds."""
 
     hello: wire.Hello
-    heard_at: float
-    progressed_at: float  # the last time when its progress grew or it had nothing to do
-    progress: int = 0
-    loaded_version: int | None = None
-    phase: str = "starting"
+    heard_at: float  # when the last message arrived
+    progressed_at: float  # when `progress` last changed, or the sampler last had no work
+    progress: int = 0  # a count of finished work from the sampler's last beat
+    loaded_version: int | None = None  # the policy version in its engine
+    phase: str = "starting"  # what the sampler does, in words
     lost: bool = False
-    credit: wire.Credit | None = None  # the last one sent to it
+    credit: wire.Credit | None = None  # the last credit that was sent to this sampler
 
     @property
     def process(self) -> tuple[int, str]:
-        """Returns what tells this process from every other one: its pid and its incarnation."""
+        """Returns the sampler's process id and incarnation, which together identify its process."""
         return self.hello.pid, self.hello.incarnation
 
     @property
@@ -52,9 +53,11 @@ class Peer:
 def refusal(
     hello: wire.Hello, first: wire.Hello, needs_ref_logprobs: bool
 ) -> tuple[str, str] | None:
-    """Returns why a sampler's groups cannot train together with the first sampler's, if so.
+    """Returns why this sampler cannot serve the same run as the first sampler, or None if it can.
 
-    The reason is (countable name, message to the sampler).
+    The reason is a pair: a short name under which refusals are counted, and a message to the
+    sampler. hello, first: the hellos of this sampler and of the first sampler. needs_ref_logprobs:
+    whether the trainer needs groups that contain log-probs of the reference model.
     """
     for name in _MUST_AGREE:
         value = getattr(hello, name)
@@ -64,35 +67,38 @@ def refusal(
             return name, f"{reason}: start every sampler with the same config and data"
     if hello.scores_reference == needs_ref_logprobs:
         return None
-    reason = "the sampler sends groups without reference log-probs and the trainer wants them with"
     if hello.scores_reference:
         reason = (
             "the sampler sends groups with reference log-probs and the trainer wants them without"
+        )
+    else:
+        reason = (
+            "the sampler sends groups without reference log-probs and the trainer wants them with"
         )
     return "reference", f"{reason}: give both the same reference.on and algorithm.beta"
 
 
 def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) -> str:
-    """Returns one line about the states of all samplers.
+    """Returns one line of text about the states of all samplers.
 
-    now: monotonic seconds. works: the leased work of each sampler that has any.
+    peers: by sampler id. now: monotonic seconds. works: as `SharedState.works` returns it.
     """
     texts = []
     for name, peer in peers.items():
         silent_s = now - peer.heard_at
-        state = _state(name, peer, silent_s, works)
-        texts.append(f"sampler {name} heard {silent_s:.0f} s ago ({state})")
+        activity = _activity(name, peer, silent_s, works)
+        texts.append(f"sampler {name} heard {silent_s:.0f} s ago ({activity})")
     return ", ".join(texts)
 
 
-def _state(name: str, peer: Peer, silent_s: float, works: Mapping[str, str]) -> str:
-    """Returns what the sampler with this name does, in words."""
+def _activity(name: str, peer: Peer, silent_s: float, works: Mapping[str, str]) -> str:
+    """Returns what the sampler with this name does, in words. silent_s: since its last message."""
     if peer.lost:
         return "lost"
     if peer.is_idle and name in works:
         return f"idle, and its work is {works[name]}"
     if peer.is_idle and not works:
-        return "idle, and nobody has work"
+        return "idle, and no sampler has work"
     if silent_s < _SILENT_S:
         return f"{peer.phase}: normal"
     return "silent"
@@ -102,15 +108,15 @@ def _state(name: str, peer: Peer, silent_s: float, works: Mapping[str, str]) -> 
 class _Reported:
     """The statistics that one sampler reported."""
 
-    process: tuple[int, str]
-    totals: dict[str, float]  # the totals of this process up to which growth is counted
-    newest: dict[str, float] = field(default_factory=dict)  # the newest values that are no totals
+    process: tuple[int, str]  # `Peer.process` of the last report's sender
+    totals: dict[str, float]  # the highest reported totals, whose growth is already counted
+    newest: dict[str, float] = field(default_factory=dict)  # the newest values except totals
     growth: dict[str, float] = field(default_factory=dict)  # of the totals since the last `drain`
     is_fresh: bool = True  # whether the sampler reported since the last `drain`
 
     def add(self, process: tuple[int, str], stats: Mapping[str, float]) -> None:
-        """Adds a report of this sampler. A restarted process counts from 0."""
-        if process != self.process:
+        """Adds a report of this sampler. process: `Peer.process` of the sender."""
+        if process != self.process:  # the totals of a restarted process begin at 0
             self.process = process
             self.totals = {}
         self.newest = {}
@@ -119,35 +125,36 @@ class _Reported:
             if not name.startswith(_TOTAL):
                 self.newest[name] = value
                 continue
-            # a report that was overtaken in transit is lower than the report before it
+            # a late report, which a newer report overtook in transit, has a lower total: no growth
             before = self.totals.get(name, 0.0)
             self.growth[name] = self.growth.get(name, 0.0) + max(0.0, value - before)
             self.totals[name] = max(value, before)
 
 
 class Reports:
-    """The statistics in the samplers' beats.
+    """The statistics that samplers report in their beats, merged over the samplers.
 
-    A total/… only grows within a process, and its growth is the work that was done. Growth is
-    computed for each sampler and then merged, so that a sampler that joins or leaves adds its own
-    work and nothing else. A new sampler may have served an earlier start of the trainer, so its
-    first report is only the base from which growth is counted.
+    A statistic named total/… only grows while a sampler's process lives, and its growth is the work
+    that was done. Growth is computed for each sampler before the samplers are merged, so that a
+    sampler that joins or leaves contributes only the work that it did meanwhile. A new sampler may
+    have worked for an earlier start of the trainer, so growth is counted from its first report on.
     """
 
     def __init__(self) -> None:
         self._samplers: dict[str, _Reported] = {}
 
     def add(self, sampler: str, process: tuple[int, str], stats: Mapping[str, float]) -> None:
-        """Adds the statistics of a beat. process: `Peer.process` of its sender."""
+        """Adds the statistics of a beat. process: `Peer.process` of the sender."""
         if sampler not in self._samplers:
-            totals = {name: value for name, value in stats.items() if name.startswith(_TOTAL)}
-            self._samplers[sampler] = _Reported(process, totals)
+            first_totals = {name: value for name, value in stats.items() if name.startswith(_TOTAL)}
+            self._samplers[sampler] = _Reported(process, first_totals)
         self._samplers[sampler].add(process, stats)
 
     def drain(self, live: Collection[str]) -> tuple[dict[str, float], int]:
-        """Returns `Statistics.samplers` and the number of samplers since the last call.
+        """Returns the samplers' merged statistics since the last call, and the number of samplers.
 
-        It counts the samplers that are live or reported since the last call.
+        Both are as in `Statistics` (source.py). live: the ids of the samplers that are not lost.
+        The number counts the samplers that are live or have reported since the last call.
         """
         num_samplers = 0
         values: dict[str, list[float]] = {}
@@ -164,10 +171,14 @@ class Reports:
 
 
 def _merged(name: str, values: list[float], num_samplers: int) -> float:
+    """Returns the value of one statistic for all samplers together.
+
+    values: the values of the samplers that reported this statistic. num_samplers: all samplers.
+    """
     if not name.startswith(_TOTAL):
         return fmean(values)
     total = sum(values)
-    if name.endswith("_s"):
+    if name.endswith("_s"):  # a sampler that did not report these seconds has spent none
         return total / num_samplers
     return total
 
@@ -175,8 +186,8 @@ def _merged(name: str, values: list[float], num_samplers: int) -> float:
 class SharedState:
     """The state shared by the training loop and the socket's thread.
 
-    Both use it under the lock `changed`. Without the lock, the loop may read `peers`, and only the
-    thread may change `counters`.
+    Both hold the lock `changed` while they use the state, with two exceptions. The loop may read
+    `peers` without the lock, and the thread may change `counters` without the lock.
     """
 
     def __init__(self, ledger: Ledger, journal: GroupJournal):
@@ -185,32 +196,37 @@ class SharedState:
         self.journal = journal
         ledger.reserved = journal.reserved
         self.published: Published | None = None  # no sampler gets credit before the first version
-        # changes by the training loop that samplers must hear of, since the start
+        # number of changes by the training loop that samplers must hear of, since the start
         self.change_count = 0
-        self.evaluation: Evaluation | None = None
-        # by sampler id; the dict is replaced by a new one and never changed in size
+        self.evaluation: Evaluation | None = None  # the one under way, if any
+        # By sampler id. A new dict replaces this one when a sampler joins or leaves, so that the
+        # training loop may iterate over it without the lock.
         self.peers: dict[str, Peer] = {}
-        self.preparing = ""  # the phase that a sampler reports before its hello
+        self.preparing = ""  # what a sampler is doing that has not sent its hello yet
         self.reports = Reports()
-        self.counters: collections.Counter[str] = collections.Counter()
-        self.failure: BaseException | None = None  # raised by the loop's next wait
+        self.counters: collections.Counter[str] = collections.Counter()  # `Statistics.counters`
+        self.failure: BaseException | None = None  # the training loop's next wait raises this error
 
     def live_peers(self) -> dict[str, Peer]:
         """Returns the samplers that are not lost, by sampler id."""
         return {name: peer for name, peer in self.peers.items() if not peer.lost}
 
     def works(self) -> dict[str, str]:
-        """Returns a text about the leased work of each sampler that has any."""
-        items: dict[str, list[str]] = {}
+        """Returns by sampler id a text about the sampler's unfinished groups and chunks.
+
+        Samplers without unfinished work are left out.
+        """
+        items_of_sampler: dict[str, list[str]] = {}
         for name, group_ids in self.ledger.by_sampler().items():
-            items[name] = [f"group {group_id}" for group_id in group_ids]
+            items_of_sampler[name] = [f"group {group_id}" for group_id in group_ids]
         if self.evaluation:
             for chunk, name in self.evaluation.leases.items():
                 if chunk not in self.evaluation.results:
-                    items.setdefault(name, []).append(f"chunk {chunk} of the evaluation")
+                    item = f"chunk {chunk} of the evaluation"
+                    items_of_sampler.setdefault(name, []).append(item)
         texts = {}
-        for name, work in items.items():
-            texts[name] = ", ".join(work[:3])
-            if len(work) > 3:
+        for name, items in items_of_sampler.items():
+            texts[name] = ", ".join(items[:_NUM_SHOWN])
+            if len(items) > _NUM_SHOWN:
                 texts[name] += ", …"
         return texts

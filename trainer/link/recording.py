@@ -1,15 +1,18 @@
 """Record and replay of a run's groups, in the order in which they were trained.
 
-docs/running.md tells what both are for.
+docs/running.md says what recording and replay are for.
 
-A record is the lengths of three wire frames, a CRC of these lengths, and the frames. It is written
-at once, so a killed process leaves at most one torn record at the end, which readers ignore. The
-CRC tells a torn record from one whose lengths are damaged. A resumed run first cuts off the groups
-that it will train again, so that the file holds the surviving history. A full disk does not stop
-training, because records wait in memory until the next checkpoint, which waits for them.
+A recording is a file of records, one for each group. A record consists of the lengths of three wire
+frames, a CRC of these lengths, and the frames. It is appended as soon as its group arrives, so a
+killed process leaves at most one incomplete record at the end of the file. Readers ignore an
+incomplete record. The CRC distinguishes it from a record whose lengths are damaged.
 
-Groups are recorded as received. With `reference.on: trainer` they have no reference log-probs, and
-a replay scores them again. Evaluations are not recorded, because they change no weights.
+A resumed run first removes the groups that it will train again, so that the file holds every
+trained group once. A full disk does not stop training: the records wait in memory, and the next
+checkpoint is not saved before they are written.
+
+Groups are recorded as received. With `reference.on: trainer` they have no reference log-probs, so a
+replay computes these again. Evaluations are not recorded, because they do not change the weights.
 """
 
 import os
@@ -25,20 +28,22 @@ from common.wire import wire
 from trainer.link.source import GroupSource
 
 FILE = "groups.recording"
-_LENGTHS = struct.Struct("<III")  # bytes of a record's three frames, which have a digest themselves
-_HEAD = _LENGTHS.size + 4  # bytes of a record before its frames, with the CRC of their lengths
+# The sizes in bytes of a record's three frames. The frames themselves contain a digest.
+_LENGTHS = struct.Struct("<III")
+_CRC_BYTES = 4
+_HEAD_BYTES = _LENGTHS.size + _CRC_BYTES  # bytes of a record before its frames
 
 
 def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
-    """Yields every group of a recording, and the offset in bytes at which its record ends.
+    """Yields every group of a recording, with the offset in bytes at which the group's record ends.
 
-    A record that is cut off at the end of the file is ignored. Raises UserError if the file cannot
-    be read, or if a record is damaged in another way.
+    An incomplete record at the end of the file is ignored. Raises UserError if the file cannot be
+    read or a record is damaged.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
-        reason = f"{error.strerror}; make one with run.record=true"
+        reason = f"{error.strerror}; make a recording with run.record=true"
         raise UserError(f"recording {path}: {reason}") from None
     position = 0
     while True:
@@ -51,19 +56,20 @@ def read(path: Path) -> Iterator[tuple[wire.Received, int]]:
             where = f"in the record at byte {position} of {len(data)}"
             raise UserError(
                 f"recording {path} is damaged {where}: {error}; "
-                f"the records before it are whole: truncate -s {position} {path}"
+                f"to keep the intact records before it, run: truncate -s {position} {path}"
             ) from None
         assert isinstance(message, Group | Tombstone)
-        position += _HEAD + sum(map(len, frames))
+        position += _HEAD_BYTES + sum(map(len, frames))
         yield wire.Received(message, frames), position
 
 
 def _frames(data: bytes, position: int) -> list[bytes] | None:
-    """Returns the three frames of the record at `position`, None at the end or for a torn record.
+    """Returns the three frames of the record at `position`.
 
-    Raises WireError if the lengths are damaged.
+    Returns None at the end of the data, and if the record is incomplete. Raises WireError if the
+    record's lengths are damaged.
     """
-    start = position + _HEAD
+    start = position + _HEAD_BYTES
     if start > len(data):
         return None
     lengths = data[position : position + _LENGTHS.size]
@@ -79,44 +85,59 @@ def _frames(data: bytes, position: int) -> list[bytes] | None:
 
 
 def _crc(data: bytes) -> bytes:
-    return zlib.crc32(data).to_bytes(4, "little")
+    return zlib.crc32(data).to_bytes(_CRC_BYTES, "little")
+
+
+def _end_of_groups_below(cursor: int, path: Path) -> int:
+    """Returns the offset in bytes after the last record of a group whose id is below `cursor`.
+
+    A run's recording has its groups in the order of their ids. So reading stops at group
+    cursor − 1, and damage after this group does no harm.
+    """
+    end_of_groups = 0
+    if cursor == 0 or not path.exists():
+        return end_of_groups
+    for received, end in read(path):
+        group_id = received.group.group_id
+        if group_id >= cursor:
+            break
+        end_of_groups = end
+        if group_id == cursor - 1:
+            break
+    return end_of_groups
 
 
 class Recorder:
-    """A writer that appends groups to a recording.
-
-    Opening it cuts the file back to the groups below `cursor`, without reading the rest of it.
-    syncs: whether the groups shall survive a crash of the machine.
-    """
+    """A writer that appends groups to a recording."""
 
     def __init__(self, path: Path, cursor: int, syncs: bool = True):
+        """Opens or creates the file, and truncates it after its groups below `cursor`.
+
+        syncs: whether the groups must survive a crash of the machine.
+        Raises UserError if one of the groups to be kept is damaged.
+        """
         self._syncs = syncs
         self._waiting = bytearray()  # bytes of records that are not written yet
-        self._end = 0
-        if cursor > 0 and path.exists():
-            for received, end in read(path):
-                if received.group.group_id < cursor:
-                    self._end = end
-                if received.group.group_id >= cursor - 1:
-                    break
+        self._end = _end_of_groups_below(cursor, path)  # offset at which the next byte is written
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._descriptor, self._end)
         if syncs:
             fsync_path(path.parent)
 
     def append(self, groups: Sequence[wire.Received]) -> None:
-        """Appends groups. If the disk is full or fails, they wait in memory."""
+        """Appends groups to the file. While the disk is full or fails, they wait in memory."""
         for received in groups:
             lengths = _LENGTHS.pack(*map(len, received.frames))
             self._waiting += b"".join([lengths, _crc(lengths), *received.frames])
         try:
             self._flush()
         except OSError as error:
-            if disk_trouble(error) is None:  # disk trouble is raised by `sync`, where the run waits
+            # a disk that is full or fails does not stop training before the next call of `sync`
+            if disk_trouble(error) is None:
                 raise
 
     def _flush(self) -> None:
-        """Writes the waiting bytes. After an error, the next call goes on at the same byte."""
+        """Writes the waiting bytes. After an error, the next call resumes at the same byte."""
         while self._waiting:
             written = os.pwrite(self._descriptor, self._waiting, self._end)
             self._end += written
@@ -131,6 +152,7 @@ class Recorder:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
+        """Closes the file. Syncs first if the groups must survive a crash of the machine."""
         try:
             if self._syncs:
                 self.sync()
@@ -139,7 +161,7 @@ class Recorder:
 
 
 class Replay(GroupSource):
-    """A source that serves the groups of a recording. It has no samplers, so no evaluations."""
+    """A source that serves the groups of a recording. Without samplers, it has no evaluations."""
 
     def __init__(
         self,
@@ -148,9 +170,11 @@ class Replay(GroupSource):
         needs_reference: bool = False,
         needs_routing: bool = False,
     ):
-        """Reads the recording.
+        """Reads the whole recording.
 
-        Raises UserError if it lacks reference log-probs or routing that the trainer needs.
+        needs_reference: whether the trainer needs recorded log-probs of the reference model.
+        needs_routing: whether it needs the experts that each token was routed to. Raises UserError
+        if the recording lacks what is needed.
         """
         self.incarnation = incarnation
         self._path = path
@@ -160,18 +184,18 @@ class Replay(GroupSource):
         groups = without_tombstones(received.group for received in self._groups.values())
         if needs_reference and not all(map(_has_reference, groups)):
             raise UserError(
-                f"recording {path} holds groups without reference log-probs: it was made with "
-                "algorithm.beta 0 or reference.on trainer; set reference.on=trainer, or "
+                f"recording {path} has groups without reference log-probs, because it was made "
+                "with algorithm.beta 0 or reference.on trainer; set reference.on=trainer, or "
                 "algorithm.beta=0"
             )
         if needs_routing and any(group.routing is None for group in groups):
             raise UserError(
-                f"recording {path} holds groups that do not say which experts their tokens met: "
-                "it was made without algorithm.router_replay; set algorithm.router_replay=false"
+                f"recording {path} does not say which experts each token was routed to, because it "
+                "was made without algorithm.router_replay; set algorithm.router_replay=false"
             )
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        """Returns the groups with these ids. Raises UserError if the recording lacks one."""
+        """Returns the groups with these ids. Raises UserError if the recording lacks a group."""
         received = []
         for group_id in group_ids:
             if group_id not in self._groups:

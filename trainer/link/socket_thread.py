@@ -1,8 +1,8 @@
-"""The thread that reads the samplers' messages and sends them credits.
+"""The thread that reads the samplers' messages and sends credits to the samplers.
 
-It owns the trainer's end of the transport. The thread never waits for the training loop and the
-loop never touches the transport, so a long step cannot silence the link. Both exchange data
-through SharedState.
+A credit tells a sampler which groups to produce with which weights. Only this thread uses the
+trainer's end of the transport. It never waits for the training loop, so samplers are served during
+a long optimizer step. The thread and the loop exchange data through SharedState.
 """
 
 import threading
@@ -13,7 +13,7 @@ from common.config import Config
 from common.errors import UserError, WireError, with_type
 from common.failpoints import failpoint
 from common.files.run_folder import sampler_log
-from common.processes.exits import RETRYABLE
+from common.processes.exits import RETRYABLE, USER_ERROR
 from common.processes.transcript import last_lines
 from common.types import EvalResult, Group, Tombstone
 from common.wire import channel, wire
@@ -21,12 +21,16 @@ from common.wire.channel import Transport
 from trainer.link.acceptor import Acceptor
 from trainer.link.peers import Peer, SharedState, refusal
 
-_READ_AT_ONCE = 256  # messages, after which credits and deadlines have their turn
-_IDLE_S = 60.0  # limit for a sampler that is idle despite its leases, because it takes them as done
+MAX_REASON = 500  # characters of an error in a goodbye
+_READ_AT_ONCE = 256  # messages to read before credits are sent and deadlines are checked
+# Seconds after which a sampler is dismissed that is idle although it has leases. It probably takes
+# its groups for finished.
+_IDLE_S = 60.0
+_GOODBYE_S = 0.05  # time to send the goodbyes before the transport drops unsent messages
 
 
 class SocketThread(threading.Thread):
-    """A thread that serves the samplers until `end` is called, which sends them a goodbye."""
+    """A thread that serves the samplers until `end` is called."""
 
     def __init__(
         self,
@@ -46,14 +50,17 @@ class SocketThread(threading.Thread):
         self.say = say
         self._ending = threading.Event()
         self._bye = wire.Bye("done")
-        # every other hello must agree with the first one, even after its sampler is lost
+        # every later hello must agree with the first hello, even if the first sampler is lost
         self._first_hello: wire.Hello | None = None
-        # monotonic seconds and `SharedState.change_count` when all samplers last got credit
-        self._credited_at = -channel.BEAT_S
-        self._credited_change_count = -1
+        # monotonic seconds of the last beat, at which all samplers got credit
+        self._beat_at = -channel.BEAT_S
+        self._credited_change_count = -1  # `SharedState.change_count` at the last credits
 
     def end(self, bye: wire.Bye | None = None) -> None:
-        """Ends the thread and waits for it. bye: the goodbye to the samplers, by default "done"."""
+        """Sends a goodbye to the samplers, ends the thread and waits until it has ended.
+
+        bye: the goodbye, by default one that says "done".
+        """
         if bye is not None:
             self._bye = bye
         self._ending.set()
@@ -61,18 +68,19 @@ class SocketThread(threading.Thread):
         self.join(timeout=5)
 
     def run(self) -> None:
+        """Serves the samplers. An error ends the training loop's next wait and the samplers."""
         try:
             self._serve()
         except BaseException as error:
             reason = f"the trainer's inbox failed: {with_type(error)}"
-            self._bye = wire.Bye(reason[:500], RETRYABLE)
+            self._bye = wire.Bye(reason[:MAX_REASON], RETRYABLE)
             with self.state.changed:
                 self.state.failure = error
                 self.state.changed.notify_all()
         finally:
             for name in self.state.peers:
                 self._send(name, self._bye)
-            time.sleep(0.05)  # for the goodbye, because `close` drops unsent messages
+            time.sleep(_GOODBYE_S)
             self.transport.close()
 
     def _serve(self) -> None:
@@ -81,14 +89,15 @@ class SocketThread(threading.Thread):
             self._receive()
             now = time.monotonic()
             with self.state.changed:
-                is_beat = now - self._credited_at >= channel.BEAT_S
+                is_beat = now - self._beat_at >= channel.BEAT_S
                 if is_beat:
-                    self._credited_at = now
-                    self._find_lost(now)
-                self._credit(is_beat)
+                    self._beat_at = now
+                    self._check_samplers(now)
+                self._send_credits(is_beat)
                 self.state.changed.notify_all()
 
     def _receive(self) -> None:
+        """Handles the messages that have arrived. A message that is refused is only counted."""
         for _ in range(_READ_AT_ONCE):
             frames = self.transport.receive()
             if frames is None:
@@ -104,7 +113,12 @@ class SocketThread(threading.Thread):
     def _handle(
         self, envelope: wire.Envelope, message: wire.WireMessage, frames: list[bytes]
     ) -> None:
+        """Handles one message. Raises WireError if the message is refused.
+
+        frames: the wire frames that the message was decoded from.
+        """
         name = envelope.sampler_id
+        # Before a sampler has got credit, it does not know the run, so its run_id is "".
         if isinstance(message, wire.Hello):
             self._handle_hello(name, message)
             return
@@ -114,8 +128,12 @@ class SocketThread(threading.Thread):
         if isinstance(message, wire.Bye) and envelope.run_id in ("", self.envelope.run_id):
             self._handle_bye(name, message)
             return
-        is_of_this_run = envelope.run_id == self.envelope.run_id
-        if not is_of_this_run or envelope.incarnation != self.envelope.incarnation:
+
+        is_for_this_start = (
+            envelope.run_id == self.envelope.run_id
+            and envelope.incarnation == self.envelope.incarnation
+        )
+        if not is_for_this_start:
             raise WireError("other_incarnation", f"{envelope}")
         peer = self.state.peers.get(name)
         if peer is None:
@@ -137,86 +155,104 @@ class SocketThread(threading.Thread):
             raise WireError("unexpected", type(message).__name__)
 
     def _handle_hello(self, name: str, hello: wire.Hello) -> None:
+        """Registers the sampler that sent this hello, or refuses it.
+
+        A sampler is refused, with a WireError, if its data or settings differ from those of the
+        first sampler. A new process of a known sampler has lost the groups of the earlier process.
+        A repeated hello of a live process only shows that the process still lives.
+        """
         first = self._first_hello or hello
         refused = refusal(hello, first, self.acceptor.limits.needs_ref_logprobs)
         if refused is not None:
             counted_as, reason = refused
-            self._send(name, wire.Bye(reason, 2))
+            self._send(name, wire.Bye(reason, USER_ERROR))
             raise WireError(counted_as, reason)
         self._first_hello = first
+
         now = time.monotonic()
-        peer = Peer(hello, now, progressed_at=now)
-        old = self.state.peers.get(name)
-        if old is not None and old.process != peer.process:
-            self.say(f"sampler {name} is back as pid {hello.pid}")
-            self.state.ledger.release(name)  # the work of its earlier process is lost
-        elif old is not None and not old.lost:
-            old.heard_at = now
-            return
+        peer = Peer(hello, heard_at=now, progressed_at=now)
+        known = self.state.peers.get(name)
+        if known is not None:
+            if known.process != peer.process:
+                self.say(f"sampler {name} is back as pid {hello.pid}")
+                self.state.ledger.release(name)
+            elif not known.lost:
+                known.heard_at = now
+                return
         self.state.peers = {**self.state.peers, name: peer}
-        self.state.ledger.leases_are_due = True
+        self.state.ledger.leases_are_due = True  # the sampler may get groups
 
     def _handle_bye(self, name: str, bye: wire.Bye) -> None:
-        """Handles a goodbye, which comes before the hello if an engine refuses the settings."""
+        """Marks a sampler that ends as lost. If the user must fix the cause, the run ends, too.
+
+        A sampler whose engine refuses the settings ends before its hello, so it may be unknown.
+        """
         self.say(f"sampler {name} ended: {bye.reason}")
         if name in self.state.peers:
             self.state.peers[name].lost = True
             self._release(name)
-        if bye.exit_code == 2:
+        if bye.exit_code == USER_ERROR:
             self.state.failure = UserError(f"sampler {name}: {bye.reason}")
 
-    def _find_lost(self, now: float) -> None:
-        """Reassigns the work of samplers that are silent or get no further."""
+    def _check_samplers(self, now: float) -> None:
+        """Reassigns the work of samplers that are silent or make no progress.
+
+        now: monotonic seconds.
+        """
         works = self.state.works()
         for name, peer in self.state.live_peers().items():
             if name not in works:
                 peer.progressed_at = now
             silent_s = now - peer.heard_at
-            still_s = now - peer.progressed_at
+            stalled_s = now - peer.progressed_at
             if silent_s > channel.LOST_AFTER_S:
                 peer.lost = True
-                freed = self._release(name, may_reconnect=True)
+                num_freed = self._release(name, may_reconnect=True)
                 self.say(
                     f"sampler {name} lost: silent for {silent_s:.0f} s; "
-                    f"its {freed} unfinished groups are reassigned"
+                    f"its {num_freed} unfinished groups are reassigned"
                 )
-            elif peer.is_idle and still_s > _IDLE_S:
-                self._dismiss(
-                    name, f"it is idle for {_IDLE_S:.0f} s, and its work is {works[name]}"
-                )
-            elif still_s > self.config.channel.stall_timeout_s:
-                reason = f"its work has not moved for {still_s:.0f} s (phase: {peer.phase})"
-                remedy = "channel.stall_timeout_s is too short if that is normal here"
+            elif peer.is_idle and stalled_s > _IDLE_S:
+                reason = f"it has been idle for {_IDLE_S:.0f} s, and its work is {works[name]}"
+                self._dismiss(name, reason)
+            elif stalled_s > self.config.channel.stall_timeout_s:
+                reason = f"its work has not moved for {stalled_s:.0f} s (phase: {peer.phase})"
+                remedy = "raise channel.stall_timeout_s if that is normal here"
                 self._dismiss(name, f"{reason}; {remedy}")
 
     def _dismiss(self, name: str, reason: str) -> None:
-        """Ends a sampler that still reads messages, so that a supervisor restarts it.
+        """Asks a sampler that still reads messages to exit, so that a supervisor restarts it.
 
-        Other samplers get its work meanwhile. The sampler leaves `peers`, so that no beat in
-        transit revives it. If the goodbye is lost, the sampler says hello again.
+        Other samplers get its work meanwhile. The sampler is removed from `peers`, so that a beat
+        in transit does not revive it. If the goodbye is lost, the sampler says hello again.
         """
         self._send(name, wire.Bye(reason, RETRYABLE))
         peers = dict(self.state.peers)
         del peers[name]
         self.state.peers = peers
-        freed = self._release(name)
+        num_freed = self._release(name)
         log = last_lines(sampler_log(self.config.run.output_dir, name))
         self.say(
             f"sampler {name} is sent away: {reason}; "
-            f"its {freed} unfinished groups are reassigned.{log}"
+            f"its {num_freed} unfinished groups are reassigned.{log}"
         )
 
     def _release(self, name: str, may_reconnect: bool = False) -> int:
-        """Frees a sampler's unfinished groups and evaluation chunks, and returns their number."""
+        """Frees a sampler's unfinished groups and evaluation chunks, and returns their number.
+
+        may_reconnect: whether the sampler's process may still live and return with its groups. This
+        makes no difference to evaluation chunks.
+        """
         num_freed = len(self.state.ledger.release(name, may_reconnect))
         if self.state.evaluation:
             num_freed += len(self.state.evaluation.release(name))
         return num_freed
 
-    def _credit(self, is_beat: bool) -> None:
-        """Sends credits to all samplers at a beat and after progress of the training loop.
+    def _send_credits(self, is_beat: bool) -> None:
+        """Leases free work to the samplers, and sends each sampler its credit.
 
-        At other times, it sends them only to samplers whose lease has changed.
+        At a beat, every sampler gets a credit. At other times, work is only leased if the state has
+        changed, and a credit is only sent if it differs from the sampler's last credit.
         """
         state = self.state
         ledger = state.ledger
@@ -248,5 +284,5 @@ class SocketThread(threading.Thread):
 
     def _send(self, name: str, message: wire.WireMessage) -> None:
         is_sent = self.transport.send(wire.encode(self.envelope, message), to=name)
-        if not is_sent:  # it is sent again when the sampler is back
+        if not is_sent:  # a sampler that is back gets the whole state with its next credit
             self.state.counters["unsent"] += 1

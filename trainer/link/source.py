@@ -13,32 +13,35 @@ from common.wire import wire
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the samplers have done since the previous statistics, and the trainer's own counters.
+    """What the samplers have done since the last `drain_statistics`, and the trainer's counters.
 
-    The name of a value in `samplers` tells how it is made of the samplers' reports:
+    The name of a value in `samplers` says how the samplers' reports were combined:
 
-        total/…_s    growth of seconds since the previous statistics, mean over the samplers, which
-                     compares with the wall time of a step
-        total/…      growth of any other count, sum over the samplers
-        other        newest value, mean over the samplers that reported it
+        total/…_s    seconds spent since the last call, averaged over the samplers so that they
+                     compare with the wall time of a step
+        total/…      growth of a count since the last call, summed over the samplers
+        other names  newest value, averaged over the samplers that reported it
     """
 
     samplers: Mapping[str, float]
-    num_samplers: int  # samplers that are connected, or reported since the previous statistics
+    num_samplers: int  # samplers that are connected, or have reported since the last call
     counters: Mapping[str, int]  # since this trainer started
 
 
 class GroupSource:
     """The interface through which rank 0 gets sampled groups and announces new weights.
 
-    The methods here do what suits a source without samplers. A subclass must override `receive`.
+    The methods of this base class are those of a source without samplers. A subclass must override
+    `receive`.
     """
 
-    incarnation: str  # names this start of the trainer
+    incarnation: str  # a random id of this start of the trainer
 
     def wait_for_sampler(self) -> wire.Hello:
         """Returns the first sampler's hello. Raises Retryable if no sampler connects."""
-        return wire.Hello(0, "", "", 0, 0)
+        return wire.Hello(
+            pid=0, dataset_fingerprint="", tokenizer_hash="", num_problems=0, num_eval_problems=0
+        )
 
     def commit(
         self,
@@ -47,33 +50,38 @@ class GroupSource:
         eval_id: str | None = None,
         num_problems: int = 0,
     ) -> None:
-        """Reports that groups below `cursor` are trained, and `published` the resulting weights.
+        """Reports that groups below `cursor` are trained, and that `published` are the new weights.
 
         With an eval_id, these weights are also evaluated on the `num_problems` held-out problems.
         """
 
     def refill(self, count: int) -> None:
-        """Requests `count` groups beyond the batch's slots, sampled now and by the same weights."""
+        """Requests `count` extra groups for the current batch.
+
+        They are sampled at once, with the weights that sample the rest of the batch.
+        """
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
-        """Returns the groups, in this order, once all of them have arrived."""
+        """Returns the groups with these ids, in this order, once all of them have arrived."""
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
-        """Drops the groups of versions before this one, of which a checkpoint is saved."""
+        """Allows the source to delete stored groups that a saved checkpoint makes unnecessary.
+
+        version: the policy version of the checkpoint.
+        """
 
     def samplers_are_idle(self) -> bool:
         """Returns whether no sampler has work until the next `commit`.
 
-        Then its CPU cores could be borrowed.
+        The trainer may then borrow the samplers' CPU cores.
         """
         return False
 
     def finish_eval(self) -> list[EvalResult]:
         """Waits for the evaluation that `commit` requested, and returns the result of each chunk.
 
-        Returns [] if no evaluation was requested. This default is for a source that has no samplers
-        and so no evaluations.
+        Returns [] if no evaluation was requested.
         """
         return []
 
@@ -82,5 +90,5 @@ class GroupSource:
         return []
 
     def drain_statistics(self) -> Statistics:
-        """Returns the statistics of the time since the last call."""
-        return Statistics({}, 0, {})
+        """Returns the statistics since the last call. They are empty unless a subclass has some."""
+        return Statistics(samplers={}, num_samplers=0, counters={})

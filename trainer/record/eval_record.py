@@ -1,4 +1,4 @@
-"""The record of a held-out evaluation, from its results. Pure functions."""
+"""The record of a held-out evaluation, computed from the samplers' results. Pure functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,18 +10,19 @@ from common.config import ROUNDING
 from common.types import EvalResult, EvalSample
 from report.full_marks import by_source
 
-# reward function's name -> the score from which a completion counts as right
+# a function from a reward function's name to the score from which a completion counts as right
 FullMark = Callable[[str], float]
 
 
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
-    """Returns one line of eval.jsonl.
+    """Returns one line of eval.jsonl, for the results of all chunks of one evaluation.
 
-    Problems that could not be scored are named in failed_problems, and left out of n and the means.
-    The number of full marks and the mean of a function cover the completions that it scored, which
-    are those for which it did not return None. If there are several data sources, each also has its
-    own, such as "math/answer". by_problem has the mean of each problem's completions, null for a
-    problem without any.
+    Problems that could not be scored are listed in failed_problems, and left out of n and of the
+    means. The number of full marks and the mean of a reward function cover the completions that the
+    function scored, that is, the completions for which it did not return None. If there are several
+    data sources, every function also has these values for each source, under a name such as
+    "math/answer". by_problem has the mean over each problem's completions, or null for a problem
+    without a scored completion.
     """
     samples: list[EvalSample] = []
     failed_problems = {}
@@ -42,12 +43,14 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
     }
     if not samples:
         return record
+
     num_problems = 1 + max([*problems, *failed_problems])
     for prefix, samples_of_source in by_source(samples, lambda sample: sample.source).items():
         for function in samples_of_source[0].rewards:
             scores = _scores(samples_of_source, function, full_mark(function) - ROUNDING)
             if scores.values:
                 _add_scores(record, prefix + function, scores, num_problems)
+
     num_clipped = 0
     for sample in samples:
         if sample.finish_reason == "length":
@@ -59,23 +62,24 @@ def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str,
 
 @dataclass
 class _Scores:
-    """What one reward function gave to the completions that it scored, in their order."""
+    """The scores of one reward function: lists with one entry for each scored completion."""
 
-    problems: list[int] = field(default_factory=list)  # problem indexes
-    values: list[float] = field(default_factory=list)
-    full_marks: list[bool] = field(default_factory=list)
+    problems: list[int] = field(default_factory=list)  # the completion's problem_index
+    values: list[float] = field(default_factory=list)  # the score
+    full_marks: list[bool] = field(default_factory=list)  # whether the score is a full mark
 
 
 def _scores(samples: Sequence[EvalSample], function: str, full_mark: float) -> _Scores:
-    """Returns the scores of a function.
+    """Returns the scores that a reward function gave to these completions.
 
-    A completion that failed has no full mark, and the lowest score of all, which is at most 0.
+    full_mark: the score from which a completion has a full mark. A completion whose rollout failed
+    has no full mark. Its score is the lowest score of all completions, but at most 0.
     """
     scored = []
     lowest = 0.0
     for sample in samples:
         reward = sample.rewards[function]
-        if not math.isnan(reward):
+        if not math.isnan(reward):  # NaN: the function returned None
             scored.append(sample)
             lowest = min(lowest, reward)
     scores = _Scores()
@@ -90,12 +94,14 @@ def _scores(samples: Sequence[EvalSample], function: str, full_mark: float) -> _
 
 
 def _add_scores(record: dict[str, Any], name: str, scores: _Scores, num_problems: int) -> None:
-    """Adds what one reward function has measured to the record of an evaluation, under its name.
+    """Adds the results of one reward function to the record of an evaluation.
 
-    These are the mean score and the number of full marks over all scored completions, and for each
+    They are the mean score and the number of full marks over all scored completions, and for each
     problem the mean score and the share of full marks. If the function did not score every
-    completion, `scored` has the numbers of completions and problems that it scored.
-    num_problems: the largest index of a problem in the evaluation, plus 1.
+    completion, record["scored"][name] has the numbers of completions and problems that it scored.
+
+    name: the function's name, with a prefix for a data source. num_problems: the largest index of a
+    problem in the evaluation, plus 1.
     """
     num_scored = len(scores.values)
     accuracies = _mean_by_problem(scores.problems, scores.full_marks, num_problems)
@@ -112,11 +118,14 @@ def _add_scores(record: dict[str, Any], name: str, scores: _Scores, num_problems
 def _mean_by_problem(
     problems: Sequence[int], values: Sequence[float], num_problems: int
 ) -> list[float | None]:
-    """Returns [num_problems] means of each problem's values, None for a problem without any."""
+    """Returns the mean of each problem's values, or None for a problem without values.
+
+    problems: the problem index of each value. The returned list has num_problems entries.
+    """
     values_of_problem: dict[int, list[float]] = {}
     for problem, value in zip(problems, values, strict=True):
         values_of_problem.setdefault(problem, []).append(value)
     means: list[float | None] = [None] * num_problems
-    for problem, of_problem in values_of_problem.items():
-        means[problem] = fmean(of_problem)
+    for problem, problem_values in values_of_problem.items():
+        means[problem] = fmean(problem_values)
     return means

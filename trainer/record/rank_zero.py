@@ -1,4 +1,4 @@
-"""The objects that only rank 0 has: the source of groups, the run's records and its display."""
+"""The objects that only rank 0 has: the source of groups, the run's records and the display."""
 
 import contextlib
 import json
@@ -27,12 +27,12 @@ class RankZero:
     """The objects that only rank 0 has."""
 
     source: GroupSource
-    recorder: Recorder | None  # records the groups that are trained
+    recorder: Recorder | None  # records the groups that are trained; None: run.record is off
     log: MetricsLog
     display: StepDisplay
 
     def sync(self) -> None:
-        """Makes the records of all steps so far survive a crash of the machine."""
+        """Ensures that the records of all steps so far survive a crash of the machine."""
         self.log.sync()
         if self.recorder:
             self.recorder.sync()
@@ -48,20 +48,43 @@ def open_rank_zero(
 ) -> RankZero:
     """Opens the records, the display, and the link to the samplers or to a recording.
 
-    stack: closes them all. batch, cursor: the numbers of trained batches and of trained groups.
-    resumed_at: the checkpoint's step and policy version, (None, None) without a checkpoint.
+    stack: the exit stack that will close them. batch, cursor: the numbers of batches and of groups
+    that are trained. resumed_at: the checkpoint's step and policy version, (None, None) without a
+    checkpoint.
     """
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)
+    _prepare_folders(config, weights_dir)
+    resume_step, resume_version = resumed_at
+    log = MetricsLog(output_dir, config.run.report_to, resume_step, resume_version)
+    stack.callback(log.close)
+    display = _open_display(config)
+    stack.callback(_remove_versions, weights_dir)
+
+    is_replay = config.run.replay is not None
+    recorder = None
+    if config.run.record and not is_replay:  # a replay must not truncate what it may be reading
+        recorder = Recorder(output_dir / FILE, cursor)
+        stack.callback(recorder.close)
+    source = _open_source(stack, config, run_id, batch, cursor, display)
+    return RankZero(source, recorder, log, display)
+
+
+def _prepare_folders(config: Config, weights_dir: Path) -> None:
+    """Removes the temporary files and the weights of an earlier start, and writes config.json."""
+    output_dir = config.run.output_dir
     durable.make_private(weights_dir)
     for folder in (weights_dir, output_dir, output_dir / CHECKPOINTS):
         durable.remove_leftovers(folder)
-    weights.remove_versions(weights_dir)  # of an earlier start, as this start publishes its own
+    weights.remove_versions(weights_dir)
     public = redacted(config.model_dump(mode="json"))
     public_json = json.dumps(public, indent=1, ensure_ascii=False)
     durable.write_file(output_dir / "config.json", public_json.encode())
-    log = MetricsLog(output_dir, config.run.report_to, *resumed_at)
-    stack.callback(log.close)
+
+
+def _open_display(config: Config) -> StepDisplay:
+    """Returns the display, which has read the run's recorded steps and shown warnings."""
+    output_dir = config.run.output_dir
     display = StepDisplay(config)
     steps = read_jsonl(output_dir / "metrics.jsonl")
     evaluations = read_jsonl(output_dir / "eval.jsonl")
@@ -69,31 +92,40 @@ def open_rank_zero(
     for note in [config.uneven_work(world_size()), *expert_warnings(config)]:
         if note:
             display.note(note)
-    stack.callback(_remove_versions, weights_dir)
-    recorder = None
-    if (
-        config.run.record and config.run.replay is None
-    ):  # a recording is not cut while it is replayed
-        recorder = Recorder(output_dir / FILE, cursor)
-        stack.callback(recorder.close)
+    return display
+
+
+def _open_source(
+    stack: contextlib.ExitStack,
+    config: Config,
+    run_id: str,
+    batch: int,
+    cursor: int,
+    display: StepDisplay,
+) -> GroupSource:
+    """Opens the recording to replay, or else the link to the samplers."""
     incarnation = secrets.token_hex(8)
     if config.run.replay is not None:
-        needs_reference = config.reference_on == "sampler"
-        needs_routing = config.algorithm.router_replay
-        replay = Replay(config.run.replay, incarnation, needs_reference, needs_routing)
-        return RankZero(replay, recorder, log, display)
-    ledger = Ledger(cursor + config.groups_after(batch), config.window, cursor)
+        return Replay(
+            config.run.replay,
+            incarnation,
+            needs_reference=config.reference_on == "sampler",
+            needs_routing=config.algorithm.router_replay,
+        )
+    num_groups = cursor + config.groups_after(batch)
+    ledger = Ledger(total=num_groups, window=config.window, cursor=cursor)
     inbox = Inbox(config, run_id, incarnation, _limits(config), ledger, display.note)
-    return RankZero(stack.enter_context(inbox), recorder, log, display)
+    return stack.enter_context(inbox)
 
 
 def _remove_versions(weights_dir: Path) -> None:
-    # a failing disk must not hide why the run ends, and the next start tries again
+    # an error of the disk must not hide why the run ends, and the next start tries again
     with contextlib.suppress(OSError):
         weights.remove_versions(weights_dir)
 
 
 def _limits(config: Config) -> Limits:
+    """Returns what a received group must satisfy, by the config and the model's files."""
     images = None
     vision = vision_of(config)
     if vision is not None:

@@ -1,4 +1,4 @@
-"""Texts of a step's completions for samples.jsonl. Pure functions."""
+"""The lines of samples.jsonl, which show the texts of a step's completions. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +11,11 @@ from model.files.images import one_mark_an_image, sample_record
 def samples_records(
     groups: Sequence[Group | Tombstone], step: int, count: int, decode: Any
 ) -> list[dict[str, Any]]:
-    """Returns lines of samples.jsonl: the worst and the best completion of `count` groups."""
+    """Returns lines of samples.jsonl: the worst and the best completion of the first groups.
+
+    step: the number of the optimizer step. count: the number of groups to take, tombstones not
+    counted. decode: the tokenizer's function from a list of token ids to their text.
+    """
     records = []
     for group in without_tombstones(groups)[:count]:
         ranked = sorted(group.rollouts, key=lambda rollout: rollout.reward)
@@ -45,17 +49,17 @@ def _sample_record(
 
 
 def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
-    """Returns the texts of a completion by author, in order.
+    """Returns the texts of a completion in order, each with its author.
 
-    [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]. A text by "history" is what a
-    rewritten history repeats, and the new text after it. If turns had rewards of their own, the
-    model's texts have `reward`.
+    The result is [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]. Where the
+    history was rewritten, a text by "history" holds the repeated part of the history and the new
+    text that follows it. The model's texts have `reward` if turns were rewarded separately.
     """
     token_ids = rollout.completion_ids.tolist()
     fork_starts = dict(rollout.forks)
     texts: list[dict[str, Any]] = []
     turn_start = 0
-    for start, end in rollout.observed:
+    for start, end in rollout.observed:  # the tokens that the model did not sample
         author = "environment"
         if start in fork_starts:
             author = "history"
@@ -63,6 +67,7 @@ def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
         texts.append({"by": author, "text": decode(token_ids[start:end])})
         turn_start = end
     texts.append({"by": "model", "text": decode(token_ids[turn_start:])})
-    for text, reward in zip(texts[::2], rollout.turn_rewards, strict=False):
+    texts_of_model = texts[::2]
+    for text, reward in zip(texts_of_model, rollout.turn_rewards, strict=False):
         text["reward"] = reward
     return texts

@@ -1,4 +1,4 @@
-"""Metrics of one step, under TRL's names where TRL has them. Pure functions."""
+"""Metrics of one optimizer step, with TRL's names where TRL has the metric. Pure functions."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ from trainer.algorithm.advantages import (
 )
 from trainer.algorithm.mismatch import RANGES
 
-# metric -> the sum over trained tokens whose mean it is
+# metric, which is a mean over trained tokens -> the name of its sum in sums.TOKEN_SUMS
 _TOKEN_MEANS = {
     "entropy": "entropy",
     "ratio/mean": "ratio",
@@ -49,8 +49,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Returns metrics of rewards, lengths, dead groups and staleness.
 
-    They are means over completions unless their names say otherwise.
-    policy_version: the version of the policy before the step.
+    A metric is a mean over completions or over groups, unless its name says otherwise. In a dead
+    group, all completions have the same reward. Staleness is the number of policy versions between
+    sampling and training. policy_version: the version of the policy before the step.
     """
     alive = without_tombstones(groups)
     metrics: dict[str, float] = {"tombstones": float(len(groups) - len(alive))}
@@ -70,11 +71,12 @@ def rollout_metrics(
     metrics["staleness/mean"] = fmean([policy_version - group.policy_version for group in alive])
     metrics["completion_tokens"] = float(lengths.sum())
     for name in rollouts[0].rewards:
-        asked: list[Rollout] = []  # the rollouts that this function was asked to score
+        # a data source may name the reward functions that score its rollouts
+        rollouts_to_score: list[Rollout] = []
         for group in alive:
             if name in config.for_source(group.source).rewards.names:
-                asked += group.rollouts
-        metrics |= _reward_metrics(name, asked, config.rewards.full_mark(name))
+                rollouts_to_score += group.rollouts
+        metrics |= _reward_metrics(name, rollouts_to_score, config.rewards.full_mark(name))
     return metrics
 
 
@@ -83,13 +85,16 @@ def _is_clipped(completion: Rollout) -> bool:
 
 
 def _reward_metrics(name: str, rollouts: Sequence[Rollout], full_mark: float) -> dict[str, float]:
-    """Returns the metrics of one reward function over the rollouts that it was asked to score."""
+    """Returns the metrics of one reward function over the rollouts that it was asked to score.
+
+    full_mark: the score from which a completion counts as right.
+    """
     metrics = {}
     scores = []
     num_right = 0
     for rollout in rollouts:
         score = rollout.rewards[name]
-        if math.isnan(score):
+        if math.isnan(score):  # the function returned None
             continue
         scores.append(score)
         if not rollout.failure and score >= full_mark - ROUNDING:
@@ -107,8 +112,8 @@ def _reward_metrics(name: str, rollouts: Sequence[Rollout], full_mark: float) ->
 def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
     """Returns metrics of each named data source: its groups, mean reward and mean length.
 
-    A source without groups in this step has none. sources/…/kept is the number of a source's groups
-    that are not dead, that is, whose rewards give some completion an advantage.
+    A source without groups in this step has no metrics. sources/…/kept is the number of the
+    source's groups that are not dead. (All completions of a dead group have an advantage of 0.)
     """
     groups_of_source: dict[str, list[Group]] = {}
     for group in without_tombstones(groups):
@@ -118,12 +123,12 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
     for source in sorted(groups_of_source):
         source_groups = groups_of_source[source]
         rollouts = _rollouts_of(source_groups)
-        num_kept = 0.0
+        num_kept = 0
         for group in source_groups:
             if not is_dead_group(group, config):
                 num_kept += 1
         metrics[f"sources/{source}/groups"] = float(len(source_groups))
-        metrics[f"sources/{source}/kept"] = num_kept
+        metrics[f"sources/{source}/kept"] = float(num_kept)
         metrics[f"sources/{source}/reward"] = fmean([rollout.reward for rollout in rollouts])
         lengths = [rollout.num_sampled for rollout in rollouts]
         metrics[f"sources/{source}/mean_length"] = fmean(lengths)
@@ -131,11 +136,11 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
 
 
 def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns metrics of the rollouts' environments.
+    """Returns metrics of the turns and tool calls in the rollouts' environments.
 
-    They are means over all rollouts that have a token, unless their names say otherwise.
-    rollout/failed_ratio/… are shares of all rollouts, by the kind of failure; a rollout without a
-    token is "missing".
+    A metric is a mean over all rollouts that have a token, unless its name says otherwise.
+    rollout/failed_ratio/… is the share of all rollouts that failed in this way. A rollout that
+    failed before its first token counts there as "missing".
     """
     alive = without_tombstones(groups)
     num_failed = Counter[str]()
@@ -159,8 +164,8 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
 
 
 def _turn_values(rollout: Rollout, max_turns: int) -> dict[str, float]:
-    """Returns the metrics of one rollout's environment."""
-    # a rollout whose task goes on when it reaches max_turns is cut off
+    """Returns the values of one rollout that `turn_metrics` averages."""
+    # a rollout that has max_turns turns may also have finished its task in the last turn
     is_cut_off = rollout.turns >= max_turns and _is_clipped(rollout)
     return {
         "rollout/turns": rollout.turns,
@@ -174,30 +179,32 @@ def _turn_values(rollout: Rollout, max_turns: int) -> dict[str, float]:
 
 
 def in_flight_metrics(groups: Sequence[Group | Tombstone], policy_version: int) -> dict[str, float]:
-    """Returns metrics of weight updates during sampling, {} without a rollout.
+    """Returns metrics of the weight updates during sampling, or {} if there are no rollouts.
 
     policy_version: the version of the policy before the step.
     """
-    staleness = []
-    num_versions = []
+    token_staleness = []  # an array for each rollout
+    num_versions = []  # policy versions that sampled each rollout
     for group in without_tombstones(groups):
         for rollout in group.rollouts:
             versions = rollout.token_versions(group.policy_version)
-            staleness.append((policy_version - versions)[rollout.sampled()])
+            token_staleness.append((policy_version - versions)[rollout.sampled()])
+            # no spans: the group's version sampled the whole rollout
             num_versions.append(max(1, len(rollout.version_spans)))
-    if not staleness:
+    if not num_versions:
         return {}
     return {
         "in_flight/mixed_ratio": float(np.mean(np.array(num_versions) > 1)),
         "in_flight/max_versions": float(max(num_versions)),
-        "staleness/token_mean": float(np.concatenate(staleness).mean()),
+        "staleness/token_mean": float(np.concatenate(token_staleness).mean()),
     }
 
 
 def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[str, float]:
-    """Returns metrics of the reward shaping that is switched on in the trainer.
+    """Returns metrics of the reward shaping that the config switches on.
 
-    The metric `reward` stays the mean reward of the reward functions.
+    Shaping changes the rewards from which the trainer computes advantages. The metric `reward` is
+    the mean before shaping.
     """
     metrics: dict[str, float] = {}
     alive = without_tombstones(groups)
@@ -214,16 +221,18 @@ def shaping_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict
     if algorithm.mask_truncated_completions:
         num_masked = 0
         for rollout in rollouts:
-            if not is_unmasked(rollout, True):
+            if not is_unmasked(rollout, algorithm.mask_truncated_completions):
                 num_masked += 1
         metrics["completions/masked_ratio"] = num_masked / len(rollouts)
     return metrics
 
 
 def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
-    """Returns the update's loss, and means over the tokens that trained.
+    """Returns the loss of a step, and means over the tokens that it trained.
 
-    log-ratio = log π_θ − log π_old. Without tokens, every mean is that of unchanged weights.
+    sums: as in sums.TOKEN_SUMS. The metrics are of the log-ratio log π_θ − log π_old, where π_θ is
+    the trainer's policy and π_old is the policy that sampled. If the step trained no tokens, every
+    mean has its value for a log-ratio of 0. beta: the factor of the KL term in the loss.
     """
     num_tokens = max(sums["tokens"], 1.0)
     metrics = {"loss": sums["loss"]}
@@ -238,11 +247,12 @@ def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
 
 
 def correction_metrics(sums: Mapping[str, float], algorithm: Algorithm) -> dict[str, float]:
-    """Returns metrics of the mismatch correction over the tokens that trained, {} without one.
+    """Returns metrics of the mismatch correction, or {} if the correction is off.
 
-    They are the mean weight, and the share of tokens truncated or masked. The bounded weight of a
-    whole completion shrinks with its length, so such weights also have a mean for each range of
-    lengths.
+    The correction weights trained tokens by importance, because sampler and trainer compute
+    different log-probs. The metrics are the mean weight, and the share of tokens whose weight was
+    truncated or masked. If there is one weight for a whole completion, the weight shrinks with the
+    completion's length, so the mean is also given for each range of lengths.
     """
     mode = algorithm.vllm_importance_sampling_mode
     if mode is None:

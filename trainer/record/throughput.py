@@ -1,13 +1,13 @@
-"""Wall times of a batch and the three throughputs of MindSpeed-RL's log, by its formulas.
+"""Wall times of a batch, and the three throughputs in the log of MindSpeed-RL, by its formulas.
 
     tokens     = (mean completion length + mean prompt length) · completions of the batch
     e2e_tps    = tokens / num_devices / timing/all_s
     update_tps = tokens / num_devices / timing/update_s
     vllm_tps   = tokens / num_devices / timing/sampler_generate_s
 
-A batch of rollouts may give several optimizer steps. The last one logs the throughputs, over the
-seconds of all of them. num_devices counts the trainer's ranks and every sampler's devices, because
-all of them serve the same batch.
+A batch of rollouts may have several optimizer steps. The last step of the batch logs the
+throughputs, and the times in the formulas are sums over all its steps. num_devices counts the
+trainer's ranks and every sampler's devices, because all of them work on the same batch.
 """
 
 import collections
@@ -19,8 +19,8 @@ import psutil
 from common.config import Config
 from common.types import Group, Tombstone, without_tombstones
 
-# throughput -> the seconds that it divides by
-_SECONDS = {
+# throughput -> the duration in seconds by which the tokens are divided
+_DURATION_OF = {
     "e2e_tps": "timing/all_s",
     "update_tps": "timing/update_s",
     "vllm_tps": "timing/sampler_generate_s",
@@ -30,24 +30,28 @@ _SECONDS = {
 def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
     """Returns the number of devices of the trainer and all samplers.
 
-    A replay has no sampler and counts the devices of one.
+    world_size: the number of the trainer's ranks. num_samplers: 0 in a replay, which counts the
+    devices of one sampler.
     """
     # if sampler.devices is empty, a sampler has a device for each tensor-parallel rank of vLLM
-    listed = len(config.sampler.devices) // config.sampler.num_samplers
-    devices_per_sampler = max(listed, config.engine_gpus)
-    # num_samplers is 0 in a replay
+    num_listed = len(config.sampler.devices) // config.sampler.num_samplers
+    devices_per_sampler = max(num_listed, config.engine_gpus)
     return world_size + max(1, num_samplers) * devices_per_sampler
 
 
 class Throughput:
-    """The wall times and throughputs of a run. `now`: monotonic seconds."""
+    """The wall times and throughputs of a run.
+
+    Methods take `now`, the time in monotonic seconds.
+    """
 
     def __init__(self, now: float) -> None:
-        self._last = now
+        self._last_step_at = now
         self._is_first = True
-        # by group id, so that a group is counted once however often it trains
+        # group id -> tokens of a group of the batch; a dict, because a group that trains in several
+        # steps of the batch counts once
         self._tokens: dict[int, int] = {}
-        self._seconds: collections.Counter[str] = collections.Counter()
+        self._seconds = collections.defaultdict[str, float](float)  # of the batch's steps so far
 
     def step(
         self,
@@ -57,30 +61,46 @@ class Throughput:
         now: float,
         devices: int,
     ) -> dict[str, float]:
-        """Returns the wall times of an optimizer step, and the throughputs if it is a batch's last.
+        """Returns an optimizer step's wall times, and in a batch's last step the throughputs.
 
         The first step of a process also has timing/first_step_s, the seconds since the process
-        started. values: the step's durations by metric name. now: monotonic seconds.
+        started. groups: the groups that the step trained. is_last: whether it is the last step on
+        its batch. values: the step's metrics, which include its durations. devices: their number.
         """
-        update_s = values.get("timing/backward_s", 0.0) + values.get("timing/step_s", 0.0)
-        metrics = {"timing/all_s": now - self._last, "timing/update_s": update_s}
-        if self._is_first:
-            metrics["timing/first_step_s"] = time.time() - psutil.Process().create_time()
-        self._last = now
-        self._is_first = False
+        metrics = self._wall_times(values, now)
         for group in without_tombstones(groups):
-            num_tokens = len(group.prompt_ids) * len(group.rollouts)
-            for rollout in group.rollouts:
-                num_tokens += len(rollout.completion_ids)
-            self._tokens[group.group_id] = num_tokens
+            self._tokens[group.group_id] = _num_tokens(group)
         durations = {**values, **metrics}
-        for key in _SECONDS.values():
-            self._seconds[key] += durations.get(key, 0.0)  # type: ignore[assignment]
+        for name in _DURATION_OF.values():
+            self._seconds[name] += durations.get(name, 0.0)
         if is_last:
-            tokens_per_device = sum(self._tokens.values()) / devices
-            for name, key in _SECONDS.items():
-                if self._seconds[key] > 0:
-                    metrics[name] = tokens_per_device / self._seconds[key]
+            metrics |= self._throughputs(devices)
             self._tokens.clear()
             self._seconds.clear()
         return metrics
+
+    def _wall_times(self, values: Mapping[str, float], now: float) -> dict[str, float]:
+        update_s = values.get("timing/backward_s", 0.0) + values.get("timing/step_s", 0.0)
+        metrics = {"timing/all_s": now - self._last_step_at, "timing/update_s": update_s}
+        if self._is_first:
+            metrics["timing/first_step_s"] = time.time() - psutil.Process().create_time()
+        self._last_step_at = now
+        self._is_first = False
+        return metrics
+
+    def _throughputs(self, devices: int) -> dict[str, float]:
+        """Returns the batch's throughputs in tokens per second and device."""
+        throughputs = {}
+        tokens_per_device = sum(self._tokens.values()) / devices
+        for name, duration in _DURATION_OF.items():
+            if self._seconds[duration] > 0:  # for example, a replay spends no time on sampling
+                throughputs[name] = tokens_per_device / self._seconds[duration]
+        return throughputs
+
+
+def _num_tokens(group: Group) -> int:
+    """Returns the tokens of a group's completions, each of which counts with its prompt."""
+    num_tokens = len(group.prompt_ids) * len(group.rollouts)
+    for rollout in group.rollouts:
+        num_tokens += len(rollout.completion_ids)
+    return num_tokens
