@@ -46,7 +46,8 @@ class Acceptor:
         self._envelope = envelope
         self._state = state
         self._say = say
-        self._failed_groups = FailedGroups(config.prompts_per_batch)
+        self._batch_size = config.prompts_per_batch
+        self._failed_groups = FailedGroups(self._batch_size)
 
     def check(self, group: Group | Tombstone, sampler: str | None = None) -> None:
         """Raises WireError, with the reason, if training may not use this group.
@@ -108,6 +109,55 @@ class Acceptor:
         count = state.counters["tombstones"]
         what = "groups could not be produced"
         self._end_run_on(too_many_failures(count, state.ledger.total, what, tombstone))
+
+    def accept_journal(self) -> None:
+        """Accepts the groups of the journal (group_journal.py) that are now admitted.
+
+        They pass the same checks as newly received groups.
+        """
+        ledger = self._state.ledger
+        waiting = self._state.journal.waiting
+        has_accepted = False
+        for group_id in list(waiting):
+            is_admitted_later = group_id >= ledger.admitted.stop
+            if is_admitted_later:
+                continue
+            received = waiting.pop(group_id)
+            is_trained = group_id < ledger.cursor
+            if not is_trained and self._accept_again(received):
+                has_accepted = True
+
+        # Only a later version could deliver further reserved groups, and no later version comes
+        # before the batch at the cursor is trained. So samplers produce the rest of this batch.
+        batch_end = ledger.cursor + self._batch_size + ledger.refilled
+        ledger.reserved.difference_update(range(ledger.cursor, batch_end))
+        if has_accepted:
+            ledger.note_interrupted(self._begun_before_restart())
+
+    def _accept_again(self, received: wire.Received) -> bool:
+        """Accepts a group of the journal if it passes the checks. Returns whether it does."""
+        try:
+            self.check(received.group)
+        except WireError as error:
+            self.count(error)
+            return False
+        self._state.ledger.accept(received, sampler="")
+        self._state.counters["kept"] += 1
+        return True
+
+    def _begun_before_restart(self) -> list[int]:
+        """Returns the ids of the groups that samplers began, but did not finish, before a restart.
+
+        These are the free groups that the earlier start of the trainer had admitted.
+        """
+        ledger = self._state.ledger
+        admitted_before = ledger.admitted
+        if not self._state.journal.was_published_before:
+            # the earlier start did not publish the newest version, with which the last batch of the
+            # window is admitted
+            end = ledger.cursor + ledger.window - self._batch_size
+            admitted_before = range(ledger.cursor, end)
+        return [group_id for group_id in ledger.free if group_id in admitted_before]
 
     def accept_eval(self, name: str, result: EvalResult) -> None:
         """Stores the result of an evaluation chunk, or failures in place of an invalid result.

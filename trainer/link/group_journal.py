@@ -68,6 +68,7 @@ class GroupJournal:
                 self._expected[path] = group_ids
             else:
                 unusable[path] = group_ids
+        # ids of the groups in these files; the ledger uses this set, so it is changed in place
         self.reserved: set[int] = set().union(*self._expected.values())
         self._drop(unusable, "the settings that influence sampling have changed")
 
@@ -80,7 +81,8 @@ class GroupJournal:
         version = published.version
         digest = published.tensors_sha256[:16]
         path = self._folder / f"{version:08d}-{self._sampling_digest}-{digest}"
-        if path == self._newest or not self._is_enabled or not digest:
+        is_new = path != self._newest  # a skipped step publishes the same version again
+        if not is_new or not self._is_enabled or not digest:
             return
         is_first = self._newest is None
         self._newest = path
@@ -139,7 +141,7 @@ class GroupJournal:
         return is_next
 
     def add(self, received: Received) -> None:
-        """Appends a group to the newest version's file, if a file is open."""
+        """Appends a group to the newest version's file, if that file could be opened."""
         if self._recorder:
             self._recorder.append([received])
 

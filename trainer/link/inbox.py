@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Config
-from common.errors import Interrupted, Retryable, WireError, with_type
+from common.errors import Interrupted, Retryable, with_type
 from common.failpoints import failpoint
 from common.files.run_folder import sampler_log
 from common.files.weights import Published
@@ -55,6 +55,7 @@ class _Wait:
         """Notes what is missing now, and whether the samplers have made progress."""
         progress = 0
         for peer in peers:
+            # a process that has started since begins to count at 0
             progress += peer.progress - self.progress_at_start.get(peer.process, 0)
         if missing != self.missing or progress > self.most_progress:
             self.missing = missing
@@ -124,7 +125,7 @@ class Inbox(GroupSource):
             self.state.published = published
             self.state.change_count += 1
             self.state.journal.begin(published)
-            self._accept_journal()
+            self.acceptor.accept_journal()
             if eval_id is not None:
                 per_chunk = problems_per_chunk(self.config)
                 self.state.evaluation = split_evaluation(eval_id, num_problems, per_chunk)
@@ -135,60 +136,12 @@ class Inbox(GroupSource):
         with self.state.changed:
             self.state.ledger.refill(count)
             self.state.change_count += 1
-            self._accept_journal()
+            self.acceptor.accept_journal()
         self.thread.transport.wake()  # samplers hear of the change at once
 
     def forget(self, version: int) -> None:
         with self.state.changed:
             self.state.journal.forget(version - self.acceptor.max_version_lag)
-
-    def _accept_journal(self) -> None:
-        """Accepts the journal's groups that are now admitted.
-
-        They pass the same checks as newly received groups.
-        """
-        ledger = self.state.ledger
-        waiting = self.state.journal.waiting
-        has_accepted = False
-        for group_id in list(waiting):
-            is_admitted_later = group_id >= ledger.admitted.stop
-            if is_admitted_later:
-                continue
-            received = waiting.pop(group_id)
-            is_trained = group_id < ledger.cursor
-            if not is_trained and self._accept_again(received):
-                has_accepted = True
-
-        # Only a later version could deliver further reserved groups, and no later version comes
-        # before the batch at the cursor is trained. So samplers produce the rest of this batch.
-        batch_end = ledger.cursor + self.config.prompts_per_batch + ledger.refilled
-        ledger.reserved.difference_update(range(ledger.cursor, batch_end))
-        if has_accepted:
-            ledger.note_interrupted(self._begun_before_restart())
-
-    def _accept_again(self, received: wire.Received) -> bool:
-        """Accepts a group of the journal if it passes the checks. Returns whether it does."""
-        try:
-            self.acceptor.check(received.group)
-        except WireError as error:
-            self.acceptor.count(error)
-            return False
-        self.state.ledger.accept(received, "")
-        self.state.counters["kept"] += 1
-        return True
-
-    def _begun_before_restart(self) -> list[int]:
-        """Returns the ids of the groups that samplers began, but did not finish, before a restart.
-
-        These are the free groups that the earlier start of the trainer had admitted.
-        """
-        ledger = self.state.ledger
-        admitted_before = ledger.admitted
-        if not self.state.journal.was_published_before:
-            # publishing the newest version admits one more batch, which the earlier start did not
-            batch_size = self.config.prompts_per_batch
-            admitted_before = range(ledger.cursor, ledger.cursor + ledger.window - batch_size)
-        return [group_id for group_id in ledger.free if group_id in admitted_before]
 
     def receive(self, group_ids: Sequence[int]) -> list[wire.Received]:
         """Waits until the groups with these ids have arrived, and returns them in this order.
@@ -210,9 +163,8 @@ class Inbox(GroupSource):
     def samplers_are_idle(self) -> bool:
         with self.state.changed:
             evaluation = self.state.evaluation
-            return self.state.ledger.is_complete and (
-                evaluation is None or not evaluation.num_missing
-            )
+            is_evaluated = evaluation is None or evaluation.num_missing == 0
+            return self.state.ledger.is_complete and is_evaluated
 
     def finish_eval(self) -> list[EvalResult]:
         evaluation = self.state.evaluation

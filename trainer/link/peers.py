@@ -34,7 +34,7 @@ class Peer:
     hello: wire.Hello
     heard_at: float  # when the last message arrived
     progressed_at: float  # when `progress` last changed, or the sampler last had no work
-    progress: int = 0  # a count of finished work from the sampler's last beat
+    progress: int = 0  # from the last beat; grows as long as the sampler makes progress
     loaded_version: int | None = None  # the policy version in its engine
     phase: str = "starting"  # what the sampler does, in words
     lost: bool = False

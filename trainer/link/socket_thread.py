@@ -23,8 +23,8 @@ from trainer.link.peers import Peer, SharedState, refusal
 
 MAX_REASON = 500  # characters of an error in a goodbye
 _READ_AT_ONCE = 256  # messages to read before credits are sent and deadlines are checked
-# Seconds after which a sampler is dismissed that is idle although it has leases. It probably takes
-# its groups for finished.
+# Seconds after which a sampler is dismissed that is idle although it has leases. It probably
+# believes that its groups are finished.
 _IDLE_S = 60.0
 _GOODBYE_S = 0.05  # time to send the goodbyes before the transport drops unsent messages
 
@@ -68,7 +68,11 @@ class SocketThread(threading.Thread):
         self.join(timeout=5)
 
     def run(self) -> None:
-        """Serves the samplers. An error ends the training loop's next wait and the samplers."""
+        """Serves the samplers.
+
+        If this fails, the training loop's next wait raises the error, and the samplers are told to
+        exit.
+        """
         try:
             self._serve()
         except BaseException as error:
@@ -141,12 +145,7 @@ class SocketThread(threading.Thread):
         peer.heard_at = time.monotonic()
         peer.lost = False
         if isinstance(message, wire.Beat):
-            if message.progress != peer.progress:
-                peer.progress = message.progress
-                peer.progressed_at = peer.heard_at
-            peer.phase = message.phase
-            peer.loaded_version = message.loaded_version
-            self.state.reports.add(name, peer.process, message.stats)
+            self._handle_beat(name, peer, message)
         elif isinstance(message, Group | Tombstone):
             self.acceptor.accept(name, message, frames)
         elif isinstance(message, EvalResult):
@@ -181,6 +180,14 @@ class SocketThread(threading.Thread):
                 return
         self.state.peers = {**self.state.peers, name: peer}
         self.state.ledger.leases_are_due = True  # the sampler may get groups
+
+    def _handle_beat(self, name: str, peer: Peer, beat: wire.Beat) -> None:
+        if beat.progress != peer.progress:
+            peer.progress = beat.progress
+            peer.progressed_at = peer.heard_at
+        peer.phase = beat.phase
+        peer.loaded_version = beat.loaded_version
+        self.state.reports.add(name, peer.process, beat.stats)
 
     def _handle_bye(self, name: str, bye: wire.Bye) -> None:
         """Marks a sampler that ends as lost. If the user must fix the cause, the run ends, too.
