@@ -70,6 +70,7 @@ def rollout_metrics(
     metrics["prompts/mean_length"] = fmean([len(group.prompt_ids) for group in alive])
     metrics["staleness/mean"] = fmean([policy_version - group.policy_version for group in alive])
     metrics["completion_tokens"] = float(lengths.sum())
+
     for name in rollouts[0].rewards:
         # a data source may name the reward functions that score its rollouts
         rollouts_to_score: list[Rollout] = []
@@ -119,6 +120,7 @@ def source_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[
     for group in without_tombstones(groups):
         if group.source:
             groups_of_source.setdefault(group.source, []).append(group)
+
     metrics = {}
     for source in sorted(groups_of_source):
         source_groups = groups_of_source[source]
@@ -238,7 +240,7 @@ def token_metrics(sums: Mapping[str, float], beta: float) -> dict[str, float]:
     metrics = {"loss": sums["loss"]}
     for name, summed in _TOKEN_MEANS.items():
         metrics[name] = sums[summed] / num_tokens
-    if not sums["tokens"]:
+    if not sums["tokens"]:  # exp(0)
         metrics["ratio/mean"] = 1.0
         metrics["mismatch/mean_exp_abs_log_ratio"] = 1.0
     if beta > 0:
