@@ -2,14 +2,14 @@
 
     best/  config.json  model-*.safetensors  tokenizer…  commit.json
 
-This is a Hugging Face folder, made of the very files that the sampler loaded and scored, or a peft
-folder if adapters are published.
+best/ is a Hugging Face folder, or a peft folder if adapters are published. Its weights are copied
+from the files that the sampler loaded and scored. They cannot come from the engine, because the
+trainer has already trained on the next batch when an evaluation ends.
 
-When an evaluation ends, the trainer is a batch further, so the weights come from the published
-version and not from the engine. Everything is decided from eval.jsonl. A resume cuts that file back
-to its checkpoint, so patience is counted as if the run had never been interrupted. best/ is written
-before its evaluation is recorded. After a crash between the two, the resumed run evaluates and
-keeps the version once more.
+All decisions follow from eval.jsonl. A resume cuts this file back to its checkpoint, so patience is
+counted as if the run had never been interrupted. best/ is written before its evaluation is
+recorded. After a crash between the two, the resumed run repeats the evaluation and writes best/
+again.
 
 Not supported: several metrics at once.
 """
@@ -32,11 +32,13 @@ from trainer.save.disk import write_folder
 from trainer.save.model_files import write_index, write_side_files
 
 Record = dict[str, Any]  # a line of eval.jsonl
+WriteCard = Callable[[Path, int], None]  # gets a folder and the policy version that it holds
 
 
 class Best:
-    """Keeps the best policy. Every rank calls every method, and rank 0 decides for all.
+    """Keeps the best policy in best/, and decides when to stop early.
 
+    Every rank calls every method. Rank 0 makes the decisions and the other ranks receive them, so
     `stops_early` is equal on all ranks.
     """
 
@@ -45,7 +47,7 @@ class Best:
         config: Config,
         collectives: Any,
         say: Callable[[str], None],
-        recorded: Callable[[], list[Record]],  # reads the evaluations before this start of the run
+        read_recorded: Callable[[], list[Record]],  # reads the evaluations in eval.jsonl
     ):
         self.config = config
         self.collectives = collectives
@@ -53,28 +55,29 @@ class Best:
         self.records: list[Record] = []  # every evaluation of the run, on rank 0
         self.stops_early = False
         self._say = say
-        self._recorded = recorded
+        self._read_recorded = read_recorded
         self._metric = config.eval.metric_for_best_model
 
     def load_history(self) -> None:
-        """Reads the evaluations that earlier starts of this run recorded, on rank 0.
+        """Reads the evaluations that were recorded before this start of the run, on rank 0.
 
-        It is called before the first step. If these evaluations had stopped the run early, a
-        resumed run stops again, so it also sets `stops_early`.
+        It is called before the first step. If these evaluations had already ended the run early, it
+        sets `stops_early`, so that the resumed run ends, too.
         """
         if self._metric is not None:
-            self.records = self._recorded()
+            self.records = self._read_recorded()
             self._check_patience()
 
     def _commit_record(self) -> Record:
-        """Returns the contents of best/commit.json that follow from the evaluations."""
+        """Returns what best/commit.json must contain, given the evaluations so far."""
         best = best_so_far(self.records, self.config.eval)
         return {"policy_version": best.version, "metric": self._metric, "value": best.value}
 
-    def _is_of_this_history(self) -> bool:
-        """Returns whether best/ is what these evaluations name.
+    def _matches_evaluations(self) -> bool:
+        """Returns whether best/ holds the version that the recorded evaluations rank best.
 
-        It may be of steps that a resumed run has repeated, or the best by another metric.
+        It may hold a different version: one from steps that a resumed run has repeated, or one that
+        was chosen by a different metric.
         """
         path = self.folder / COMMIT
         return path.is_file() and json.loads(path.read_bytes()) == self._commit_record()
@@ -82,9 +85,10 @@ class Best:
     def update(
         self, record: Record | None, published: Published, engine: Any, tokenizer: Any
     ) -> None:
-        """Keeps the published policy if this evaluation of it is the best of the run.
+        """Writes best/ if the published policy has the best evaluation of the run so far.
 
-        record: the evaluation, on rank 0; None without an evaluation and on other ranks.
+        record: the evaluation of this policy, on rank 0; None if there was no evaluation, and on
+        the other ranks. Also sets `stops_early` when patience has run out.
         """
         if self._metric is None:
             return
@@ -92,32 +96,33 @@ class Best:
         if record is not None:
             self.records.append(record)
             best = best_so_far(self.records, self.config.eval)
-            is_best = best.version == record["step"]
+            is_best = best.version == record["step"]  # "step" is the evaluated policy version
         if self.collectives.agree(is_best):
-            keep = partial(self._keep, published, engine, tokenizer)
-            write_folder(self.collectives, self.folder, keep)
+            write_files = partial(self._write_files, published, engine, tokenizer)
+            write_folder(self.collectives, self.folder, finish=write_files)
         self._check_patience()
 
-    def _keep(self, published: Published, engine: Any, tokenizer: Any, folder: Path) -> None:
+    def _write_files(self, published: Published, engine: Any, tokenizer: Any, folder: Path) -> None:
+        """Writes the files of best/ into `folder`, with the commit record last."""
         keep_version(folder, published, engine, tokenizer)
         commit_record = json.dumps(self._commit_record(), indent=1)
         durable.write_file(folder / COMMIT, commit_record.encode())
 
-    def commit_as_final(self, write_card: Callable[[Path, int], None] | None = None) -> bool:
+    def commit_as_final(self, write_card: WriteCard | None = None) -> bool:
         """Makes output_dir/final a copy of best/, if eval.load_best_model_at_end is set.
 
-        write_card: writes a model card into a folder, which is its first argument; the second one
-        is the policy version. None: no card. Returns False if no copy was made, because it was not
-        asked for, or because no evaluation of this run names best/.
+        write_card: writes a model card into the copy; None: the copy gets no card. Returns False
+        without copying if the setting is off, or if best/ is not the version that the recorded
+        evaluations rank best.
         """
-        is_wanted = self.config.eval.load_best_model_at_end and self._is_of_this_history()
+        is_wanted = self.config.eval.load_best_model_at_end and self._matches_evaluations()
         if not self.collectives.agree(is_wanted):
             return False
         final = self.config.run.output_dir / FINAL
-        write_folder(self.collectives, final, partial(self._copy, write_card))
+        write_folder(self.collectives, final, finish=partial(self._copy_best, write_card))
         return True
 
-    def _copy(self, write_card: Callable[[Path, int], None] | None, folder: Path) -> None:
+    def _copy_best(self, write_card: WriteCard | None, folder: Path) -> None:
         """Copies best/ into this folder, and adds a model card as in `commit_as_final`."""
         shutil.copytree(self.folder, folder, copy_function=pieces.copy, dirs_exist_ok=True)
         if write_card is not None:
@@ -133,23 +138,28 @@ class Best:
         self.stops_early = self.collectives.agree(best.without_improvement >= patience)
         if self.stops_early and self.collectives.rank == 0:
             self._say(
-                f"stopping early: {self._metric} was not above what version {best.version}, "
-                f"the best with a measured {best.value:.4g}, is worth in "
-                f"{best.without_improvement} evaluations in a row (eval.early_stopping_patience)"
+                f"stopping early: {best.without_improvement} evaluations in a row did not improve "
+                f"{self._metric} over the estimated value of version {best.version}, the best so "
+                f"far with a measured {best.value:.4g} (eval.early_stopping_patience)"
             )
 
 
 def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any) -> None:
-    """Writes the version that the sampler loaded, to the bit, as a Hugging Face or peft folder."""
+    """Writes a published version into `folder` as a Hugging Face folder, or peft's for adapters.
+
+    The weights are the bits that the sampler loaded. They are copied from the published files, with
+    any deltas applied, and never from the engine.
+    """
     folders = [Path(version.weights_dir) for version, _ in weights.lineage(published)]
     full_version = folders[0]
-    later_versions = folders[1:]  # each is a delta to the version before
+    later_versions = folders[1:]  # each holds only deltas to the version before it
     shards = []
     for source in sorted(full_version.glob("*.safetensors")):
         deltas = [version / f"{source.name}{delta.SUFFIX}" for version in later_versions]
         shard = folder / source.name
         pieces.copy(source, shard, deltas)
         shards.append(shard)
+
     is_adapter = engine.published_settings is not None
     if is_adapter:
         shutil.copyfile(Path(published.weights_dir) / lora.SETTINGS, folder / lora.SETTINGS)
@@ -160,6 +170,7 @@ def keep_version(folder: Path, published: Published, engine: Any, tokenizer: Any
 
 
 def _file_of_each_tensor(shards: Sequence[Path]) -> dict[str, str]:
+    """Returns the name of the file that holds each tensor, by the tensor's name."""
     from safetensors import safe_open
 
     files: dict[str, str] = {}

@@ -4,7 +4,7 @@
         config.json  model.safetensors  tokenizer…    a Hugging Face folder, or peft's with LoRA
         trainer/state/…                               DeepSpeed: optimizer, scheduler, weights
         critic/                                       the same for the critic, if there is one
-        commit.json                                   cursor, version, digest of every file
+        commit.json                                   RunState, layout, digest of every file
 
 commit.json is written last, and the folder becomes visible by one rename. DeepSpeed would write its
 own `latest` file before all ranks have saved, so that file is neither written nor read.
@@ -14,6 +14,7 @@ trainer/save/resume.py chooses the checkpoint from which a run resumes.
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,10 @@ from common.errors import UserError
 from common.failpoints import failpoint
 from common.files import pieces
 from common.files.run_folder import COMMIT, step_dir, step_dirs
-from model.files import lora
 from trainer.engine import other_layout
 from trainer.engine.critic import Critic
 from trainer.engine.deepspeed_insides import STATE_TAG, load_state, state_to_save
 from trainer.engine.deepspeed_model import DeepSpeedModel
-from trainer.engine.exported import adapters
 from trainer.engine.optimizer import keeping_settings
 from trainer.engine.policy import PolicyEngine
 from trainer.engine.ranks import Collectives
@@ -41,17 +40,17 @@ from trainer.save.disk import (
     sharing_disk_trouble,
     temporary_name,
 )
-from trainer.save.model_files import files_of, write_index, write_safetensors, write_side_files
+from trainer.save.model_files import weight_files, write_other_files, write_safetensors
 
 CRITIC = "critic"
-# what pieces.record returns of each file, by its name in the checkpoint, and by its path
-FileRecords = dict[str, dict[str, Any]]
-Written = dict[Path, dict[str, Any]]
+# size and digest of each file, as `pieces.record` returns them
+FileRecords = dict[str, dict[str, Any]]  # by the file's path within the checkpoint
+Written = dict[Path, dict[str, Any]]  # by the file's full path
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state beside tensors that a resumed trainer needs."""
+    """What a resumed trainer needs besides tensors: counters, settings and fingerprints."""
 
     run_id: str
     batch: int  # batches of rollouts trained
@@ -59,11 +58,12 @@ class RunState:
     policy_version: int  # optimizer steps applied
     step: int  # optimizer steps tried
     num_tokens: int  # completion tokens trained
-    tombstones: int
+    tombstones: int  # groups that failed and were left out
     stream: dict[str, Any]  # settings that may not change on resume, as from `stream_settings`
     skipped_in_a_row: int = 0  # consecutive steps, up to the last one tried, that were not finite
     skipped_steps: int = 0  # steps tried and not applied, because something was not finite
-    threshold: float | None = None  # τ of group_ppo's next batch; None = group_variance_threshold
+    # the variance threshold τ of group_ppo's next batch (segments.py); None: the setting's value
+    threshold: float | None = None
     dataset_fingerprint: str = ""  # of the samplers' training rows; "" = unknown, as in a replay
     tokenizer_hash: str = ""  # of the samplers' tokenizer; "" = unknown
     base_fingerprint: str = ""  # of the frozen weights under adapters; "" if all are trained
@@ -80,37 +80,49 @@ def save(
 ) -> None:
     """Saves a checkpoint that survives a crash, and deletes old ones. Every rank calls it.
 
-    keep: how many checkpoints stay. Raises DiskTrouble or Interrupted.
+    checkpoints: the folder of all checkpoints. keep: how many checkpoints stay, including this one.
+    Raises DiskTrouble or Interrupted.
     """
     # a folder that has this name already is damaged, or its rename did not reach the disk
     final = step_dir(checkpoints, run_state.step)
-    temporary = temporary_name(final)
-
-    def attempt() -> None:
-        make_empty_folder(collectives, temporary)
-        if collectives.rank == 0:
-            failpoint("checkpoint.started")
-        written = _save_state(engine, collectives, temporary / "trainer")
-        if critic is not None:
-            written |= _save_state(critic, collectives, temporary / CRITIC / "trainer")
-        failpoint("checkpoint.engine")
-        written |= save_models(engine, critic, collectives, tokenizer, temporary)
-        records = {str(path.relative_to(temporary)): record for path, record in written.items()}
-        records_by_rank = collectives.gather(json.dumps(records))
-        with sharing_disk_trouble(collectives):
-            if collectives.rank == 0:
-                _write_commit(temporary, run_state, engine, collectives.world_size, records_by_rank)
-                durable.replace_dir(temporary, final)
-
-    retry_on_disk_trouble(collectives, final.name, attempt, temporary)
+    attempt = partial(_save_once, engine, critic, collectives, tokenizer, run_state, final)
+    retry_on_disk_trouble(collectives, final.name, attempt, temporary_name(final))
     if collectives.rank == 0:
         failpoint("checkpoint.committed")
         with reporting_failed_deletion("an old checkpoint"):
             _prune(checkpoints, run_state.step, keep)
 
 
+def _save_once(
+    engine: PolicyEngine,
+    critic: Critic | None,
+    collectives: Collectives,
+    tokenizer: Any,
+    run_state: RunState,
+    final: Path,
+) -> None:
+    """Writes a checkpoint under a temporary name, and renames the complete folder to `final`."""
+    folder = temporary_name(final)
+    make_empty_folder(collectives, folder)
+    if collectives.rank == 0:
+        failpoint("checkpoint.started")
+
+    written = _save_state(engine, collectives, folder / "trainer")
+    if critic is not None:
+        written |= _save_state(critic, collectives, folder / CRITIC / "trainer")
+    failpoint("checkpoint.engine")
+    written |= save_models(engine, critic, collectives, tokenizer, folder)
+
+    records = {str(path.relative_to(folder)): record for path, record in written.items()}
+    records_by_rank = collectives.gather(json.dumps(records))
+    with sharing_disk_trouble(collectives):
+        if collectives.rank == 0:
+            _write_commit(folder, run_state, engine, collectives.world_size, records_by_rank)
+            durable.replace_dir(folder, final)
+
+
 def _save_state(engine: DeepSpeedModel, collectives: Collectives, folder: Path) -> Written:
-    """Writes this rank's part of DeepSpeed's state. Returns the written files."""
+    """Writes this rank's part of a model's DeepSpeed state. Returns the files it wrote."""
     only_adapters = engine.adapter_settings is not None
     states = state_to_save(engine.ds, folder, adapters_alone=only_adapters)
     with sharing_disk_trouble(collectives):
@@ -132,8 +144,8 @@ def _write_commit(
 ) -> None:
     """Writes commit.json.
 
-    records_by_rank: as JSON, records of the files that each rank digested while it wrote them. The
-    other files are small, and are read again.
+    records_by_rank: each rank's FileRecords as JSON, of the large files that the rank digested
+    while it wrote them. All other files are small, and are read again for their digests.
     """
     records: FileRecords = {}
     for text in records_by_rank:
@@ -143,18 +155,18 @@ def _write_commit(
         if path.is_file() and path.name != COMMIT:
             name = str(path.relative_to(folder))
             files[name] = records.get(name) or pieces.record(path)
-    record = asdict(run_state) | {
+    commit_record = asdict(run_state) | {
         "files": files,
         "world_size": world_size,
         "zero_stage": engine.stage,
         "tensor_parallel_size": engine.tp_size,
     }
-    record["blake3"] = digest(record)
-    durable.write_file(folder / COMMIT, json.dumps(record, indent=1).encode())
+    commit_record["blake3"] = digest(commit_record)
+    durable.write_file(folder / COMMIT, json.dumps(commit_record, indent=1).encode())
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the contents of a checkpoint's commit.json, as they were written."""
+    """Returns the contents of a checkpoint's commit.json, without checking its digest."""
     return json.loads((folder / COMMIT).read_text())
 
 
@@ -163,13 +175,14 @@ def digest(record: dict[str, Any]) -> str:
     return blake3.blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _prune(checkpoints: Path, newest: int, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints up to the step `newest`.
+def _prune(checkpoints: Path, newest_step: int, keep: int) -> None:
+    """Deletes all checkpoints except the `keep` newest ones up to `newest_step`.
 
-    A folder of a later step was skipped as damaged when the run resumed, and is deleted, too.
+    Checkpoints of later steps are also deleted, because they were skipped as damaged when the run
+    resumed.
     """
     folders = step_dirs(checkpoints)
-    num_valid = folders.index(step_dir(checkpoints, newest)) + 1
+    num_valid = folders.index(step_dir(checkpoints, newest_step)) + 1
     damaged = folders[num_valid:]
     old = folders[: max(0, num_valid - keep)]
     for folder in damaged + old:
@@ -183,9 +196,9 @@ def save_models(
     tokenizer: Any,
     folder: Path,
 ) -> Written:
-    """Writes the policy as `save_model` does, and the critic into a folder in its folder.
+    """Writes the policy into `folder`, and the critic, if there is one, into folder/critic.
 
-    Returns the weight files that this rank wrote.
+    Every rank calls it. Returns the weight files that this rank wrote. Raises DiskTrouble.
     """
     written = save_model(engine, collectives, tokenizer, folder).written
     if critic is not None:
@@ -195,7 +208,7 @@ def save_models(
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The weight files that a rank wrote in `save_model`, and which other files are missing."""
+    """What `save_model` wrote on this rank, and what it could not write."""
 
     written: Written  # the weight files that this rank wrote
     missing: list[str]  # on rank 0: what the folder lacks, with reasons, as from `write_side_files`
@@ -211,24 +224,17 @@ def save_model(
     """Writes a model as a Hugging Face folder: weights, config, generation config, tokenizer.
 
     With LoRA it is a peft folder with adapters, their config and the tokenizer, for
-    PeftModel.from_pretrained(base, folder). Every rank calls it and writes its files of the
-    weights; rank 0 writes the other files. max_tensors: how many tensors are written, None = all.
+    PeftModel.from_pretrained(base, folder). Every rank calls it and writes its share of the weight
+    files; rank 0 writes the other files. max_tensors: how many tensors are written, None = all.
     Raises DiskTrouble.
     """
-    adapter_settings = engine.adapter_settings
-    if adapter_settings is None:
-        tensors = list(engine.tensors[:max_tensors])
-        files = files_of(tensors, collectives.world_size)
-    else:
-        tensors = adapters(engine.model)[:max_tensors]
-        files = {lora.WEIGHTS: tensors}  # peft reads one file
-    file_of_tensor = {}
-    for file, tensors_of_file in files.items():
-        for tensor in tensors_of_file:
-            file_of_tensor[tensor.name] = file
+    files = weight_files(engine, collectives.world_size, max_tensors)
     own_files = list(files)[collectives.rank :: collectives.world_size]
-    gathered = engine.gathered_tensors(tensors, lambda name: file_of_tensor[name] in own_files)
-    on_host = dict(gathered)
+    own_names: set[str] = set()
+    for file in own_files:
+        own_names.update(tensor.name for tensor in files[file])
+    all_tensors = list(chain.from_iterable(files.values()))  # gathering is a collective
+    on_host = dict(engine.gathered_tensors(all_tensors, own_names.__contains__))
 
     with sharing_disk_trouble(collectives):
         if collectives.rank == 0:
@@ -242,52 +248,50 @@ def save_model(
     missing: list[str] = []
     with sharing_disk_trouble(collectives):
         if collectives.rank == 0:
-            if adapter_settings is not None:
-                durable.write_file(folder / lora.SETTINGS, adapter_settings)
-            elif len(files) > 1:
-                num_bytes = sum(tensor.form.nbytes for tensor in tensors)
-                write_index(folder, file_of_tensor, num_bytes)
-            with_config = adapter_settings is None
-            missing = write_side_files(engine, tokenizer, folder, with_config)
+            missing = write_other_files(engine, tokenizer, folder, files)
     return SavedModel(written, missing)
 
 
 def restore(engine: PolicyEngine, folder: Path, critic: Critic | None = None) -> None:
-    """Restores weights, Adam's moments and the number of steps.
+    """Restores weights, Adam's moments and the number of steps from a checkpoint.
 
-    The optimizers keep this run's settings. Every rank calls it. The number of ranks and the ZeRO
-    stage may differ from those of the saving run. Raises UserError if the checkpoint lacks a critic
-    that the run needs.
+    The optimizers keep this run's settings, such as the learning rate. Every rank calls it. The
+    number of ranks and the ZeRO stage may differ from those of the saving run. Raises UserError if
+    the checkpoint lacks a critic that this run needs.
     """
     record = read_record(folder)
-    layout = (record["zero_stage"], record["world_size"], record.get("tensor_parallel_size", 1))
-    _restore_state(engine, folder, *layout)
+    stage = record["zero_stage"]
+    num_ranks = record["world_size"]
+    tp_size = record.get("tensor_parallel_size", 1)  # checkpoints of older versions lack it
+    _restore_state(engine, folder, stage, num_ranks, tp_size)
     if critic is None:
         return
     if not (folder / CRITIC).is_dir():
         raise UserError(
-            f"{folder} holds no critic: that run had no algorithm.adv_estimator=gae. "
+            f"{folder} holds no critic, because its run did not set algorithm.adv_estimator=gae. "
             f"Start a new run from its policy: model.path={folder} run.resume=false, "
-            "with another run.output_dir"
+            "with a different run.output_dir"
         )
-    _restore_state(critic, folder / CRITIC, *layout)
+    _restore_state(critic, folder / CRITIC, stage, num_ranks, tp_size)
 
 
 def _restore_state(
-    engine: DeepSpeedModel, folder: Path, stage: int, ranks: int, tp_size: int
+    engine: DeepSpeedModel, folder: Path, stage: int, num_ranks: int, tp_size: int
 ) -> None:
     """Restores one model and its optimizer from the folder of a checkpoint.
 
-    stage, ranks, tp_size: the saving run's ZeRO stage, number of ranks and number of ranks that
-    shared each layer. This run's own values are those of the engine.
+    stage, num_ranks, tp_size: the saving run's ZeRO stage, number of ranks and number of ranks that
+    shared each layer (tensor parallelism). This run's own values are those of the engine.
     """
     # with adapters the frozen weights come from model.path, not from the file
     only_adapters = engine.adapter_settings is not None
     has_same_stage = (engine.stage, engine.tp_size) == (stage, tp_size)
     # ZeRO 0 divides nothing between ranks, so any number of ranks can load what it saved
-    has_same_shards = has_same_stage and (engine.world_size == ranks or stage == 0)
+    has_same_shards = has_same_stage and (engine.world_size == num_ranks or stage == 0)
     with keeping_settings(engine.optimizer, engine.ds.lr_scheduler):
-        if not has_same_shards:
-            other_layout.restore(engine, folder / "trainer", stage, ranks, tp_size)
-        elif not load_state(engine.ds, folder / "trainer", adapters_alone=only_adapters):
-            raise UserError(f"{folder} holds no DeepSpeed state for this rank")
+        if has_same_shards:
+            is_loaded = load_state(engine.ds, folder / "trainer", adapters_alone=only_adapters)
+            if not is_loaded:
+                raise UserError(f"{folder} holds no DeepSpeed state for this rank")
+        else:
+            other_layout.restore(engine, folder / "trainer", stage, num_ranks, tp_size)

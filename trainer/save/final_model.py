@@ -1,4 +1,4 @@
-"""The model at the end of a run, in the folder `final` of the run's folder."""
+"""The model at the end of a run, in output_dir/final."""
 
 from functools import partial
 from typing import Any
@@ -23,13 +23,14 @@ def write_final_model(
     tokenizer: Any,
     policy_version: int,
 ) -> None:
-    """Writes the best version as the final model, or the present version if none is the best.
+    """Writes the best version as the final model, or the current version if there is no best one.
 
-    Every rank calls it. Raises DiskTrouble or Interrupted.
+    policy_version: the current version, for its model card. Every rank calls it. Raises DiskTrouble
+    or Interrupted.
     """
-    folder = config.run.output_dir
-    if best.commit_as_final(partial(write_model_card, folder)):
+    run_folder = config.run.output_dir
+    if best.commit_as_final(partial(write_model_card, run_folder)):
         return
-    card = partial(write_model_card, folder, version=policy_version)
     save = partial(save_models, engine, critic, collectives, tokenizer)
-    write_folder(collectives, folder / FINAL, card, save)
+    write_card = partial(write_model_card, run_folder, version=policy_version)
+    write_folder(collectives, run_folder / FINAL, fill=save, finish=write_card)

@@ -1,32 +1,43 @@
-"""Host memory for copies of published tensors."""
+"""Host memory into which the tensors of each published version are copied."""
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from model import devices
 
+_CACHE_LINE = 64  # bytes
+
 
 class HostCopies:
-    """Copies of tensors in one buffer, which the next version uses again.
+    """Copies of tensors in one buffer, which the copies of the next version overwrite.
 
-    Fresh pages of memory cost more than the copy itself. The buffer for a GPU's tensors is pinned,
-    so that all copies run at once, until `devices.synchronize`.
+    The buffer is kept because new pages of memory would cost more time than the copies themselves.
+    For a GPU's tensors it is pinned. Copies from a GPU are then asynchronous, and are complete
+    after `devices.synchronize`.
     """
 
     def __init__(self) -> None:
         self._size = 0  # bytes of the buffer
-        self._end = 0  # bytes of it that have a tensor
+        self._num_used = 0  # bytes at the buffer's start that belong to a tensor
         self._buffer: Tensor | None = None
         self._copies: dict[str, Tensor] = {}
 
     def make_room(self, sizes: Sequence[int]) -> None:
-        """Reserves memory for tensors of these sizes in bytes, before the first copy."""
+        """Sets the buffer's size from the sizes in bytes of all tensors of a version.
+
+        It is called before each version's copies. Only the first call has an effect, because every
+        version has the same tensors.
+        """
         if self._size == 0:
             self._size = sum(_aligned(size) for size in sizes)
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copies a tensor over the earlier copy of this name, and returns the copy."""
+        """Copies a tensor into the buffer and returns the copy, on the host.
+
+        It overwrites the copy that was made under this name for the previous version.
+        """
         copy = self._copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._allocate(tensor)
@@ -35,10 +46,10 @@ class HostCopies:
         return copy.copy_(tensor.detach(), non_blocking=is_asynchronous)
 
     def _allocate(self, tensor: Tensor) -> Tensor:
-        """Returns unused memory of the buffer in the form of a tensor."""
-        start = self._end
-        self._end += _aligned(tensor.nbytes)
-        assert self._end <= self._size, "room was made for other tensors"
+        """Returns a tensor like `tensor` in shape and dtype, in unused memory of the buffer."""
+        start = self._num_used
+        self._num_used += _aligned(tensor.nbytes)
+        assert self._num_used <= self._size, "make_room was called for other tensors"
         if self._buffer is None:
             self._buffer = devices.buffer_on_host(self._size, tensor.device)
         memory = self._buffer[start : start + tensor.nbytes]
@@ -46,5 +57,5 @@ class HostCopies:
 
 
 def _aligned(size: int) -> int:
-    """Rounds a size up to whole cache lines, which two copies must not share."""
-    return -(-size // 64) * 64
+    """Rounds a size in bytes up to whole cache lines, so that two copies share no cache line."""
+    return math.ceil(size / _CACHE_LINE) * _CACHE_LINE

@@ -1,8 +1,8 @@
-"""Schedule of checkpoints: after so many steps, or ten minutes, and when the run is asked to end.
+"""Schedule of checkpoints: every so many steps, or every ten minutes, and when the run must end.
 
-Checkpoints are always saved between two batches of rollouts, where cursor and weights agree. Saving
-leaves no trace in the run, which trains to the same bits with or without it. The minutes are those
-of rank 0's clock, which decides for all ranks.
+Checkpoints are always saved between two batches of rollouts, where the cursor and the weights
+belong together. Saving has no effect on training: the weights are equal to the bit with or without
+it. Rank 0's clock measures the ten minutes for all ranks.
 """
 
 import time
@@ -20,7 +20,7 @@ from trainer.save import checkpoint
 from trainer.save.checkpoint import RunState
 from trainer.save.disk import retry_on_disk_trouble, sharing_disk_trouble
 
-_INTERVAL_S = 600  # between checkpoints, if trainer.save_steps is not set
+_INTERVAL_S = 600  # seconds between checkpoints, if trainer.save_steps is not set
 
 
 class Saver:
@@ -29,7 +29,7 @@ class Saver:
     The ten minutes are counted from the last save, or from this object's creation.
     """
 
-    def __init__(  # noqa: PLR0913 two models, and all that a checkpoint is made of
+    def __init__(  # noqa: PLR0913 two models, and everything else that a checkpoint contains
         self,
         config: Config,
         engine: PolicyEngine,
@@ -37,9 +37,9 @@ class Saver:
         collectives: Collectives,
         tokenizer: Any,
         say: Callable[[str], None],
-        sync_history: Callable[[], None],  # on rank 0: makes the steps' records survive a crash
+        sync_history: Callable[[], None],  # on rank 0: writes the records of all steps to the disk
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
-        step: int,
+        step: int,  # the step from which the run starts
     ):
         self.config = config
         self.engine = engine
@@ -49,13 +49,14 @@ class Saver:
         self._say = say
         self._sync_history = sync_history
         self._seconds = seconds
-        self.saved_step = step  # the step of the newest checkpoint, or of the start
+        self.saved_step = step  # the step of the newest checkpoint, or the first `step`
         self._saved_at = time.monotonic()
 
     def save_if_due(self, run_state: RunState) -> None:
-        """Saves after a batch that reached a multiple of trainer.save_steps.
+        """Saves a checkpoint if one is due after the batch that was just trained.
 
-        Without trainer.save_steps it saves if the last save is ten minutes ago.
+        That is so if the batch's steps include a multiple of trainer.save_steps, or, if this
+        setting is null, if the last checkpoint is at least ten minutes old.
         """
         save_steps = self.config.trainer.save_steps
         if save_steps is None:
@@ -69,10 +70,11 @@ class Saver:
             self._save(run_state)
 
     def save_before_the_end(self, run_state: RunState, is_between_batches: bool) -> None:
-        """Saves if the run is between two batches.
+        """Saves a last checkpoint if the run is between two batches and saves checkpoints at all.
 
-        Otherwise it says which checkpoint is the newest. Inside a batch the steps of the batch have
-        moved the weights already.
+        Inside a batch it only tells the user which checkpoint is the newest. It cannot save there,
+        because the batch's first steps have already changed the weights, and a resumed run would
+        repeat them.
         """
         if not self.config.trainer.saves_checkpoints or run_state.step == self.saved_step:
             return
@@ -81,14 +83,14 @@ class Saver:
         elif self.collectives.rank == 0:
             num_steps = self.config.algorithm.steps_per_batch
             self._say(
-                f"interrupted inside a batch of {num_steps} steps: "
+                f"interrupted inside a batch of {num_steps} steps, where nothing can be saved: "
                 f"the newest checkpoint is still that of step {self.saved_step}"
             )
 
     def _save(self, run_state: RunState) -> None:
         report_progress(f"saving the checkpoint of step {run_state.step}")
         start = time.monotonic()
-        # a checkpoint must not outlive the records of the steps before it
+        # first, because after a crash no checkpoint may be newer than the records of its steps
         retry_on_disk_trouble(self.collectives, "the run's history", self._sync_history_on_rank_0)
         checkpoint.save(
             self.engine,
@@ -96,8 +98,8 @@ class Saver:
             self.tokenizer,
             self.config.run.output_dir / CHECKPOINTS,
             run_state,
-            self.config.trainer.save_limit,
-            self.critic,
+            keep=self.config.trainer.save_limit,
+            critic=self.critic,
         )
         self.saved_step = run_state.step
         self._saved_at = time.monotonic()

@@ -2,9 +2,11 @@
 
     snapshot ─► every rank writes a safetensors file ─► rank 0 writes the manifest, syncs, renames
 
-Each rank writes a contiguous share of the model, and the shares have about equal sizes. The canary
-is scored by the trainer itself under the very weights that are written. Every tensor's checksum is
-taken where the tensor is, on a GPU before the tensor is copied to the host.
+Each rank writes a contiguous share of the model, and the shares have about equal sizes. Samplers
+verify a version by two things in the manifest: a checksum of every tensor, and the canary, that is
+fixed token sequences and their log-probs. The trainer computes these log-probs with the same
+weights that it writes. It computes each checksum on the tensor's own device, so for a tensor on a
+GPU before the copy to the host.
 """
 
 import base64
@@ -36,12 +38,12 @@ from trainer.save.host_copies import HostCopies
 from trainer.save.model_files import slices, write_safetensors
 
 _CANARY_SEQUENCES = 2
-_CANARY_LENGTH = 32  # tokens of a sequence, with its prompt
-_CANARY_PROMPT = 4  # tokens of its prompt
+_CANARY_LENGTH = 32  # tokens of a sequence, including its prompt
+_CANARY_PROMPT = 4  # tokens of its prompt, without an image
 
 
 def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
-    """Returns fixed random token sequences with the log-probs of the trainer's forward.
+    """Returns fixed random token sequences, and their log-probs by the trainer's current weights.
 
     If the run has images, each prompt shows one, so that the vision tower is verified, too. Every
     rank calls it.
@@ -52,14 +54,17 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     image = None
     layout = engine.layout
     if layout is not None:
+        # a random special token would announce an image or a video that is not there
         special_tokens = (layout.image_token, layout.start, layout.end, layout.video)
         tokens[np.isin(tokens, special_tokens)] = 0
         if engine.config.data.image_key is not None:
             image = canary_image(layout.form)
             image_tokens = [layout.image_token] * layout.form.num_tokens(image)
             shown = [layout.start, *image_tokens, layout.end]
-            tokens = np.insert(tokens, [prompt_length] * len(shown), shown, axis=1)
+            end_of_prompt = [prompt_length] * len(shown)
+            tokens = np.insert(tokens, end_of_prompt, shown, axis=1)
             prompt_length += len(shown)
+
     token_ids = tokens.tolist()
     groups = [(ids[:prompt_length], [ids[prompt_length:]]) for ids in token_ids]
     images = () if image is None else [(image,)] * len(groups)
@@ -68,117 +73,136 @@ def canary(engine: PolicyEngine, vocab_size: int) -> Canary:
     logprobs = [sequence.tolist() for sequence in scores.split(row.lengths)]
     if image is None:
         return Canary(prompt_length, token_ids, logprobs)
-    png = base64.b64encode(image.png).decode()
-    return Canary(prompt_length, token_ids, logprobs, png, list(image.grid_thw))
+    return Canary(
+        prompt_length,
+        token_ids,
+        logprobs,
+        image_png=base64.b64encode(image.png).decode(),
+        grid_thw=list(image.grid_thw),
+    )
 
 
 class DeltaWriter:
-    """This rank's newest published file, to which the next version may be a delta.
+    """Writes this rank's file of each version, whole or as a delta to the previous version's file.
 
-    Every weights.full_every-th version is whole. All ranks count alike.
+    Every full_every-th published version is whole, beginning with the first. All ranks publish the
+    same versions, so they agree on which ones are whole.
     """
 
     def __init__(self, full_every: int):
         self._full_every = full_every
-        self._count = 0  # versions published so far
-        self._published: Published | None = None
+        self._num_published = 0
+        self._published: Published | None = None  # the newest version
+        # this rank's file in memory, of the newest version and of the version being written
         self._published_file = memoryview(b"")
         self._new_file = memoryview(b"")
 
     @property
     def base(self) -> Published | None:
         """The version to which the next one is a delta, or None if the next one is whole."""
-        if self._count % self._full_every == 0:
+        if self._num_published % self._full_every == 0:
             return None
         return self._published
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes this rank's file. Returns its path, which ends in .delta for a delta."""
-        if self._full_every == 1:  # nothing needs the bytes in memory
+        """Writes this rank's file at `path`, or a delta at a path with .delta appended.
+
+        tensors: this rank's tensors by name. Returns the path of the file that was written.
+        """
+        if self._full_every == 1:  # no version is a delta, so no file is kept in memory
             pieces.write(path, partial(write_safetensors, tensors), digests=False)
             return path
         buffer = io.BytesIO()
         write_safetensors(tensors, buffer)
         self._new_file = buffer.getbuffer()
         if self.base is None:
-            pieces.write(path, lambda file: file.write(self._new_file), digests=False)
+            pieces.write(path, self._write_whole, digests=False)
             return path
         delta_path = path.with_name(path.name + delta.SUFFIX)
         pieces.write(delta_path, self._write_delta, digests=False)
         return delta_path
 
+    def _write_whole(self, file: Any) -> None:
+        file.write(self._new_file)
+
     def _write_delta(self, file: Any) -> None:
         for piece in delta.pack(self._published_file, self._new_file):
             file.write(piece)
 
-    def committed(self, published: Published) -> None:
+    def note_published(self, published: Published) -> None:
         """Makes the version that was just written the base of the next one."""
         self._published = published
         self._published_file = self._new_file
-        self._count += 1
+        self._num_published += 1
 
 
 @dataclass(frozen=True)
 class ManifestEntries:
-    """A rank's entries in the manifest."""
+    """What the manifest says of the file and the tensors of one rank."""
 
-    files: dict[str, int] = field(default_factory=dict)  # sizes in bytes, by name
+    files: dict[str, int] = field(default_factory=dict)  # sizes in bytes, by file name
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version in memory on one rank: a share of the parameters, and contents of the manifest."""
+    """One rank's share of a version in memory, ready to be written: `snapshot` takes it."""
 
     name: VersionName
     file: str | None  # the name of this rank's file, or None if the rank has no share
     tensors: Mapping[str, Tensor]  # the tensors of this rank's file, on the host
-    on_device: Mapping[str, TensorInfo]  # infos of those that came from a GPU, taken there
+    device_infos: Mapping[str, TensorInfo]  # the infos, with checksums, that a GPU computed
     canary: Canary
-    adapter_settings: bytes | None  # peft's, or None for a whole model
+    adapter_settings: bytes | None  # peft's adapter_config.json, or None for a whole model
 
-    def write(self, ranks: Collectives, delta_writer: DeltaWriter) -> Published:
-        """Writes and commits the version. Every rank calls it. Raises DiskTrouble or Interrupted.
+    def write(self, collectives: Collectives, delta_writer: DeltaWriter) -> Published:
+        """Writes the version and makes it visible. Every rank calls it.
 
-        Returns the version's address. Only rank 0's has the manifest's digest.
+        collectives: those of the calling thread. Returns the version's address, in which only rank
+        0 has the manifest's digest. Raises DiskTrouble or Interrupted.
         """
         what = f"version {self.name.version}"
-        attempt = partial(self._write_once, ranks, delta_writer)
-        published = retry_on_disk_trouble(ranks, what, attempt, self.name.temporary)
-        delta_writer.committed(published)
+        attempt = partial(self._write_once, collectives, delta_writer)
+        published = retry_on_disk_trouble(collectives, what, attempt, self.name.temporary)
+        delta_writer.note_published(published)
         return published
 
-    def _write_once(self, ranks: Collectives, delta_writer: DeltaWriter) -> Published:
-        with sharing_disk_trouble(ranks):
-            if ranks.rank == 0:
+    def _write_once(self, collectives: Collectives, delta_writer: DeltaWriter) -> Published:
+        with sharing_disk_trouble(collectives):
+            if collectives.rank == 0:
                 durable.remove_dir(self.name.temporary)
                 # left by an attempt that failed after its rename; no sampler knows of it
                 durable.remove_dir(self.name.final)
                 self.name.temporary.mkdir(parents=True, mode=0o700)
         entries = ManifestEntries()
-        with sharing_disk_trouble(ranks):
+        with sharing_disk_trouble(collectives):
             if self.file is not None:
                 entries = self._write_file(self.file, delta_writer)
-        entries_as_json = ranks.gather(json.dumps(asdict(entries)))
-        published = Published(self.name.version, str(self.name.final), "")
-        with sharing_disk_trouble(ranks):
-            if ranks.rank == 0:
+        entries_as_json = collectives.gather(json.dumps(asdict(entries)))
+        # on rank 0 the result of `_commit` takes its place
+        published = Published(self.name.version, str(self.name.final), manifest_sha256="")
+        with sharing_disk_trouble(collectives):
+            if collectives.rank == 0:
                 published = self._commit(entries_as_json, delta_writer.base)
         return published
 
     def _write_file(self, file: str, delta_writer: DeltaWriter) -> ManifestEntries:
-        """Writes this rank's file. Returns its entries in the manifest."""
+        """Writes this rank's file. Returns the manifest's entries for the file and its tensors."""
         path = delta_writer.write(self.name.temporary / file, self.tensors)
         failpoint("weights.shard")
-        sums = Checksums()
+        checksums = Checksums()
         for name, tensor in self.tensors.items():
-            if name not in self.on_device:
-                sums.add(name, tensor)
-        infos = {**self.on_device, **sums.infos()}
+            if name not in self.device_infos:
+                checksums.add(name, tensor)
+        infos = {**self.device_infos, **checksums.infos()}
         return ManifestEntries({path.name: path.stat().st_size}, infos)
 
     def _commit(self, entries_as_json: Sequence[str], base: Published | None) -> Published:
-        """Writes the manifest and makes the version visible. entries_as_json: of every rank."""
+        """Writes the manifest, and makes the version visible. Rank 0 calls it.
+
+        entries_as_json: every rank's ManifestEntries. base: the version to which the files are
+        deltas, or None.
+        """
         files: dict[str, int] = {}
         tensors: dict[str, TensorInfo] = {}
         for text in entries_as_json:
@@ -204,36 +228,45 @@ def snapshot(
     copies: bool,
     memory: HostCopies,
 ) -> Snapshot:
-    """Scores the canary and takes this rank's share of the parameters. Every rank calls it.
+    """Scores the canary, and takes this rank's share of the parameters. Every rank calls it.
 
-    copies: whether the share must outlive the next optimizer step, because it is written in a
-    thread. The Collectives that `write` gets must then be that thread's own. Tensors on a GPU are
-    copied in any case. memory: holds the copies of the version before, which nobody reads any more.
+    copies: whether to copy tensors that are on the host already. This is needed if a thread writes
+    the share, because the next optimizer step may change the parameters meanwhile; the thread must
+    then give its own Collectives to `write`. Tensors on a GPU are always copied. memory: holds the
+    copies of the previous version, which are overwritten.
     """
     num_embeddings = engine.model.get_input_embeddings().num_embeddings
     scored_canary = canary(engine, min(vocab_size, num_embeddings))
     file, tensors_of_file = _share(engine, collectives)
     memory.make_room([tensor.form.nbytes for tensor in tensors_of_file])
     names = {tensor.name for tensor in tensors_of_file}
-    sums = Checksums()
-
-    def to_host(key: str, tensor: Tensor) -> Tensor:
-        is_on_device = devices.is_accelerator(tensor.device)
-        if is_on_device:
-            sums.add(key, tensor)
-        if copies or is_on_device:
-            return memory.copy(key, tensor)
-        return tensor.contiguous()
-
+    checksums = Checksums()
+    to_host = partial(_to_host, checksums, memory, copies)
+    # all ranks pass all tensors, because ZeRO 3 gathers each with all ranks
     gathered = engine.gathered_tensors(engine.tensors, names.__contains__, to_host)
-    tensors = dict(gathered)  # all ranks gather all tensors
-    on_device = sums.infos()
-    devices.synchronize()
-    return Snapshot(name, file, tensors, on_device, scored_canary, engine.published_settings)
+    tensors = dict(gathered)
+    device_infos = checksums.infos()
+    devices.synchronize()  # the copies are complete
+    return Snapshot(name, file, tensors, device_infos, scored_canary, engine.published_settings)
+
+
+def _to_host(
+    checksums: Checksums, memory: HostCopies, copies: bool, name: str, tensor: Tensor
+) -> Tensor:
+    """Returns a tensor on the host. If it comes from a GPU, its checksum is computed there first.
+
+    copies: whether a tensor that is on the host already is copied, too.
+    """
+    is_on_device = devices.is_accelerator(tensor.device)
+    if is_on_device:
+        checksums.add(name, tensor)
+    if copies or is_on_device:
+        return memory.copy(name, tensor)
+    return tensor.contiguous()
 
 
 def _share(engine: PolicyEngine, collectives: Collectives) -> tuple[str | None, Sequence[Exported]]:
-    """Returns the name of this rank's file and its tensors, or (None, []) without a file."""
+    """Returns the name and the tensors of this rank's file, or (None, []) if it writes no file."""
     rank = collectives.rank
     if engine.published_settings is None:
         file = weights.shard_name(rank, collectives.world_size)

@@ -183,7 +183,7 @@ def run_alone(config: Config, begun: RunState, log: MetricsLog, right: Any) -> A
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_batch", advance)
         patch.setattr(publisher, "snapshot", publish_nothing)
-        patch.setattr(final_model, "write_folder", lambda *_: None)
+        patch.setattr(final_model, "write_folder", lambda *_, **__: None)
         patch.setattr(best_module, "keep_version", lambda *_: None)
         Trainer(config, engine, collectives, "tokenizer", begun, rank_zero).run()  # type: ignore[arg-type]
     log.close()

@@ -26,7 +26,7 @@ from tests.unit.trainer.save.test_checkpoint_faults import (
     resumed_step,
     save,
 )
-from trainer.save import checkpoint, disk, resume
+from trainer.save import checkpoint, disk, intact_checkpoints, resume
 from trainer.save.disk import DiskTrouble, sharing_disk_trouble
 from trainer.save.model_files import write_safetensors
 
@@ -178,7 +178,7 @@ def test_each_rank_reads_its_part_and_a_flipped_byte_of_any_part_makes_all_take_
 def test_a_rank_reads_its_own_state_and_the_rest_goes_to_the_one_with_least() -> None:
     sizes = {"a": 90, "b": 5, "zero_pp_rank_0_mp_rank_00_optim_states.pt": 60, "c": 30}
     sizes |= {"bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": 60}
-    assert resume._shares({name: {"size": size} for name, size in sizes.items()}, 2) == [
+    assert intact_checkpoints._shares({name: {"size": size} for name, size in sizes.items()}, 2) == [
         ["a", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
         ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "c", "b"],
     ]

@@ -30,7 +30,7 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, agree: Any = lambda value: value, **trainer: Any) -> None:
         self.clock, self.saved = stopped_clock(), list[int]()
         monkeypatch.setattr(saver_module.time, "monotonic", self.clock.monotonic)
-        monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given: self.saved.append(given[4].step))
+        monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given, **_: self.saved.append(given[4].step))
         config = config_of(trainer=trainer)
         collectives: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
         engine: Any = None
