@@ -170,12 +170,12 @@ class RolloutBatch:
     def share_logprobs(self, slots: Iterable[int]) -> None:
         """Copies log-probs that only one rank has for each group of these slots to every rank.
 
-        A group's sampled_logprobs and ref_logprobs are known only on the rank that trained it.
+        A group's own_logprobs and ref_logprobs are known only on the rank that trained it.
         """
         groups = training_policy(self.slots.trainable(slots))
-        sampled = self._on_all_ranks(groups, [group.sampled_logprobs for group in groups])
+        sampled = self._on_all_ranks(groups, [group.own_logprobs for group in groups])
         for group, logprobs in zip(groups, sampled, strict=True):
-            group.sampled_logprobs = logprobs
+            group.own_logprobs = logprobs
         if self.models.reference:
             ref = self._on_all_ranks(groups, [group.ref_logprobs for group in groups])
             for group, logprobs in zip(groups, ref, strict=True):

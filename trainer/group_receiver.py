@@ -54,7 +54,7 @@ class GroupReceiver:
         return received
 
     def refill(self, count: int) -> None:
-        """Requests `count` more groups than the batch has slots, in place of dead groups."""
+        """Requests `count` groups that replace dead groups, beside one group for each slot."""
         if self._rank_zero:
             self._rank_zero.source.refill(count)
 

@@ -260,8 +260,9 @@ class StepTrainer:
         """Stores the policy's log-probs [N] of a micro-batch in its groups, for later passes.
 
         proximal_logprobs are those before the first update on the group. They correct for the
-        mismatch of sampler and trainer. sampled_logprobs are those of each token under the version
-        that sampled it. They split the mismatch metrics into numerics and staleness (mismatch.py).
+        mismatch of sampler and trainer. own_logprobs are the trainer's log-probs of each token
+        under the version that sampled the token, and NaN where they are unknown. With them, the
+        mismatch metrics can be split into numerics and staleness (mismatch.py).
         """
         algorithm = self.config.algorithm
         if algorithm.vllm_importance_sampling_mode is not None:
@@ -270,13 +271,13 @@ class StepTrainer:
                     group.proximal_logprobs = logprobs_of_group
         if algorithm.num_iterations > 1:
             logprobs = logprobs.cpu()
-            known_before = batch.sampled_logprobs
+            known_before = batch.own_logprobs
             if known_before is None:
                 known_before = torch.full_like(logprobs, torch.nan)
             was_sampled_by_current = batch.policy_versions == self._run_state.policy_version
-            sampled_logprobs = torch.where(was_sampled_by_current, logprobs, known_before)
-            for group, logprobs_of_group in split_by_group(batch.groups, sampled_logprobs):
-                group.sampled_logprobs = logprobs_of_group
+            own_logprobs = torch.where(was_sampled_by_current, logprobs, known_before)
+            for group, logprobs_of_group in split_by_group(batch.groups, own_logprobs):
+                group.own_logprobs = logprobs_of_group
 
     def _must_share_logprobs(self, step: Step) -> bool:
         """Returns whether the log-probs that this step has computed must be copied to all ranks.

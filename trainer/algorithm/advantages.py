@@ -139,7 +139,7 @@ def step_advantages(
     if algorithm.charges_kl_by_token:
         token_advantages = {}
         for group in alive:
-            token_advantages[group.group_id] = rewards_to_go(group, config)
+            token_advantages[group.group_id] = advantages_with_kl_to_go(group, config)
         divides = _has_signal(alive, config)
         return whiten_tokens(alive, token_advantages, algorithm, divides=divides)
 
@@ -177,7 +177,7 @@ def _has_signal(groups: Sequence[Group], config: Config) -> bool:
     return not all(is_dead_group(g, config) for g in groups)
 
 
-def rewards_to_go(group: Group, config: Config) -> list[Floats]:
+def advantages_with_kl_to_go(group: Group, config: Config) -> list[Floats]:
     """Returns token advantages that include the KL from each token to the completion's end.
 
         A_it = A_i − β · Σ_{s ≥ t} (log π_old(s) − log π_ref(s))
@@ -191,7 +191,7 @@ def rewards_to_go(group: Group, config: Config) -> list[Floats]:
     advantages = _estimate_advantages(group, punished_rewards(group, config), config)
     token_advantages = []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-        kl_to_go = discounted(rollout.ref_log_ratios(), 1.0)
+        kl_to_go = discounted(rollout.ref_log_ratios(), gamma=1.0)  # sums to the end
         token_advantages.append(advantage - beta * kl_to_go)
     return token_advantages
 

@@ -151,13 +151,15 @@ def _returns_by_turn(group: Group, rewards: Floats, gamma: float) -> list[Floats
 
 
 def _turns_by_anchor(group: Group) -> Iterable[list[Turn]]:
-    """Returns the turns of a group in lists, such that turns of a list answer the same tokens."""
+    """Groups the turns (completion i, turn k) of a group by the tokens that they answer."""
     turns: dict[bytes, list[Turn]] = {}  # by the bytes of the tokens that they answer
     for i, rollout in enumerate(group.rollouts):
         lengths = rollout.turn_lengths()
         answered = [(0, 0), *rollout.observed]  # the empty span stands for the prompt
         for k, (start, end) in enumerate(answered):
-            if lengths[k] == 0:  # an agent started with a longer prompt than the group's
+            if lengths[k] == 0:
+                # the agent's first prompt was longer than the group's, and continued with tokens
+                # that were not sampled
                 continue
             anchor = rollout.completion_ids[start:end].tobytes()
             turns.setdefault(anchor, []).append((i, k))

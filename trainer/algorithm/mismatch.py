@@ -129,17 +129,22 @@ def by_length(correction: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 def cause_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of the mismatch between trainer and sampler, split by its causes.
 
-        mismatch/<cause>/mean_…, k3            means of the measures in `gaps`. For numerics, they
-                                               are over the tokens with a known π_own, for the
-                                               other causes over all tokens
+    The causes are numerics (two programs compute the same weights), staleness (the trainer's
+    weights are newer) and support (top-p, top-k or min-p cut the sampler's distribution).
+
+        mismatch/<cause>/mean_…, k3            means of the measures in `gaps`. Numerics are
+                                               averaged over the tokens with a known π_own, which is
+                                               the trainer's probability under the version that
+                                               sampled the token; other causes over all tokens
         mismatch/numerics/sampled_ratio        the fraction of tokens with a known π_own
         mismatch/router/other_experts_ratio    with router_replay, the fraction of (token, layer)
                                                pairs for which the trainer's router would have
                                                chosen other experts than the sampler's
 
-    A metric is absent if it has no tokens. The mean log-ratios add up: sampled_ratio · numerics +
-    staleness is the mean of log π_θ − log π_old over all tokens. If support is added, the π_θ in
-    this mean is the trainer's full softmax.
+    A metric that covers no tokens is left out. The mean log-ratios add up: sampled_ratio · numerics
+    + staleness is the mean of log π_θ − log π_old over all tokens, where π_θ is the trainer's
+    policy and π_old the sampler's. With support added, π_θ is the trainer's softmax over the whole
+    vocabulary.
 
     sums: TOKEN_SUMS of a step, over all ranks.
     """

@@ -118,13 +118,17 @@ def segment_ends(
 
     advantages: Â, [T]. scores: q, [T]. threshold: τ.
 
-    Sharing one advantage pays if r_grpo / (r_ppo + ε) ≤ τ · n. In this rule, n is the number of
-    tokens since the last segment ended, up to and including the token t that is being looked at,
-    r_ppo = Σ Â² q over these tokens, and r_grpo = Â_t² Σ q. `params.segment_rule` is one of:
+    Let n be the number of tokens from the start of the open segment up to the present token t. That
+    these n tokens share one advantage pays if
+
+        r_grpo / (r_ppo + ε) ≤ τ · n,    r_ppo = Σ Â² q,    r_grpo = Â_t² Σ q
+
+    `params.segment_rule` is one of:
 
     grow       a segment ends before the first token with which sharing does not pay
-    literal    a segment ends with the first token with which sharing pays; because r_grpo = r_ppo
-               for a single token, every token is a segment if τ ≥ 1, which is PPO
+    literal    the rule as the paper prints it: a segment ends with the first token with which
+               sharing does pay. A single token has r_grpo = r_ppo, so with τ ≥ 1 every token is its
+               own segment, as in PPO
 
     By either rule, a segment ends when it has `params.group_max_size` tokens, and the last segment
     ends with the completion's last token.

@@ -49,7 +49,7 @@ class Budget:
         return self.tokens is not None and work.tokens > self.tokens
 
     def groups_at_once(self, ranks: int) -> int:
-        """Returns how many groups to take from the stream at once, at most those of a round."""
+        """Returns how many groups to take from the stream at once: at most as fit into a round."""
         if self.tokens:
             # one group may fill a micro-batch, and its length is unknown until it arrives
             return ranks
@@ -144,6 +144,7 @@ def plan(
     per_rank = []  # the micro-batches of each rank
     if budget.tokens is None:
         num_rounds = math.ceil(len(costs) / (ranks * budget.groups))
+        # groups are divided among ranks, then those of a rank among rounds
         for slots in _assign(costs, loads, most=num_rounds * budget.groups):
             costs_of_rank = {slot: costs[slot] for slot in slots}
             per_rank.append(_assign(costs_of_rank, [0.0] * num_rounds, most=budget.groups))
@@ -156,8 +157,8 @@ def plan(
 def divided(rounds: Iterable[Round], works: Mapping[int, Work], tokens: int) -> list[Round]:
     """Divides the micro-batches of `rounds` into smaller ones of at most `tokens` tokens.
 
-    Returns the new rounds. Every group stays on its rank. If `plan` made the old rounds, it would
-    make the new ones with this budget. A group of more tokens is alone in its micro-batch.
+    Every group stays on its rank. If the rounds came from `plan`, the result is what `plan` returns
+    with this budget. A group that exceeds the budget gets a micro-batch of its own.
     """
     per_rank = []
     for micro_batches in zip(*rounds, strict=True):  # those of one rank, from all rounds

@@ -88,8 +88,8 @@ def corrects_later_steps(algorithm: Algorithm) -> bool:
 def waits_for(algorithm: Algorithm) -> Literal["micro_batch", "mini_batch", "batch"]:
     """Returns which groups must have arrived before the first backward of a step.
 
-    "batch" and "mini_batch" are all groups of the batch or of the step. With "micro_batch", groups
-    are trained as they arrive.
+    "batch": all groups of the batch of rollouts. "mini_batch": all groups of the step.
+    "micro_batch": only those of the first micro-batch, because groups are trained as they arrive.
     """
     # advantages depend on all groups of the batch
     if needs_batch_statistics(algorithm):

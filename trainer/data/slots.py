@@ -36,7 +36,7 @@ class Stream(Protocol):
         """Returns the groups with these ids, in this order, once all of them have arrived."""
 
     def refill(self, count: int, /) -> None:
-        """Requests `count` more groups than the batch has slots."""
+        """Requests `count` groups that replace dead groups, beside one group for each slot."""
 
 
 class Slots:

@@ -38,7 +38,7 @@ class MicroBatch:
     # [N] float32, log-probs before the first update; None: no update yet, so this pass gives them
     proximal_logprobs: Tensor | None = None
     # [N] float32, log-probs under the weights that sampled; NaN where unknown; None: all unknown
-    sampled_logprobs: Tensor | None = None
+    own_logprobs: Tensor | None = None
     groups: list[TrainingGroup] = field(default_factory=list)  # in the order of their tokens
 
     @property
@@ -104,7 +104,7 @@ def micro_batch(
         weights=_weights(trained, denominator),
         policy_versions=torch.cat([group.policy_versions for group in trained]),
         proximal_logprobs=_all_or_none([group.proximal_logprobs for group in trained]),
-        sampled_logprobs=_known_or_nan(trained),
+        own_logprobs=_known_or_nan(trained),
         groups=trained,
     )
 
@@ -256,16 +256,16 @@ def _all_or_none(logprobs: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _known_or_nan(groups: Sequence[TrainingGroup]) -> Tensor | None:
-    """Joins the groups' sampled_logprobs, with NaN for a group whose log-probs are unknown.
+    """Joins the groups' own_logprobs, with NaN for a group whose log-probs are unknown.
 
     Returns None if they are unknown for every group.
     """
-    if all(group.sampled_logprobs is None for group in groups):
+    if all(group.own_logprobs is None for group in groups):
         return None
     joined = []
     for group in groups:
-        if group.sampled_logprobs is None:
+        if group.own_logprobs is None:
             joined.append(torch.full((group.policy_tokens.num_tokens,), torch.nan))
         else:
-            joined.append(group.sampled_logprobs)
+            joined.append(group.own_logprobs)
     return torch.cat(joined)

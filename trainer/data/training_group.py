@@ -114,7 +114,7 @@ class TrainingGroup:
         self.ref_logprobs: Tensor | None = None
         self.proximal_logprobs: Tensor | None = None  # before the first update on the group
         # under the weights that sampled each token; NaN = unknown
-        self.sampled_logprobs: Tensor | None = None
+        self.own_logprobs: Tensor | None = None
 
     @property
     def group_id(self) -> int:

@@ -68,16 +68,16 @@ class ActorCritic:
         (algorithm/segments.py). It is not used with gae.
         """
         algorithm = self.config.algorithm
-        groups = [group.group for group in batch]
+        groups = [training_group.group for training_group in batch]
 
         values = self._score_every_token(batch, micro_batches, self.critic.evaluate)
         if algorithm.adv_estimator == "gae":
             estimates = estimate(groups, values, self.config)
         else:
-            scores = None  # `estimate_segments` then takes a lower bound of the norms
+            score_norms = None  # `estimate_segments` then uses a lower bound of the score norms
             if algorithm.group_params.score == "exact":
-                scores = self._score_every_token(batch, micro_batches, self.policy.score_norms)
-            estimates = estimate_segments(groups, values, scores, threshold, self.config)
+                score_norms = self._score_every_token(batch, micro_batches, self.policy.score_norms)
+            estimates = estimate_segments(groups, values, score_norms, threshold, self.config)
         set_estimates(batch, estimates)
 
         self._threshold = threshold

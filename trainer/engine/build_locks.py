@@ -54,7 +54,7 @@ class KernelLock:
         return True
 
     def _holder(self) -> str:
-        """Returns the process that holds the lock, as the process has written it into the file."""
+        """Returns the description that the lock's holder wrote into the lock file."""
         holder = os.pread(self._file, _HOLDER_SIZE, 0).decode(errors="replace").strip()
         if not holder:  # the process has not written it yet
             return "another process"
@@ -65,9 +65,10 @@ class KernelLock:
 
 
 def guard_ops() -> None:
-    """Replaces torch's locks on ops, and keeps torch from compiling an op again needlessly.
+    """Replaces the locks that torch holds while it builds or loads C++ and CUDA extensions.
 
-    It must be called before the first op is loaded.
+    It also keeps torch from compiling an extension again that is up to date. It must be called
+    before the first extension is loaded.
     """
     from deepspeed.ops.op_builder import builder
     from torch.utils import cpp_extension

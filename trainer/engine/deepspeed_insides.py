@@ -1,7 +1,7 @@
-"""What the trainer does with internals of DeepSpeed 0.19, which an upgrade may change.
+"""All patches of DeepSpeed 0.19's internals, which an upgrade of DeepSpeed may break.
 
 The trainer uses DeepSpeed's internals only in this module, optimizer_state.py and
-flat_gradients.py. tests/gloo/test_deepspeed_insides.py names those that an upgrade has removed.
+flat_gradients.py. tests/gloo/test_deepspeed_insides.py names each internal that no longer exists.
 Everything else that the trainer uses is documented API: initialize, the engine's backward, step,
 save_checkpoint and load_checkpoint, GatheredParameters and deepspeed.utils.
 

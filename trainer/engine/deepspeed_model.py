@@ -278,7 +278,7 @@ class DeepSpeedModel(abc.ABC):
             self.ds.zero_grad()
             return StepResult(applied=False, grad_norm=math.nan, learning_rate=learning_rate)
         if self.stage == 1 and not isinstance(self.optimizer, FlatGradientOptimizer):
-            # FlatGradientOptimizer does this by itself, because it zeroes missing gradients
+            # ZeRO 1 needs a gradient of every parameter; FlatGradientOptimizer zeroes missing ones
             give_every_parameter_a_gradient(self.optimizer)
         self.ds.step()
         norm = self.ds.get_global_grad_norm()
@@ -324,7 +324,7 @@ class DeepSpeedModel(abc.ABC):
         self.ds.zero_grad()
         if self.stage > 0:
             self.optimizer.zero_grad()
-            self.optimizer.exit_backward()  # which a failed backward has not reached
+            self.optimizer.exit_backward()  # a backward that failed did not get to this call
         self._not_finite.zero_()
         self.sums.drain()
 

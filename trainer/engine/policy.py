@@ -209,7 +209,7 @@ def _sums_of(
     logprobs = terms["logprobs"]
     log_mass = terms.get("log_mass")
     old_logprobs = batch.old_logprobs
-    sampled_logprobs, is_known = _sampled_logprobs(batch, logprobs, policy_version)
+    own_logprobs, is_known = _own_logprobs(batch, logprobs, policy_version)
 
     sums: dict[str, Tensor] = {}
     for name, values in terms.items():
@@ -222,11 +222,11 @@ def _sums_of(
         sums["kl"] = gaps(batch.ref_logprobs.cpu(), logprobs)["k3"]
     sums |= by_length(terms["correction"], batch.row.lengths)
     sums |= gaps(logprobs, old_logprobs)
-    sums |= by_cause(logprobs, old_logprobs, sampled_logprobs, is_known, log_mass)
+    sums |= by_cause(logprobs, old_logprobs, own_logprobs, is_known, log_mass)
     return sums
 
 
-def _sampled_logprobs(
+def _own_logprobs(
     batch: MicroBatch, logprobs: Tensor, policy_version: int | None
 ) -> tuple[Tensor, NDArray[np.bool_]]:
     """Returns each token's log-prob under the weights that sampled it, and whether it is known.
@@ -238,8 +238,8 @@ def _sampled_logprobs(
     if policy_version is None:
         policy_version = -1  # no token was sampled by this version
     is_from_current_version = batch.policy_versions.numpy() == policy_version
-    if batch.sampled_logprobs is None:
+    if batch.own_logprobs is None:
         return logprobs, is_from_current_version
-    is_stored = ~np.isnan(batch.sampled_logprobs.numpy())
-    sampled_logprobs = torch.where(torch.from_numpy(is_stored), batch.sampled_logprobs, logprobs)
-    return sampled_logprobs, is_stored | is_from_current_version
+    is_stored = ~np.isnan(batch.own_logprobs.numpy())
+    own_logprobs = torch.where(torch.from_numpy(is_stored), batch.own_logprobs, logprobs)
+    return own_logprobs, is_stored | is_from_current_version

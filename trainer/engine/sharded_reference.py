@@ -72,7 +72,10 @@ class ShardedReference:
 
     @property
     def model(self) -> Any:
-        """Returns the transformers model, which is the policy's if the reference is its base."""
+        """Returns the reference's transformers model.
+
+        If the reference is the policy without its adapters, it is the policy's own model.
+        """
         return self._engine.model
 
     def score(self, row: PackedRow) -> Tensor:

@@ -13,9 +13,9 @@ _agreed: set[str] = set()  # kinds that no rank compiles any longer
 
 
 def share_uncompiled_kinds(collectives: Collectives, kinds: Iterable[str]) -> None:
-    """Stops compiling, on every rank, each kind of attention that any rank cannot compile.
+    """Makes all ranks stop compiling a kind of attention if at least one rank cannot compile it.
 
-    A kind is a line of text that describes an attention by its options, but not by its length
+    A kind is a text that lists the options of an attention call, but not its length
     (model/compiled.py). Every rank must call this function.
     kinds: kinds that this rank gives up now. Kinds that it has abandoned before are added to them.
     """

@@ -108,14 +108,13 @@ class GroupJournal:
             )
 
     def _match(self, path: Path, is_first: bool) -> bool:
-        """Compares the newest version with an earlier start of the trainer.
+        """Returns whether the trainer, before it restarted, published the same version next.
 
-        Returns whether the earlier start published the same version at this point. Then `waiting`
-        gets the groups of the version's file. If the earlier start published a different version,
-        all expected files are deleted.
+        If so, the groups of that version's file are moved to `waiting`. If it published a different
+        version, all expected files are deleted.
 
-        path: the newest version's file, whose name is equal only for an equal version.
-        is_first: whether this start of the trainer has published no version before.
+        path: the file of the newest version; its name identifies the version's contents.
+        is_first: whether the trainer has published no version since it restarted.
         """
         version = _version(path)
         before_checkpoint = []

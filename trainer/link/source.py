@@ -56,7 +56,7 @@ class GroupSource:
         """
 
     def refill(self, count: int) -> None:
-        """Requests `count` extra groups for the current batch.
+        """Requests `count` further groups for the current batch, which replace dead groups.
 
         They are sampled at once, with the weights that sample the rest of the batch.
         """

@@ -17,12 +17,12 @@ FullMark = Callable[[str], float]
 def eval_record(results: Sequence[EvalResult], full_mark: FullMark) -> dict[str, Any]:
     """Returns one line of eval.jsonl, for the results of all chunks of one evaluation.
 
-    Problems that could not be scored are listed in failed_problems, and left out of n and of the
-    means. The number of full marks and the mean of a reward function cover the completions that the
-    function scored, that is, the completions for which it did not return None. If there are several
-    data sources, every function also has these values for each source, under a name such as
-    "math/answer". by_problem has the mean over each problem's completions, or null for a problem
-    without a scored completion.
+    n is the number of completions. Problems that could not be scored are listed in failed_problems,
+    and left out of n and of the means. For each reward function there are the mean score and the
+    number of completions with the full score. Completions for which the function returned None do
+    not count. With several data sources, the same values are also given for each source, under a
+    name such as "math/answer". by_problem has the mean over each problem's completions, or null for
+    a problem without a scored completion.
     """
     samples: list[EvalSample] = []
     failed_problems = {}

@@ -48,9 +48,9 @@ def open_rank_zero(
 ) -> RankZero:
     """Opens the records, the display, and the link to the samplers or to a recording.
 
-    stack: the exit stack that will close them. batch, cursor: the numbers of batches and of groups
-    that are trained. resumed_at: the checkpoint's step and policy version, (None, None) without a
-    checkpoint.
+    stack: the exit stack that will close them. batch, cursor: how many batches and how many groups
+    have been trained so far. resumed_at: the checkpoint's step and policy version, (None, None)
+    without a checkpoint.
     """
     output_dir = config.run.output_dir
     weights_dir = weights.default_dir(config)

@@ -30,8 +30,8 @@ _DURATION_OF = {
 def num_devices(config: Config, world_size: int, num_samplers: int) -> int:
     """Returns the number of devices of the trainer and all samplers.
 
-    world_size: the number of the trainer's ranks. num_samplers: 0 in a replay, which counts the
-    devices of one sampler.
+    world_size: the number of the trainer's ranks. num_samplers: 0 in a replay, whose recording is
+    then counted as one sampler.
     """
     # if sampler.devices is empty, a sampler has a device for each tensor-parallel rank of vLLM
     num_listed = len(config.sampler.devices) // config.sampler.num_samplers

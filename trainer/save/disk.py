@@ -1,12 +1,11 @@
 """Collective writing: either the files of all ranks are complete, or none of them becomes visible.
 
 The ranks of a save write different files but call the same collectives, so no rank may leave a save
-by itself. If the disk fails a rank within `sharing_disk_trouble`, every rank raises the same
+by itself. If a rank has a disk error within `sharing_disk_trouble`, every rank raises the same
 DiskTrouble, and `retry_on_disk_trouble` then starts the whole save again on every rank. A folder is
 filled under a temporary name (`write_folder`), so that readers never see a failed attempt.
 
-Not supported: errors that waiting does not cure, such as a missing permission. They are raised
-unchanged, and nothing is tried again.
+Errors that do not go away by waiting, such as a missing permission, are raised unchanged at once.
 """
 
 import contextlib
@@ -171,11 +170,11 @@ def write_folder(
     finish: Callable[[Path], object],
     fill: Callable[[Path], object] | None = None,
 ) -> None:
-    """Creates or replaces the folder `final`, of which readers see either the old or the new files.
+    """Creates or replaces the folder `final`: readers see all old files or all new files.
 
     Every rank calls it. All ranks call `fill` first, if it is given; then rank 0 calls `finish`.
-    Both write into the temporary folder that is their argument, which is then renamed. After the
-    return, the folder survives a crash. Raises DiskTrouble or Interrupted, as
+    Both get a temporary folder as their argument. It is then renamed to `final`. Once this function
+    has returned, the folder survives a crash. Raises DiskTrouble or Interrupted, as
     `retry_on_disk_trouble` does.
     """
     attempt = partial(_write_folder_once, collectives, final, finish, fill)

@@ -91,17 +91,18 @@ def _adapter_settings(config: Config) -> dict[str, Any]:
 
 
 def _setting_value(name: str, config: Config) -> Any:
+    """Returns the value of a setting such as "algorithm.beta", as it is written to a checkpoint."""
     section_name, _, field = name.partition(".")
     section = getattr(config, section_name)
     value = getattr(section, field)
     if isinstance(value, Path):
-        return _description(value)
+        return _contents_digest(value)
     plain_value = section.model_dump(mode="json", include={field})[field]
     return redacted(plain_value, field)
 
 
-def _description(path: Path) -> str:
-    """Describes a file by its contents, so that the file may be moved or renamed."""
+def _contents_digest(path: Path) -> str:
+    """Returns a text that tells files of different contents apart, wherever the files are."""
     try:
         contents = path.expanduser().read_bytes()
     except OSError:

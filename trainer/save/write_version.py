@@ -99,7 +99,7 @@ class DeltaWriter:
 
     @property
     def base(self) -> Published | None:
-        """The version to which the next one is a delta, or None if the next one is whole."""
+        """The version from which the next delta is computed; None if the next version is whole."""
         if self._num_published % self._full_every == 0:
             return None
         return self._published
@@ -230,10 +230,9 @@ def snapshot(
 ) -> Snapshot:
     """Scores the canary, and takes this rank's share of the parameters. Every rank calls it.
 
-    copies: whether to copy tensors that are on the host already. This is needed if a thread writes
-    the share, because the next optimizer step may change the parameters meanwhile; the thread must
-    then give its own Collectives to `write`. Tensors on a GPU are always copied. memory: holds the
-    copies of the previous version, which are overwritten.
+    copies: whether to copy tensors that are on the host already. It is needed if a thread writes
+    the snapshot, because the next optimizer step may change the parameters meanwhile. Tensors on a
+    GPU are always copied. memory: holds the copies of the previous version, which are overwritten.
     """
     num_embeddings = engine.model.get_input_embeddings().num_embeddings
     scored_canary = canary(engine, min(vocab_size, num_embeddings))
@@ -243,7 +242,7 @@ def snapshot(
     checksums = Checksums()
     to_host = partial(_to_host, checksums, memory, copies)
     # all ranks pass all tensors, because ZeRO 3 gathers each with all ranks
-    gathered = engine.gathered_tensors(engine.tensors, names.__contains__, to_host)
+    gathered = engine.gathered_tensors(engine.tensors, lambda name: name in names, to_host)
     tensors = dict(gathered)
     device_infos = checksums.infos()
     devices.synchronize()  # the copies are complete

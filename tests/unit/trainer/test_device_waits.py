@@ -118,7 +118,7 @@ def test_tokens_known_from_an_earlier_pass_and_those_of_other_versions_need_no_w
     n = len(batch.old_logprobs)
     earlier = torch.full((n,), math.nan)
     earlier[: n // 3] = -2.0
-    batch = replace(batch, sampled_logprobs=earlier)
+    batch = replace(batch, own_logprobs=earlier)
     assert waits_of_a_second_time(lambda: engine.backward(batch, VERSION)) == {}
     engine.sums.drain()
     logprobs = engine.backward(batch, VERSION)

@@ -126,7 +126,7 @@ def effective(batch: MicroBatch, version: int) -> dict[str, Tensor]:
     """Returns all that a policy's backward makes of a micro-batch, known or found by itself."""
     own = log_probs_of(batch, version)
     nothing = torch.full_like(own, math.nan)
-    before = nothing if batch.sampled_logprobs is None else batch.sampled_logprobs
+    before = nothing if batch.own_logprobs is None else batch.own_logprobs
     is_now = before.isnan() & (batch.policy_versions == version)
     return {
         "targets": batch.row.target_ids.float(),

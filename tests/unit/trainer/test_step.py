@@ -176,10 +176,10 @@ def test_log_probs_of_the_first_pass_are_in_the_second_where_the_correction_need
     run.step(0)
     run.step(1, RunState("run", 0, 0, 1, 1, 0, 0, {}))
     first, second = run.batches
-    assert first.proximal_logprobs is first.sampled_logprobs is None
+    assert first.proximal_logprobs is first.own_logprobs is None
     expected = (first.row.target_ids / -10).tolist()
     assert second.proximal_logprobs is not None and second.proximal_logprobs.tolist() == expected
-    assert second.sampled_logprobs is not None and second.sampled_logprobs.tolist() == expected
+    assert second.own_logprobs is not None and second.own_logprobs.tolist() == expected
 
 
 def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_from_before_its_first_step() -> None:

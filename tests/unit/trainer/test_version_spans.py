@@ -191,10 +191,10 @@ def test_later_passes_remember_the_log_probs_of_the_present_versions_tokens_alon
     assert first.policy_versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     logprobs = (first.row.target_ids / -10 - 1).tolist()  # what the pass at version 1 found
     assert second.proximal_logprobs is not None and second.proximal_logprobs.tolist() == logprobs
-    assert second.sampled_logprobs is not None
-    known = second.sampled_logprobs.isnan().logical_not()
+    assert second.own_logprobs is not None
+    known = second.own_logprobs.isnan().logical_not()
     assert known.tolist() == [False] * 4 + [True] * 5
-    assert second.sampled_logprobs[known].tolist() == logprobs[4:]
+    assert second.own_logprobs[known].tolist() == logprobs[4:]
 
 
 def test_metrics_of_a_step_by_hand() -> None:
