@@ -97,10 +97,10 @@ def _interrupt_note(config: Config) -> str:
 
 
 def _start(config: Config, rank: int, stack: contextlib.ExitStack) -> Trainer:
-    """Builds the trainer, and turns an error that every start would repeat into a UserError.
+    """Builds the trainer. On rank 0, an error that every restart would meet becomes a UserError.
 
-    This is done only on rank 0. The other ranks may fail merely because rank 0 has failed, so their
-    errors do not tell whether the next start would fail.
+    The other ranks may fail merely because rank 0 has failed, so their errors do not tell whether a
+    restart would fail.
     """
     if rank != 0:
         return _build_trainer(config, rank, stack)

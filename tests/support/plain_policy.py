@@ -55,8 +55,8 @@ class PlainPolicy:
     def score(self, row, temperature):
         return score_logprobs(self.model, row, temperature, 64)
 
-    def gathered_tensors(self, tensors, wanted, to_host=lambda _, tensor: tensor):
-        return ((t.name, to_host(t.name, t.make())) for t in tensors if wanted(t.name))
+    def gathered_tensors(self, tensors, wanted, convert=lambda _, tensor: tensor):
+        return ((t.name, convert(t.name, t.make())) for t in tensors if wanted(t.name))
 
     def publish(self, folder: Path, number: int) -> Published:
         """This policy as a version, by the trainer's real code."""

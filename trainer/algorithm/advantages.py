@@ -90,9 +90,9 @@ def is_dead_group(group: Group | Tombstone, config: Config) -> bool:
 
 
 def try_own_estimator(config: Config) -> None:
-    """Calls the user's own advantage estimator on an invented group, if the settings name one.
+    """Calls the user's own advantage estimator on a made-up group, if the settings name one.
 
-    Its errors then show before the first completion is sampled. Raises UserError where
+    So its errors appear before the first completion is sampled. Raises UserError where
     `own_advantages` does.
     """
     if config.algorithm.adv_estimator in BUILT_IN:

@@ -53,7 +53,7 @@ def sums_of_completions(x: Tensor, lengths: Sequence[int] | Tensor) -> tuple[Ten
 def mismatch_correction(
     log_weight: Tensor, lengths: Sequence[int] | Tensor, mode: str, floor: float, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns each token's weight against the mismatch of sampler and trainer, and a mask.
+    """Returns each token's importance weight for the mismatch of sampler and trainer, and a mask.
 
         log_weight_t = log π_own(t) − log π_old(t), [N]
         token_…       w_t = exp(log_weight_t)
@@ -65,14 +65,13 @@ def mismatch_correction(
     sampler's policy, and π_own the trainer's before its first update on the batch.
 
     lengths: the number of tokens of each completion, Σ = N. mode: for example "token_mask".
-    `bounded` keeps the exponential of a large sum finite.
 
     F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
     token_mask with a floor is IcePop, arXiv 2510.18855.
     """
     if mode.startswith("sequence"):
         log_weight, _ = sums_of_completions(log_weight, lengths)
-    weight = bounded(log_weight).exp()
+    weight = bounded(log_weight).exp()  # finite even if the sum is large
     is_corrected = (weight > cap) | (weight < floor)
     if mode.endswith("truncate"):
         return weight.clamp(floor, cap), is_corrected

@@ -86,7 +86,8 @@ def cut_into_segments(
         A_k      = GAE(R, values at starts)      the value after the last segment is 0
 
     In the second GAE a step is a segment: γ and λ apply once per segment, and rewards inside a
-    segment are summed without a discount. With γ = λ = 1, A_k is Â at the segment's start.
+    segment are summed without a discount. With γ = λ = 1, A_k is Â at the segment's start. r_ppo
+    and r_grpo, as in `segment_ends`, are summed over all segments.
     """
     token_advantages, _ = gae(rewards, values, gamma, lam)
     ends = segment_ends(token_advantages, scores, threshold, params)

@@ -71,12 +71,13 @@ def steps(config: Config, batch: int) -> list[Step]:
 
 
 def needs_batch_statistics(algorithm: Algorithm) -> bool:
-    """Returns whether a group's advantages depend on the other groups of the batch of rollouts."""
+    """Returns whether advantages can only be computed once the whole batch of rollouts is there."""
+    # a critic has to give the values of the whole batch before its first update on the batch
     return algorithm.reward_scale == "batch" or algorithm.whitens or algorithm.needs_critic
 
 
 def corrects_later_steps(algorithm: Algorithm) -> bool:
-    """Returns whether some steps need log-probs from before an update that precedes them.
+    """Returns whether log-probs of the whole batch are needed before the first update on it.
 
     Importance-sampling correction compares the sampler with the trainer's weights before any update
     on the batch. From the second mini-batch on, the current weights are no longer these.

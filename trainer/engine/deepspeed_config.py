@@ -54,8 +54,8 @@ def policy_optimizer(config: Config) -> OptimizerSettings:
 def critic_optimizer(config: Config) -> OptimizerSettings:
     """Returns the settings of the critic's optimizer.
 
-    Its learning rate has no warmup, because the critic's head starts at zero, and during
-    critic_warmup_steps the policy waits for the critic.
+    Its learning rate needs no warmup, because the critic's head starts at zero, and the policy does
+    not train during critic_warmup_steps.
     """
     rate = config.critic.learning_rate
     return OptimizerSettings("critic", rate, warmup_steps=0, num_steps=config.trainer.max_steps)

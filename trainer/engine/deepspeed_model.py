@@ -316,7 +316,7 @@ class DeepSpeedModel(abc.ABC):
 
     @property
     def can_drop_gradients(self) -> bool:
-        """Returns whether `drop_gradients` works. It needs gradients that no other rank has yet."""
+        """Returns whether `drop_gradients` works: ranks must not have reduced gradients yet."""
         return self.stage == 0 or isinstance(self.optimizer, FlatGradientOptimizer)
 
     def drop_gradients(self) -> None:
@@ -345,12 +345,12 @@ class DeepSpeedModel(abc.ABC):
         self,
         tensors: Sequence[Exported],
         wanted: Callable[[str], bool],
-        to_host: ToHost | None = None,
+        convert: ToHost | None = None,
     ) -> Iterator[tuple[str, Any]]:
         """Yields the name and the full value of each wanted tensor, on the CPU.
 
         Every rank must iterate to the end, because ZeRO 3 gathers parameters. wanted: takes a name,
-        and returns whether this rank wants the tensor. to_host: takes a name and the tensor on its
+        and returns whether this rank wants the tensor. convert: takes a name and the tensor on its
         device, and returns what is yielded instead of the tensor on the CPU.
         """
         # A parameter may hold many experts, which are adjacent tensors. It is gathered only once.
@@ -359,11 +359,11 @@ class DeepSpeedModel(abc.ABC):
             with gathered(tensors_of_parameters[0].parameters):
                 for tensor in tensors_of_parameters:
                     if wanted(tensor.name):
-                        yield tensor.name, self._on_host(tensor, to_host)
+                        yield tensor.name, self._on_host(tensor, convert)
 
-    def _on_host(self, tensor: Exported, to_host: ToHost | None) -> Any:
+    def _on_host(self, tensor: Exported, convert: ToHost | None) -> Any:
         on_device = tensor.make()
-        on_host = to_host(tensor.name, on_device) if to_host else on_device.cpu()
+        on_host = convert(tensor.name, on_device) if convert else on_device.cpu()
         if self.stage == 3 and on_host is on_device:  # the device is the CPU, so nothing was copied
             return on_host.clone()  # the gathered parameter itself is freed after the `with` block
         return on_host

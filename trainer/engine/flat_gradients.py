@@ -195,7 +195,10 @@ def _runs(slots: list[Slot], has_gradients: list[list[bool]]) -> list[list[Slot]
 
 
 def _continues(last: Slot, slot: Slot, has_gradients: list[list[bool]]) -> bool:
-    """Returns whether `slot` can be added to a run whose last slot is `last`."""
+    """Returns whether `slot` directly follows `last`, so that both can be in one range.
+
+    has_gradients: whether each parameter has a gradient, by group and parameter.
+    """
     is_adjacent = slot == (last.group, last.parameter + 1)
     if not is_adjacent:
         return False

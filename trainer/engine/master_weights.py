@@ -29,6 +29,8 @@ def dither_master_weights(weights: Tensor, seed: int) -> Tensor:
     masters = weights.float().contiguous()
     for chunk in masters.view(-1).split(_CHUNK_SIZE):
         u = torch.rand(chunk.shape, generator=generator, device=chunk.device) - 0.5
-        dithered = chunk + torch.ldexp(u, torch.frexp(chunk).exponent - _SIGNIFICANT_BITS)
+        # u times the distance of neighbouring bfloat16 values
+        offset = torch.ldexp(u, torch.frexp(chunk).exponent - _SIGNIFICANT_BITS)
+        dithered = chunk + offset
         chunk.copy_(torch.where(dithered.bfloat16() == chunk, dithered, chunk))
     return masters

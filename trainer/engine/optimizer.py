@@ -93,11 +93,11 @@ def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     """Keeps this run's learning rate, betas and weight decay while the block loads a saved state.
 
     Loading replaces them with the settings of the run that saved the state, because torch saves
-    these settings with Adam's moments, and the initial learning rate with the schedule's step. So
-    they are restored when the block ends. The learning rate becomes that of this run's schedule at
-    the loaded step.
+    these settings with Adam's moments, and the initial learning rate with the schedule's step. They
+    are restored when the block has succeeded. The learning rate becomes that of this run's schedule
+    at the loaded step.
 
-    optimizer: the optimizer that has the param_groups. schedule: its learning-rate schedule.
+    optimizer: torch's optimizer or DeepSpeed's around it. schedule: its learning-rate schedule.
     """
     settings_of_groups = []
     for group in optimizer.param_groups:
@@ -115,5 +115,5 @@ def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
     for group, settings, base_rate, factor in zip(
         optimizer.param_groups, settings_of_groups, base_rates, factors, strict=True
     ):
-        group |= settings
+        group.update(settings)
         group["lr"] = base_rate * factor

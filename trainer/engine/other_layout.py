@@ -112,12 +112,11 @@ class _SavedSlice:
 
 
 class _SavedState:
-    """What the data-parallel ranks with one tensor-parallel index saved together.
+    """The state saved by all data-parallel ranks that have the same tensor-parallel index.
 
     folder: has the files of all ranks. dp_size: the number of these data-parallel ranks. trained:
     names of the trained parameters, in optimizer order. model: the content of the ranks' file with
-    schedule and counters. slices: the slices of each parameter in the order in which joining them
-    gives the values of this tensor-parallel index.
+    schedule and counters. slices: each parameter's slices, in the order in which they are joined.
     """
 
     def __init__(self, folder: Path, stage: int, dp_size: int, tp_index: int, trained: list[str]):

@@ -117,7 +117,7 @@ class PolicyEngine(DeepSpeedModel):
         checksums = self.gathered_tensors(
             base(self.model),
             wanted=lambda name: is_rank_0,
-            to_host=lambda name, tensor: checksum(tensor),
+            convert=lambda name, tensor: checksum(tensor),
         )
         return dict(checksums)
 

@@ -94,9 +94,9 @@ class Collectives:
             raise PeerEnded("rank 0 ended", code)
 
     def _run_announced(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0, and announces that it still runs or that it has failed.
+        """Runs `work` on rank 0. Tells the waiting ranks that it still runs, or that it has failed.
 
-        On success it announces nothing more, because the caller does.
+        The caller announces success.
         """
         is_due = exits.every(self._announce_every_s)
         try:

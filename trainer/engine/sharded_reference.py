@@ -21,8 +21,9 @@ from trainer.engine.ranks import Collectives
 
 
 class ShardedReference:
-    """A reference model in shards, with the trainer's part of the interface of model.reference.
+    """A reference model that is sharded over the ranks.
 
+    It has those methods of model.reference.Reference that the trainer calls.
     Every rank must call each of its methods.
     """
 

@@ -189,7 +189,7 @@ class Acceptor:
             self._end_run_on(too_many_failures(num_failed, num_problems, what, failure))
 
     def _end_run_on(self, error: UserError | None) -> None:
-        """Lets the training loop's next wait raise this error. Does nothing if it is None."""
+        """Makes the training loop raise this error when it waits next; nothing if it is None."""
         if error is not None:
             self._state.failure = error
 

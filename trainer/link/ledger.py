@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def admitted(self) -> range:
-        """Returns the ids of the untrained groups that samplers may produce or have produced."""
+        """Returns the ids of untrained groups that samplers have produced or may produce."""
         end = self.cursor + self.window + self.refilled
         return range(self.cursor, min(end, self.total))
 
@@ -128,6 +128,7 @@ class Ledger:
             heapq.heapreplace(finish_times, (next_time, tie_breaker, sampler))
 
     def _lease(self, group_id: int, sampler: str) -> None:
+        """Leases a group. It counts as redrawn if a different sampler had begun it."""
         self.leases[group_id] = sampler
         if group_id in self.interrupted:
             first_sampler = self.interrupted.pop(group_id)

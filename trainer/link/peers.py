@@ -1,6 +1,6 @@
 """What the trainer knows about the samplers: their hellos, last messages and statistics.
 
-This module uses neither a socket nor a clock. Its callers pass the time.
+This module uses neither a socket nor a clock. Callers pass in the present time.
 """
 
 import collections
@@ -92,7 +92,10 @@ def describe(peers: Mapping[str, Peer], now: float, works: Mapping[str, str]) ->
 
 
 def _activity(name: str, peer: Peer, silent_s: float, works: Mapping[str, str]) -> str:
-    """Returns what the sampler with this name does, in words. silent_s: since its last message."""
+    """Describes what a sampler is doing.
+
+    silent_s: seconds since its last message. works: each sampler's leased work in words, by name.
+    """
     if peer.lost:
         return "lost"
     if peer.is_idle and name in works:

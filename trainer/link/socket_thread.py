@@ -190,7 +190,7 @@ class SocketThread(threading.Thread):
         self.state.reports.add(name, peer.process, beat.stats)
 
     def _handle_bye(self, name: str, bye: wire.Bye) -> None:
-        """Marks a sampler that ends as lost. If the user must fix the cause, the run ends, too.
+        """Marks a sampler as lost. The run ends if the user must fix the cause of its end.
 
         A sampler whose engine refuses the settings ends before its hello, so it may be unknown.
         """

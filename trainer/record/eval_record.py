@@ -72,8 +72,8 @@ class _Scores:
 def _scores(samples: Sequence[EvalSample], function: str, full_mark: float) -> _Scores:
     """Returns the scores that a reward function gave to these completions.
 
-    full_mark: the score from which a completion has a full mark. A completion whose rollout failed
-    has no full mark. Its score is the lowest score of all completions, but at most 0.
+    full_mark: the score from which a completion has full marks. A completion whose rollout failed
+    never has them, and its score is the smaller of 0 and the lowest score of all completions.
     """
     scored = []
     lowest = 0.0

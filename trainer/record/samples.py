@@ -52,11 +52,12 @@ def turn_texts(rollout: Rollout, decode: Any) -> list[dict[str, Any]]:
     """Returns the texts of a completion in order, each with its author.
 
     The result is [{"by": "model", "text": …}, {"by": "environment", "text": …}, …]. Where the
-    history was rewritten, a text by "history" holds the repeated part of the history and the new
-    text that follows it. The model's texts have `reward` if turns were rewarded separately.
+    environment rewrote the history, the author is "history", and the text is the history as it was
+    repeated, with what was added to it. The model's texts have `reward` if turns were rewarded
+    separately.
     """
     token_ids = rollout.completion_ids.tolist()
-    fork_starts = dict(rollout.forks)
+    fork_starts = {start for start, _ in rollout.forks}
     texts: list[dict[str, Any]] = []
     turn_start = 0
     for start, end in rollout.observed:  # the tokens that the model did not sample

@@ -141,8 +141,8 @@ def turn_metrics(groups: Sequence[Group | Tombstone], config: Config) -> dict[st
     """Returns metrics of the turns and tool calls in the rollouts' environments.
 
     A metric is a mean over all rollouts that have a token, unless its name says otherwise.
-    rollout/failed_ratio/… is the share of all rollouts that failed in this way. A rollout that
-    failed before its first token counts there as "missing".
+    rollout/failed_ratio/<reason> is the share of all rollouts that failed for this reason, which is
+    "missing" for a rollout that failed before its first token.
     """
     alive = without_tombstones(groups)
     num_failed = Counter[str]()

@@ -99,7 +99,7 @@ class Throughput:
 
 
 def _num_tokens(group: Group) -> int:
-    """Returns the tokens of a group's completions, each of which counts with its prompt."""
+    """Returns the number of tokens in a group. The prompt counts once for each completion."""
     num_tokens = len(group.prompt_ids) * len(group.rollouts)
     for rollout in group.rollouts:
         num_tokens += len(rollout.completion_ids)

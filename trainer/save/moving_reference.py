@@ -6,8 +6,8 @@ This is the hard update of TR-DPO (arXiv 2404.09656), with α = 1.
                                    with its manifest
 
 Every rank loads the reference from this folder and compares its tensors with the manifest's
-checksums, as samplers do. Which policy is the reference follows only from the number of the step,
-so a resumed run loads the same reference that its checkpoint trained with.
+checksums, as samplers do. The number of the step alone determines which policy is the reference, so
+a resumed run loads the same reference that its checkpoint trained with.
 """
 
 import shutil

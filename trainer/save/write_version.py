@@ -3,10 +3,10 @@
     snapshot ─► every rank writes a safetensors file ─► rank 0 writes the manifest, syncs, renames
 
 Each rank writes a contiguous share of the model, and the shares have about equal sizes. Samplers
-verify a version by two things in the manifest: a checksum of every tensor, and the canary, that is
-fixed token sequences and their log-probs. The trainer computes these log-probs with the same
-weights that it writes. It computes each checksum on the tensor's own device, so for a tensor on a
-GPU before the copy to the host.
+verify a version by two things in the manifest: a checksum of every tensor, and the canary, which is
+a fixed token sequence with its log-probs. The trainer computes these log-probs with the weights
+that it writes. The checksum of a tensor on a GPU is computed there, before it is copied to the
+host.
 """
 
 import base64
