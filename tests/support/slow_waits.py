@@ -9,7 +9,7 @@ from typing import Any
 
 from common.processes.watchdog import report_progress
 from tests.support.gloo_data import GAE, TRAINER, settings
-from tests.support.speed import limit
+from tests.support.speed import limit, until
 from trainer import start
 from trainer.engine import process_group, ranks
 from trainer.link.recording import Replay
@@ -48,9 +48,18 @@ def work(folder: Path) -> None:
             return real(self, *arguments)
 
         setattr(Replay, name, slow)
+    _meet(folder)
     train(folder, STALL_S, **VARIANTS[folder.name.removeprefix("slow-")])
     heard = [name for name in WAITS if any(f"waiting for {name}" in what for what in doing)]
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps({"waited": sorted(set(waited)), "heard": heard}))
+
+
+def _meet(folder: Path) -> None:
+    """Waits until both ranks have imported what they need: on a busy machine one takes longer than the short limits."""
+    import deepspeed  # noqa: F401
+
+    (folder / f"imported{os.environ['RANK']}").touch()
+    until(lambda: all((folder / f"imported{rank}").exists() for rank in range(2)), 120)
 
 
 def start_late(folder: Path) -> None:
