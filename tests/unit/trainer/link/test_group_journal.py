@@ -47,7 +47,7 @@ def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_the
         assert begun(journal, "10a") == [20, 21] and journal.reserved == {22, 23, 24}
         assert begun(journal, "10a") == [], "a skipped step publishes it again"
     journal.add(received(make_group(19, 10)))
-    assert begun(journal, "11b") == [22] and begun(journal, "12c") == [23, 24] and not journal.reserved
+    assert begun(journal, "11b") == [22] and journal.reserved == {23, 24}
     assert begun(live(config), "10a") == [19, 20, 21], "of both starts"
 
 
@@ -57,45 +57,51 @@ def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_the
         (["10x", "11b"], [[], []]),
         (["10a", "11x", "12c"], [[20, 21], [], []]),
         (["10a", "12c"], [[20, 21], []]),  # where the first start published one in between
-        (["10a", "13d"], [[20, 21], []]),
-        (["09z", "10a"], [[], []]),  # an older checkpoint than the newest
         (["11b", "12c"], [[20, 21, 22], [23, 24]]),  # a newer one: those that ran ahead are of its history
         (["13d"], [[20, 21, 22, 23, 24]]),  # saved before it was published
     ],
 )
 def test_the_first_other_version_ends_it_for_good(tmp_path: Path, versions: list[str], back: list[list[int]]) -> None:
-    config, said = make_config(tmp_path), list[str]()
+    config = make_config(tmp_path)
+    said: list[str] = []
     live(config, *FIRST)
-    journal = live(config, say=said.append)
-    assert [begun(journal, version) for version in versions] == back
-    assert not journal.reserved
+    for _ in range(2):  # one more restart changes nothing
+        journal = live(config, say=said.append)
+        assert [begun(journal, version) for version in versions] == back
+        assert not journal.reserved
     lost = 5 - sum(map(len, back))
-    assert [f"{lost} finished groups of an earlier" in text for text in said] == [True] * bool(lost), said
-    again = live(config)
-    assert [begun(again, version) for version in versions] == back, "so it is after one more restart"
+    assert lost == 0 or f"{lost} finished groups of an earlier" in said[0]
+    assert len(said) == min(lost, 1)
 
 
-def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: Path) -> None:
-    (tmp_path / "mine_ü.py").write_text("def f(completions): return [1.0] * len(completions)")
-    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]})
-
-    def back(settings: Config, run: str = "run") -> list[int]:
-        live(config, *FIRST)
-        return begun(live(settings, run=run), "10a")
-
-    assert back(changed(config, trainer={"max_steps": 60, "learning_rate": 1e-3})) == [20, 21]
-    assert back(changed(config, sampler={"temperature": 0.7})) == []
-    assert back(config, run="another") == []
-    assert back(changed(config, trainer={"save_steps": 0})) == []
-    assert back(config) == [20, 21]
-    agent = changed(config, rollout={"agent": ["node", str(tmp_path / "agent.js")]})
-    (tmp_path / "agent.js").write_text("old")
-    live(agent, *FIRST)
-    (tmp_path / "agent.js").write_text("new")
-    assert begun(live(agent), "10a") == []
+@pytest.mark.parametrize(
+    ("sections", "back"),
+    [
+        ({"trainer": {"max_steps": 60, "learning_rate": 1e-3}}, [20, 21]),
+        ({"sampler": {"temperature": 0.7}}, []),
+        ({"trainer": {"save_steps": 0}}, []),
+    ],
+)
+def test_what_other_settings_made_is_sampled_again(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], back: list[int]
+) -> None:
+    config = make_config(tmp_path)
     live(config, *FIRST)
-    (tmp_path / "mine_ü.py").write_text("def f(completions): return [0.0] * len(completions)")
+    assert begun(live(changed(config, **sections)), "10a") == back
+
+
+@pytest.mark.parametrize("file", ["mine_ü.py", "agent.js"])
+def test_what_another_run_reward_or_agent_made_is_sampled_again(tmp_path: Path, file: str) -> None:
+    path = tmp_path / file
+    path.write_text("old")
+    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]})
+    config = changed(config, rollout={"agent": ["node", str(tmp_path / "agent.js")]})
+    live(config, *FIRST)
+    assert begun(live(config), "10a") == [20, 21]
+    path.write_text("new")
     assert begun(live(config), "10a") == []
+    live(config, *FIRST)
+    assert begun(live(config, run="another"), "10a") == []
 
 
 def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_path: Path) -> None:
@@ -108,7 +114,8 @@ def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_pat
 
 
 def test_what_no_checkpoint_wants_any_more_is_deleted_and_at_the_end_all_is(tmp_path: Path) -> None:
-    config, said = make_config(tmp_path), list[str]()
+    config = make_config(tmp_path)
+    said: list[str] = []
     folder = config.run.output_dir / FOLDER
     journal = live(config, *FIRST)
     journal.forget(11)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.support.protocol_helpers import HELLO
-from trainer.link.peers import Reports, refusal
+from trainer.link.peers import Peer, Reports, describe, refusal
 
 OLD, NEW = (7, "first start"), (7, "second start")  # in a container every process has the same pid
 
@@ -43,9 +43,6 @@ def test_who_comes_or_goes_adds_what_it_did_and_nothing_else() -> None:
         ([(OLD, {"total/a": tokens}) for tokens in (10.0, 50.0, 30.0, 60.0)], {"total/a": 50.0}),
         # a count that appears later was 0 before
         ([(OLD, {}), (OLD, {"total/a": 2.0})], {"total/a": 2.0}),
-        # what is no total: the newest
-        ([(OLD, {"sync/load_s": 9.0}), (OLD, {"sync/load_s": 1.0, "logged/words": 4.0})],
-         {"sync/load_s": 1.0, "logged/words": 4.0}),
     ],
 )  # fmt: skip
 def test_the_reports_of_one_sampler(reported: list[Any], expected: dict[str, float]) -> None:
@@ -57,26 +54,40 @@ def test_the_reports_of_one_sampler(reported: list[Any], expected: dict[str, flo
 
 def test_values_that_are_no_totals_are_the_mean_over_samplers() -> None:
     reports = Reports()
-    reports.add("s0", OLD, {"sync/load_s": 1.0, "logged/words": 4.0})
+    reports.add("s0", OLD, {"sync/load_s": 9.0})
+    reports.add("s0", OLD, {"sync/load_s": 1.0, "logged/words": 4.0})  # the newest counts
     reports.add("s1", OLD, {"sync/load_s": 2.0})
     assert reports.drain({"s0", "s1"}) == ({"logged/words": 4.0, "sync/load_s": 1.5}, 2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "needs_ref", "name", "said"),
+    "name", ["dataset_fingerprint", "eval_fingerprint", "tokenizer_hash", "num_problems", "num_eval_problems"]
+)
+def test_a_sampler_must_have_the_data_of_the_first(name: str) -> None:
+    other = replace(HELLO, pid=2, **{name: "other"})
+    assert refusal(other, HELLO, needs_ref_logprobs=False) is not None
+    assert refusal(other, other, needs_ref_logprobs=False) is None
+
+
+@pytest.mark.parametrize("needs_ref", [True, False])
+def test_a_sampler_must_score_the_reference_if_the_trainer_needs_it(needs_ref: bool) -> None:
+    assert refusal(replace(HELLO, scores_reference=needs_ref), HELLO, needs_ref) is None
+    _, reason = refusal(replace(HELLO, scores_reference=not needs_ref), HELLO, needs_ref) or ("", "")
+    assert ("trainer wants them without" in reason) != needs_ref
+    assert "give both the same reference.on and algorithm.beta" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "works", "state"),
     [
-        ({}, False, "", ""),
-        ({"pid": 2, "incarnation": "later"}, False, "", ""),
-        ({"scores_reference": True}, True, "", ""),
-        ({"dataset_fingerprint": "other"}, False, "dataset_fingerprint", "other differs from the first sampler's data"),
-        ({"eval_fingerprint": "other"}, False, "eval_fingerprint", "other differs from the first sampler's"),
-        ({"tokenizer_hash": "words"}, False, "tokenizer_hash", "words differs from the first sampler's tokenizer"),
-        ({"num_problems": 99}, False, "num_problems", "99 differs from the first sampler's 100"),
-        ({"num_eval_problems": 8}, False, "num_eval_problems", "8 differs from the first sampler's 10"),
-        ({"scores_reference": True}, False, "reference", "with reference log-probs and the trainer wants them without"),
-        ({}, True, "reference", "without reference log-probs and the trainer wants them with"),
+        ({"phase": "sampling"}, {}, "heard 4 s ago (sampling: normal)"),
+        ({"heard_at": 0.0}, {}, "heard 9 s ago (silent)"),
+        ({"lost": True}, {}, "(lost)"),
+        ({"phase": "idle"}, {"s0": "group 7"}, "(idle, and its work is group 7)"),
+        ({"phase": "idle"}, {"s1": "group 7"}, "(idle: normal)"),
+        ({"phase": "idle"}, {}, "(idle, and nobody has work)"),
     ],
 )
-def test_a_sampler_must_agree_with_the_first(changes: dict[str, Any], needs_ref: bool, name: str, said: str) -> None:
-    found_name, found = refusal(msgspec.structs.replace(HELLO, **changes), HELLO, needs_ref) or ("", "")
-    assert found_name == name and said in found
+def test_what_a_sampler_does_is_told_in_words(changes: dict[str, Any], works: dict[str, str], state: str) -> None:
+    peer = Peer(**{"hello": HELLO, "heard_at": 5.0, "progressed_at": 5.0} | changes)
+    assert state in describe({"s0": peer}, 9.0, works)

@@ -27,7 +27,7 @@ def record(path: Path, items: list[Item], cursor: int = 0) -> None:
 
 
 def ids(path: Path) -> list[int]:
-    return [one.group.group_id for one, _ in recording.read(path)]
+    return [received.group.group_id for received, _ in recording.read(path)]
 
 
 def ends(path: Path) -> list[int]:
@@ -42,12 +42,12 @@ def test_a_replay_gives_the_recorded_groups_back_bit_for_bit(tmp_path: Path) -> 
     assert same(replay.receive([4])[0].group, ITEMS[4])
 
 
-@pytest.mark.parametrize("cut", [1, 10, 15, 16, 17, 100])
+@pytest.mark.parametrize("cut", [1, 15, 16, 100])
 def test_a_torn_last_record_is_ignored_and_the_next_life_writes_over_it(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "groups"
     record(path, ITEMS)
-    whole, before_last = path.read_bytes(), ends(path)[-2]
-    os.truncate(path, before_last + cut)
+    whole = path.read_bytes()
+    os.truncate(path, ends(path)[-2] + cut)
     assert ids(path) == [0, 1, 2, 3, 4]
     record(path, ITEMS[5:], cursor=5)
     assert path.read_bytes() == whole
@@ -55,17 +55,19 @@ def test_a_torn_last_record_is_ignored_and_the_next_life_writes_over_it(tmp_path
 
 def test_a_flipped_bit_is_an_error_with_the_command_that_cuts_it_off_and_no_shorter_recording(tmp_path: Path) -> None:
     path = tmp_path / "groups"
-    short: list[Item] = [random_group(g, 10, [1.0], beta=0.1, longest=2) for g in (0, 2)]
-    record(path, [short[0], ITEMS[1], short[1]])
-    whole, begins = path.read_bytes(), [0, *ends(path)]
+    record(path, [random_group(0, 10, [1.0], beta=0.1, longest=2), ITEMS[1]])
+    whole = path.read_bytes()
+    [second, _] = ends(path)
     for position in range(len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
-        record_at = max(begin for begin in begins if begin <= position)
-        with pytest.raises(UserError, match=rf"groups is damaged.*truncate -s {record_at} {path}$"):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        record_at = 0 if position < second else second
+        with pytest.raises(UserError, match=f"truncate -s {record_at} {path}$"):
             ids(path)
 
 
-@pytest.mark.parametrize("cursor", [0, 4, 6])
+@pytest.mark.parametrize("cursor", [0, 4])
 def test_a_resumed_run_cuts_off_what_it_trains_again_and_what_a_power_cut_spoiled(tmp_path: Path, cursor: int) -> None:
     """It may leave anything behind the last fsync, and a checkpoint is saved only after one."""
     path = tmp_path / "groups"
@@ -84,44 +86,44 @@ def test_what_a_recording_does_not_have_is_the_users_to_fix(tmp_path: Path) -> N
         Replay(tmp_path / "scored", "life", needs_reference=True).receive([3, 4, 5])
     record(tmp_path / "unscored", [*ITEMS, group(6, beta=0.0)])
     Replay(tmp_path / "unscored", "life")
-    with pytest.raises(UserError, match=r"without reference log-probs.*set reference.on=trainer"):
+    with pytest.raises(UserError, match=r"set reference\.on=trainer"):
         Replay(tmp_path / "unscored", "life", needs_reference=True)
-    with pytest.raises(UserError, match=r"without algorithm.router_replay; set algorithm.router_replay=false"):
+    with pytest.raises(UserError, match=r"set algorithm\.router_replay=false"):
         Replay(tmp_path / "scored", "life", needs_routing=True)
-    with pytest.raises(UserError, match=r"nowhere: No such file or directory; make one with run\.record=true"):
+    with pytest.raises(UserError, match=r"run\.record=true"):
         Replay(tmp_path / "nowhere", "life")
 
 
 def test_a_full_disk_loses_no_record_and_leaves_none_in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes 10 bytes of the second group, then nothing, then everything again."""
     record(tmp_path / "expected", ITEMS)
-    recorder, pwrite, room = Recorder(tmp_path / "groups", cursor=0), os.pwrite, 0
+    recorder = Recorder(tmp_path / "groups", cursor=0)
+    pwrite = os.pwrite
+    room = 10
 
     def limited(descriptor: int, data: bytes, offset: int) -> int:
         nonlocal room
         if room == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, "No space left")
         taken = min(room, len(data))
         room -= taken
         return pwrite(descriptor, bytes(data[:taken]), offset)
 
-    recorder.append([received(item) for item in ITEMS[:1]])
+    groups = [received(item) for item in ITEMS]
+    recorder.append(groups[:1])
     monkeypatch.setattr(os, "pwrite", limited)
-    room = 10
-    recorder.append([received(item) for item in ITEMS[1:3]])
-    recorder.append([received(item) for item in ITEMS[3:4]])
+    recorder.append(groups[1:3])
+    recorder.append(groups[3:4])
     assert ids(tmp_path / "groups") == [0]
     with pytest.raises(OSError, match="No space left"):
         recorder.sync()
     room = 10**9
-    recorder.append([received(item) for item in ITEMS[4:]])
+    recorder.append(groups[4:])
     recorder.close()
     assert (tmp_path / "groups").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 def test_an_error_that_waiting_does_not_cure_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(tmp_path / "groups", cursor=0)
-
-    monkeypatch.setattr(os, "pwrite", raising(OSError(errno.EBADF, os.strerror(errno.EBADF))))
+    monkeypatch.setattr(os, "pwrite", raising(OSError(errno.EBADF, "Bad file descriptor")))
     with pytest.raises(OSError, match="Bad file descriptor"):
-        recorder.append([received(item) for item in ITEMS[:1]])
+        record(tmp_path / "groups", ITEMS[:1])
