@@ -12,6 +12,7 @@ from common.files.weights import Published
 from tests.support.memory_transport import TRAINER, MemoryNetwork
 from tests.support.protocol_helpers import changed, make_config, make_group, make_inbox, received
 from trainer.link.group_journal import FOLDER, GroupJournal
+from trainer.link.inbox import Inbox
 
 FIRST = (("10a", 20, 21), ("11b", 22), ("12c", 23, 24))  # a version, its weights, and the groups accepted meanwhile
 
@@ -36,6 +37,10 @@ def live(
         for group_id in groups:
             journal.add(received(make_group(group_id, int(version[:2]))))
     return journal
+
+
+def inbox_of(config: Config) -> Inbox:
+    return make_inbox(config, transport=MemoryNetwork().end(TRAINER))
 
 
 def test_what_was_accepted_comes_back_with_its_version_and_is_reserved_until_then(tmp_path: Path) -> None:
@@ -74,34 +79,26 @@ def test_the_first_other_version_ends_it_for_good(tmp_path: Path, versions: list
     assert len(said) == min(lost, 1)
 
 
-@pytest.mark.parametrize(
-    ("sections", "back"),
-    [
-        ({"trainer": {"max_steps": 60, "learning_rate": 1e-3}}, [20, 21]),
-        ({"sampler": {"temperature": 0.7}}, []),
-        ({"trainer": {"save_steps": 0}}, []),
-    ],
-)
-def test_what_other_settings_made_is_sampled_again(
-    tmp_path: Path, sections: dict[str, dict[str, Any]], back: list[int]
-) -> None:
-    config = make_config(tmp_path)
-    live(config, *FIRST)
-    assert begun(live(changed(config, **sections)), "10a") == back
+def test_what_other_settings_or_another_reward_made_is_sampled_again(tmp_path: Path) -> None:
+    reward = tmp_path / "mine_ü.py"
+    agent = tmp_path / "agent.js"
+    agent.write_text("old")
+    reward.write_text("old")
+    config = make_config(tmp_path, rewards={"reward_funcs": [f"{reward}:f"]})
+    config = changed(config, rollout={"agent": ["node", str(agent)]})
 
+    def back(run: str = "run", **sections: dict[str, Any]) -> list[int]:
+        live(config, *FIRST)
+        return begun(live(changed(config, **sections), run=run), "10a")
 
-@pytest.mark.parametrize("file", ["mine_ü.py", "agent.js"])
-def test_what_another_run_reward_or_agent_made_is_sampled_again(tmp_path: Path, file: str) -> None:
-    path = tmp_path / file
-    path.write_text("old")
-    config = make_config(tmp_path, rewards={"reward_funcs": [f"{tmp_path}/mine_ü.py:f"]})
-    config = changed(config, rollout={"agent": ["node", str(tmp_path / "agent.js")]})
-    live(config, *FIRST)
-    assert begun(live(config), "10a") == [20, 21]
-    path.write_text("new")
-    assert begun(live(config), "10a") == []
-    live(config, *FIRST)
-    assert begun(live(config, run="another"), "10a") == []
+    assert back(trainer={"max_steps": 60, "learning_rate": 1e-3}) == [20, 21]
+    assert back(trainer={"save_steps": 0}) == []
+    assert back(sampler={"temperature": 0.7}) == []
+    assert back(run="another") == []
+    for file in (agent, reward):
+        live(config, *FIRST)
+        file.write_text("new")
+        assert begun(live(config), "10a") == []
 
 
 def test_a_torn_record_costs_its_group_and_the_next_start_writes_over_it(tmp_path: Path) -> None:
@@ -130,7 +127,7 @@ def test_what_no_checkpoint_wants_any_more_is_deleted_and_at_the_end_all_is(tmp_
 def test_a_kept_group_is_held_if_it_is_fresh_enough_and_else_sampled_again(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     live(config, ("10a", 20, 24), ("11b", 25, 26), ("12c", 27), ("13d", 28))
-    inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))
+    inbox = inbox_of(config)
     ledger = inbox.state.ledger
     inbox.commit(24, published("12c"))
     assert sorted(ledger.received) == [25, 26, 27] and inbox.state.counters == {"kept": 3, "refused/version": 1}
@@ -149,7 +146,7 @@ def test_after_a_restart_only_groups_that_had_been_begun_count_as_drawn_again(
     config = make_config(tmp_path)
     assert (config.prompts_per_batch, config.window) == (2, 4)
     live(config, ("11b", 24, 25), ("12c", 26), *[("13d",)] * was_published)
-    inbox = make_inbox(config, transport=MemoryNetwork().end(TRAINER))
+    inbox = inbox_of(config)
     inbox.commit(26, published("13d"))
     ledger = inbox.state.ledger
     ledger.lease_out(["s0"])

@@ -46,12 +46,12 @@ def random_duration(weights: tuple[int, ...], ratio: float) -> Callable[[int], L
 
 SAMPLERS = pytest.mark.parametrize(
     ("weights", "speeds"),
-    [((1, 1), [1, 0.5]), ((3, 1), [1, 1, 1, 1]), ((2, 1), [1, 0.5, 0.33]), ((1, 1, 1), [1, 1, 1])],
+    [((1, 1), [1, 0.5]), ((3, 1), [1, 1, 1, 1]), ((1, 1, 1), [1, 1, 1])],
 )
 
 
 @SAMPLERS
-@pytest.mark.parametrize(("prompts", "staleness"), [(64, 0), (8, 1), (2, 0), (1, 3)])
+@pytest.mark.parametrize(("prompts", "staleness"), [(64, 0), (8, 1), (1, 3)])
 @pytest.mark.parametrize("ratio", [1, 3])
 def test_each_sampler_has_the_sources_of_the_run(
     weights: tuple[int, ...], speeds: list[float], prompts: int, staleness: int, ratio: float

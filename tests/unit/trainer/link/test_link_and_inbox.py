@@ -103,13 +103,6 @@ class Lossy(Link):
 # ---- groups ------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_taken_in_order_whatever_the_order_of_sending(link: MemoryLink) -> None:
-    with link.inbox() as inbox, link.sampler(order=lambda ids: sorted(ids, reverse=True)) as sampler:
-        assert train(inbox, 10) == list(range(20))
-        until(lambda: not any(sampler.link.has_result(g) for g in range(18)))  # what is trained may be forgotten
-    assert not [name for name in inbox.state.counters if name.startswith("refused")]
-
-
 def test_nothing_is_produced_beyond_the_window(link: MemoryLink) -> None:
     with link.inbox() as inbox, link.sampler() as sampler:
         inbox.commit(0, published(0))
@@ -121,12 +114,14 @@ def test_nothing_is_produced_beyond_the_window(link: MemoryLink) -> None:
 
 
 def test_duplicates_are_counted_and_never_trained_twice(link: MemoryLink) -> None:
-    with link.inbox() as inbox, link.sampler(link_class=Doubling):
+    """And the order of sending is not that of training."""
+    with link.inbox() as inbox, link.sampler(link_class=Doubling, order=lambda ids: ids[::-1]) as sampler:
         assert train(inbox, 10) == list(range(20))
         until(lambda: refused(inbox, "duplicate") + refused(inbox, "trained") >= 20)
         inbox.commit(20, published(10), "v10", num_problems=3)
         until(lambda: refused(inbox, "eval_duplicate"))
         assert len(inbox.finish_eval()) == 1
+        until(lambda: not any(sampler.link.has_result(g) for g in range(20)))  # what is trained is forgotten
 
 
 def test_what_is_lost_on_the_way_is_sent_again(link: MemoryLink) -> None:
@@ -254,7 +249,8 @@ def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, an
 
 
 def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink) -> None:
-    with link.inbox() as inbox, link.sampler(make=lambda g, v: Tombstone(g, v, "KeyError: 'a\ud83d'")):
+    with link.inbox() as inbox, link.sampler() as sampler:
+        sampler.make = lambda g, v: make_group(g, v) if g else Tombstone(g, v, "KeyError: 'a\ud83d'")
         inbox.commit(0, published(0))
         assert receive(inbox, [0]) == [Tombstone(0, 0, "KeyError: 'a?'")]
 
@@ -312,13 +308,11 @@ def test_a_trainer_waits_while_a_sampler_works_on_its_rows(link: MemoryLink, mon
 def test_a_flood_cannot_stop_credits(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """More messages than the thread can read: each read ends, so that samplers hear of their leases."""
     with link.inbox() as inbox, link.sampler():
-        until(lambda: "s0" in inbox.state.peers)
         poll = inbox.thread.transport.receive
         monkeypatch.setattr(inbox.thread.transport, "receive", lambda: poll() or [b"junk"])
         until(lambda: refused(inbox, "frame_count") > 1000)
         inbox.commit(0, published(0))
         inbox.receive([0, 1, 2, 3])
-        monkeypatch.undo()
 
 
 # ---- waiting -----------------------------------------------------------------------------------------------
@@ -337,10 +331,6 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(link: MemoryLink) 
             inbox.receive([0, 1])
 
 
-def nothing_happens(inbox: Inbox, look: int) -> None:
-    pass
-
-
 def a_group_arrives(inbox: Inbox, look: int) -> None:
     if look < 10:
         inbox.state.ledger.received[look] = received(make_group(look))
@@ -348,29 +338,22 @@ def a_group_arrives(inbox: Inbox, look: int) -> None:
 
 def a_restarted_sampler_gets_further(inbox: Inbox, look: int) -> None:
     """Its earlier process had sampled a million tokens before the wait, which is no measure for the new one.
-    Then it begins again, and gets no further than it was.
+
+    In the end it gets no further than it was.
     """
-    peer = Peer(HELLO, 0.0, 0.0, progress=1_000_000)
     if look > 1:
-        peer = Peer(replace(HELLO, pid=HELLO.pid + 1), 0.0, 0.0, progress=look if look <= 10 else look % 3 + 4)
-    inbox.state.peers = {"s0": peer}
+        progress = look if look <= 10 else look % 3 + 4
+        inbox.state.peers = {"s0": Peer(replace(HELLO, pid=HELLO.pid + 1), 0.0, 0.0, progress)}
 
 
-@pytest.mark.parametrize(
-    ("happens", "waited_s"),
-    [
-        (nothing_happens, 3000),
-        (a_group_arrives, 12_000),
-        (a_restarted_sampler_gets_further, 12_000),
-    ],
-)
+@pytest.mark.parametrize("happens", [a_group_arrives, a_restarted_sampler_gets_further])
 def test_a_wait_lasts_as_long_as_anything_moves(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Inbox, int], None], waited_s: int
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Inbox, int], None]
 ) -> None:
-    """Every look at the clock comes 1,000 s after the one before it; the limit is 1,800 s."""
+    """It moves until the tenth look at the clock. Each comes 1,000 s after the one before it; the limit is 1,800 s."""
     inbox = link.inbox(say=lambda _: None)
     inbox.config = changed(link.config, channel={"stall_timeout_s": 1800.0})
-    inbox.state.peers = {"s0": Peer(HELLO, 0.0, 0.0)}
+    inbox.state.peers = {"s0": Peer(HELLO, 0.0, 0.0, progress=1_000_000)}
     looks = itertools.count()
 
     def monotonic() -> float:
@@ -380,7 +363,7 @@ def test_a_wait_lasts_as_long_as_anything_moves(
 
     monkeypatch.setattr("trainer.link.inbox.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(inbox.state.changed, "wait", lambda timeout: None)
-    with pytest.raises(Retryable, match=f"waited {waited_s} s"):
+    with pytest.raises(Retryable, match="waited 12000 s"):
         inbox.receive(range(20))
 
 
@@ -388,9 +371,9 @@ def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, m
     monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.05)
     said: list[str] = []
     link.config = changed(link.config, channel={"connect_timeout_s": 0.3})
-    with link.inbox(say=said.append) as inbox:
-        with pytest.raises(Retryable, match=r"a sampler to connect; no sampler on ipc://.*sampling.py.* running"):
-            inbox.wait_for_sampler()
+    missing = r"a sampler to connect; no sampler on ipc://.*sampling.py.* running"
+    with link.inbox(say=said.append) as inbox, pytest.raises(Retryable, match=missing):
+        inbox.wait_for_sampler()
     assert any("for a sampler to connect" in line for line in said)
 
 
@@ -464,11 +447,9 @@ def test_an_inbox_that_breaks_tells_both_sides(link: MemoryLink, monkeypatch: py
         inbox.receive([90])
 
 
-@pytest.mark.parametrize("says_hello", [True, False])
-def test_a_samplers_user_error_ends_the_wait(link: MemoryLink, says_hello: bool) -> None:
+def test_a_samplers_user_error_ends_the_wait(link: MemoryLink) -> None:
+    """It may come before the hello, if an engine refuses the settings."""
     with link.inbox() as inbox:
-        if says_hello:
-            link.say("s0", HELLO, "", "")
         link.say("s0", wire.Bye("vllm refuses max_model_len", 2), "", "")
         with pytest.raises(UserError, match="sampler s0: vllm refuses max_model_len"):
             inbox.receive([0])
@@ -502,7 +483,7 @@ def test_a_run_whose_rollouts_all_fail_for_long_ends_with_the_reason(link: Memor
     with link.inbox(limits=dataclasses.replace(LIMITS, max_turns=2)) as inbox, link.sampler(make=make):
         assert train(inbox, 14) == list(range(28))
         inbox.commit(28, published(14))
-        with pytest.raises(UserError, match=r"last 20 groups failed.*server of the environment is down"):
+        with pytest.raises(UserError, match=r"last 2. groups failed.*server of the environment is down"):
             inbox.receive([28, 29, 30, 31])
 
 
@@ -553,39 +534,33 @@ def test_samplers_are_idle_between_their_last_result_and_the_next_weights(link: 
         until(inbox.samplers_are_idle)
 
 
-def failing(*problems: int) -> Callable[[EvalRequest, int], EvalResult]:
-    """Answers every problem but these, whose rewards time out."""
-
-    def make(request: EvalRequest, version: int) -> EvalResult:
-        whole = make_eval_result(request, version)
-        scored = tuple(sample for sample in whole.samples if sample.problem_index not in problems)
-        failures = tuple(EvalFailure(i, "killed") for i in request.problem_indexes if i in problems)
-        return replace(whole, samples=scored, failures=failures)
-
-    return make
-
-
 def test_held_out_problems_that_cannot_be_scored_are_left_out_until_there_are_too_many(link: MemoryLink) -> None:
     """1 % of 450 are 4.5."""
     said: list[str] = []
+    failing = [62, 63, 64, 65]  # in two chunks
+
+    def make(request: EvalRequest, version: int) -> EvalResult:
+        whole = make_eval_result(request, version)
+        scored = tuple(sample for sample in whole.samples if sample.problem_index not in failing)
+        failures = tuple(EvalFailure(i, "killed") for i in failing if i in request.problem_indexes)
+        return replace(whole, samples=scored, failures=failures)
+
     with link.inbox(say=said.append) as inbox, link.sampler() as sampler:
-        sampler.make_eval = failing(62, 63, 64, 65)  # in two chunks
+        sampler.make_eval = make
         for version in range(2):  # the failures of an earlier evaluation do not count in a later one
             inbox.commit(0, published(version), f"v{version}", num_problems=450)
             results = inbox.finish_eval()
-            assert [f.problem_index for result in results for f in result.failures] == [62, 63, 64, 65]
+            assert [f.problem_index for result in results for f in result.failures] == failing
         assert "held-out problem 63 could not be scored: killed" in said
-        sampler.make_eval = failing(62, 63, 64, 65, 66)
+        failing.append(66)
         inbox.commit(0, published(2), "v2", num_problems=450)
         with pytest.raises(UserError, match=r"5 held-out problems .* v2.*0\.01 of them.*killed"):
             inbox.finish_eval()
 
 
 def test_what_samplers_report_is_put_together(link: MemoryLink) -> None:
-    """How: test_peers.py. One that was started again is told from one that says hello twice."""
-    said: list[str] = []
-    with link.inbox(say=said.append) as inbox:
-        link.say("s0", HELLO, "", "")
+    """How: test_peers.py."""
+    with begun(link) as inbox:
         for tokens in (9000.0, 9100.0):
             link.say("s0", wire.Beat("sampling", 1, 7, {"total/tokens": tokens}))
         link.say("s0", HELLO, "", "")
@@ -595,6 +570,3 @@ def test_what_samplers_report_is_put_together(link: MemoryLink) -> None:
         assert inbox.versions_in_use() == [7]
         lose(inbox)
         assert inbox.versions_in_use() == []
-        assert not [line for line in said if "is back" in line]
-        link.say("s0", replace(HELLO, pid=2), "", "")
-        until(lambda: "sampler s0 is back as pid 2" in said)
