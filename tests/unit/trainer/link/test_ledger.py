@@ -40,7 +40,6 @@ def test_the_result_of_a_sampler_that_was_thought_lost_counts_only_while_it_has_
     assert granted(ledger, "b") == [[0, 1]]
     assert ledger.redrawn == 2
     assert refusal(ledger, 0, "a") == "not_leased"
-    assert refusal(ledger, 0, "b") is None
 
 
 def finish_batch(ledger: Ledger, ratio: int) -> tuple[int, int]:

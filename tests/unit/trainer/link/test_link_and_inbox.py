@@ -65,11 +65,6 @@ def refused(inbox: Inbox, reason: str) -> int:
     return inbox.state.counters[f"refused/{reason}"]
 
 
-def stuck(until_set: threading.Event, make: Callable[..., Any] = make_group) -> Callable[..., Any]:
-    """Makes what it is asked for once the event is set."""
-    return lambda *asked: until_set.wait(limit(20)) and make(*asked)
-
-
 def lose(inbox: Inbox) -> None:
     """As if s0 was last heard longer ago than it may be silent."""
     with inbox.state.changed:
@@ -111,6 +106,14 @@ def test_nothing_is_produced_beyond_the_window(link: MemoryLink) -> None:
             heard_at = inbox.state.peers["s0"].heard_at
             until(lambda before=heard_at: inbox.state.peers["s0"].heard_at > before)
         assert sampler.produced == [0, 1, 2, 3]  # 2 groups a step, one step ahead
+
+
+def test_a_sampler_hears_of_its_work_before_the_next_beat(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "BEAT_S", 60.0)
+    bare = link.bare()
+    with begun(link):
+        bare.receive(timeout_s=limit(5))
+    assert bare.credit is not None and bare.credit.lease == [0, 1, 2, 3]
 
 
 def test_duplicates_are_counted_and_never_trained_twice(link: MemoryLink) -> None:
@@ -157,7 +160,12 @@ def test_of_a_lost_sampler_and_the_one_in_its_place_only_the_second_counts(link:
 def test_what_a_killed_sampler_had_begun_is_drawn_again_and_counted_though_it_is_soon_back(link: MemoryLink) -> None:
     is_back = threading.Event()
     restarted = replace(HELLO, pid=HELLO.pid + 1)
-    with begun(link) as inbox, link.sampler("s0", make=stuck(is_back), hello=restarted) as sampler:
+
+    def make(group_id: int, version: int) -> Group:
+        is_back.wait(limit(20))
+        return make_group(group_id, version)
+
+    with begun(link) as inbox, link.sampler("s0", make=make, hello=restarted) as sampler:
         until(lambda: sampler.produced == [0])  # by a credit for its earlier process
         sampler.link.beat("sampling", 0, 0, {}, now=True)
         until(lambda: inbox.state.peers["s0"].hello.pid == restarted.pid)
@@ -249,9 +257,8 @@ def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, an
 
 
 def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink) -> None:
-    with link.inbox() as inbox, link.sampler() as sampler:
-        sampler.make = lambda g, v: make_group(g, v) if g else Tombstone(g, v, "KeyError: 'a\ud83d'")
-        inbox.commit(0, published(0))
+    with begun(link) as inbox:
+        link.say("s0", Tombstone(0, 0, "KeyError: 'a\ud83d'"))
         assert receive(inbox, [0]) == [Tombstone(0, 0, "KeyError: 'a?'")]
 
 
@@ -359,7 +366,7 @@ def test_a_wait_lasts_as_long_as_anything_moves(
     def monotonic() -> float:
         look = next(looks)
         happens(inbox, look)
-        return 1000.0 * look
+        return 1000.0 * look + 500
 
     monkeypatch.setattr("trainer.link.inbox.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(inbox.state.changed, "wait", lambda timeout: None)
@@ -482,6 +489,7 @@ def test_a_run_whose_rollouts_all_fail_for_long_ends_with_the_reason(link: Memor
 
     with link.inbox(limits=dataclasses.replace(LIMITS, max_turns=2)) as inbox, link.sampler(make=make):
         assert train(inbox, 14) == list(range(28))
+        inbox.receive([28, 29])
         inbox.commit(28, published(14))
         with pytest.raises(UserError, match=r"last 2. groups failed.*server of the environment is down"):
             inbox.receive([28, 29, 30, 31])
@@ -512,25 +520,24 @@ def test_chunks_are_so_small_that_their_texts_fit_a_message(
 
 
 def test_an_interrupt_ends_an_evaluation_for_good(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    with link.inbox() as inbox:
-        inbox.commit(0, published(0), "v0", num_problems=3)
-        monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
+    monkeypatch.setattr("trainer.link.inbox.interrupted", lambda: True)
+    with begun(link) as inbox:
         with pytest.raises(Interrupted):
             inbox.finish_eval()
         assert inbox.finish_eval() == []
 
 
 def test_samplers_are_idle_between_their_last_result_and_the_next_weights(link: MemoryLink) -> None:
-    may_end = threading.Event()
-    with link.inbox() as inbox, link.sampler() as sampler:
-        sampler.make_eval = stuck(may_end, make_eval_result)
+    with begun(link) as inbox:
+        link.say("s0", RIGHT)
+        inbox.finish_eval()
         assert not inbox.samplers_are_idle()
-        inbox.commit(0, published(0))
+        for group_id in range(4):
+            link.say("s0", make_group(group_id))
         until(inbox.samplers_are_idle)
-        inbox.commit(2, published(1), "v1", num_problems=3)
-        until(lambda: inbox.state.ledger.is_complete)
-        assert not inbox.samplers_are_idle()  # it has the groups and still evaluates
-        may_end.set()
+        inbox.commit(0, published(0), "v1", num_problems=3)
+        assert not inbox.samplers_are_idle()  # it has the groups, and problems to answer
+        link.say("s0", replace(RIGHT, eval_id="v1"))
         until(inbox.samplers_are_idle)
 
 
