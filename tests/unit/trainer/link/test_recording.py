@@ -39,7 +39,6 @@ def test_a_replay_gives_the_recorded_groups_back_bit_for_bit(tmp_path: Path) -> 
     record(tmp_path / "groups", ITEMS)
     replay = Replay(tmp_path / "groups", "life")
     assert same([one.group for one in replay.receive(range(6))], ITEMS)
-    assert same(replay.receive([4])[0].group, ITEMS[4])
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 100])
@@ -113,8 +112,7 @@ def test_a_full_disk_loses_no_record_and_leaves_none_in_half(tmp_path: Path, mon
     groups = [received(item) for item in ITEMS]
     recorder.append(groups[:1])
     monkeypatch.setattr(os, "pwrite", limited)
-    recorder.append(groups[1:3])
-    recorder.append(groups[3:4])
+    recorder.append(groups[1:4])
     assert ids(tmp_path / "groups") == [0]
     with pytest.raises(OSError, match="No space left"):
         recorder.sync()
