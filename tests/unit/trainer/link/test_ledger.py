@@ -80,6 +80,7 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
         ledger.accept(arrived(group_id), "a")
     assert ledger.is_complete
     ledger.refill(2)  # two were dead
+    ledger.advance(0)  # a skipped step
     assert ledger.leases_are_due and not ledger.is_complete
     assert granted(ledger, "a") == [[4, 5]]
     ledger.advance(6)
@@ -89,7 +90,6 @@ def test_a_refilled_batch_admits_as_many_more_and_the_run_ends_as_much_later() -
 @pytest.mark.parametrize("cursor", [1, 101])
 def test_the_cursor_never_moves_back_or_beyond_the_end(cursor: int) -> None:
     ledger = Ledger(100, 4, cursor=2)
-    ledger.advance(2)  # a step may be skipped
     with pytest.raises(AssertionError, match="cursor may not move"):
         ledger.advance(cursor)
 
