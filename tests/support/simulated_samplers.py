@@ -44,11 +44,13 @@ class SimulatedSamplers:
 
     def lease_out(self) -> None:
         self.ledger.lease_out(list(self.speeds))
-        for group_id, name in sorted(self.ledger.leases.items()):
-            if group_id not in self.in_work:
-                lengths = self.draw(group_id)
-                self.first_draws.setdefault(group_id, lengths)
-                self.in_work[group_id] = (self.now + lengths.max() / self.speeds[name], name, lengths)
+        leased = self.ledger.by_sampler()
+        for name, speed in self.speeds.items():
+            for group_id in leased.get(name, []):
+                if group_id not in self.in_work:
+                    lengths = self.draw(group_id)
+                    self.first_draws.setdefault(group_id, lengths)
+                    self.in_work[group_id] = (self.now + lengths.max() / speed, name, lengths)
 
     def finish_next_group(self) -> None:
         group_id = min(self.in_work, key=lambda group_id: self.in_work[group_id][0])
