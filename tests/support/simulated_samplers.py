@@ -53,7 +53,7 @@ class SimulatedSamplers:
                     self.in_work[group_id] = (self.now + lengths.max() / speed, name, lengths)
 
     def finish_next_group(self) -> None:
-        group_id = min(self.in_work, key=lambda group_id: self.in_work[group_id][0])
+        _, group_id = min((end, group_id) for group_id, (end, _, _) in self.in_work.items())
         self.now, name, self.accepted[group_id] = self.in_work.pop(group_id)
         self.owners[group_id] = name
         self.ledger.accept(arrived(group_id), name)
