@@ -55,16 +55,3 @@ class HostReads(TorchFunctionMode):
         if func in (Tensor.cpu, Tensor.tolist):
             self.counts[func.__name__] += 1
         return func(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operations that a GPU would run: all but views and allocations. Use it as a context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func._schema.name.startswith("aten::empty"):
-            self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
