@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,21 +34,13 @@ def settings(rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
 ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
 # rewards, estimator, scale: advantages, worked out on paper
 HAND: dict[str, tuple[list[float], str, str, list[float]]] = {
-    # mean 1/2, squares 4 · 1/4 = 1, std = sqrt(1/3)
-    "two of four": ([1, 0, 0, 1], "grpo", "group", [x / (math.sqrt(1 / 3) + EPS) for x in (0.5, -0.5, -0.5, 0.5)]),
-    "two of four, unscaled": ([1, 0, 0, 1], "grpo", "none", [0.5, -0.5, -0.5, 0.5]),
     # mean 1/4, squares 9/16 + 3/16 = 3/4, std = 1/2
     "one of four": (ONE_OF_FOUR, "grpo", "group", [0.75 / (0.5 + EPS)] + [-0.25 / (0.5 + EPS)] * 3),
-    # mean 5e-4, std = 1e-3 / sqrt(2)
-    "a small difference": ([0, 1e-3], "grpo", "group", [x / (1e-3 / math.sqrt(2) + EPS) for x in (-5e-4, 5e-4)]),
-    "equal": ([-2.5] * 8, "grpo", "group", [0.0] * 8),
     "equal but for what is nothing": ([0.0, 1e-9], "grpo", "group", [0.0, 0.0]),
     "equal in float32, whose std is 8e-9": (torch.full((8,), 0.1).double().tolist(), "grpo", "group", [0.0] * 8),
-    "equal but for the order of a sum": ([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], "grpo", "group", [0.0, 0.0]),
     # the right one: 1 − 0; a wrong one: 0 − 1/3
     "rloo": (ONE_OF_FOUR, "rloo", "none", [1.0, -1 / 3, -1 / 3, -1 / 3]),
     "dr_grpo": (ONE_OF_FOUR, "dr_grpo", "none", [0.75, -0.25, -0.25, -0.25]),
-    "with a baseline": (ONE_OF_FOUR, "reinforce_plus_plus_baseline", "none", [0.75, -0.25, -0.25, -0.25]),
     "without one": ([1.0] * 4, "reinforce_plus_plus", "none", [1.0] * 4),
 }
 
@@ -78,36 +69,29 @@ def test_masked_completions_do_not_enter_the_whitening() -> None:
     assert found[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
-# each function alone: ±1/sqrt(2) of its own std, whatever its scale
-UNIT, TEN = 0.5 / (math.sqrt(0.5) + 1e-4), 5 / (math.sqrt(50) + 1e-4)
+UNIT = 0.5 / (math.sqrt(0.5) + 1e-4)  # of (1, 0): the distance to the mean, divided by the std
+TEN = 5 / (math.sqrt(50) + 1e-4)  # of (10, 0)
 
 
-@pytest.mark.parametrize(
-    ("scores", "expected"),
-    [
-        ([[1.0, 0.0], [0.0, 10.0]], [UNIT - 0.5 * TEN, -UNIT + 0.5 * TEN]),
-        ([[1.0, 0.0, math.nan], [7.0, 7.0, 7.0]], [UNIT, -UNIT, 0.0]),  # where one does not apply it is left out
-        ([[1.0, math.nan]], [0.0, 0.0]),  # one score is no group
-    ],
-)
-def test_normalised_per_function_no_scale_drowns_another(scores: list[list[float]], expected: list[float]) -> None:
-    found = normalized_sum([np.array(s) for s in scores], [1.0, 0.5][: len(scores)])
-    assert found.tolist() == pytest.approx(expected)
+def test_a_function_that_does_not_apply_or_tells_no_difference_adds_nothing() -> None:
+    nan = math.nan
+    scores = [np.array([1.0, 0.0, nan]), np.array([7.0, 7.0, 7.0]), np.array([nan, nan, 5.0])]  # one score is no group
+    assert normalized_sum(scores, [1.0, 0.5, 0.5]).tolist() == pytest.approx([UNIT, -UNIT, 0.0])
 
 
-def test_functions_and_weights_come_from_the_rewards_section() -> None:
-    scores = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 10.0}]
-    g = group(*(dataclasses.replace(rollout([7], 0.0), rewards=s) for s in scores))
+def test_normalised_per_function_no_scale_drowns_another() -> None:
+    first = dataclasses.replace(rollout([7], 0.0), rewards={"answer": 1.0, "format": 0.0})
+    second = dataclasses.replace(rollout([7], 0.0), rewards={"answer": 0.0, "format": 10.0})
     rewards = {"reward_funcs": ["answer", "format"], "reward_weights": [1.0, 3.0]}
     config = settings(rewards=rewards, multi_objective_aggregation="normalize_then_sum")
-    (found,) = step_advantages([g], config).values()
+    found = step_advantages([group(first, second)], config)[0]
     assert found.tolist() == pytest.approx([UNIT - 3 * TEN, -UNIT + 3 * TEN])
 
 
 def test_the_soft_overlong_punishment_falls_evenly_to_minus_one() -> None:
     # L_max = 10, cache 4: free up to 6, then −1/4 per token
-    found = soft_overlong_punishment(np.array([1, 6, 7, 8, 10, 12]), 10, 4)
-    assert found.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    found = soft_overlong_punishment(np.array([1, 7, 10, 12]), 10, 4)
+    assert found.tolist() == [0.0, -0.25, -1.0, -1.0]
 
 
 def test_rewards_are_shaped_by_kl_and_length() -> None:
@@ -120,7 +104,6 @@ def test_rewards_are_shaped_by_kl_and_length() -> None:
 NOISE = [-1.0, -0.5, -0.25, 0.0, 0.0, 0.25, 0.5, 1.0]  # nats of KL; the mean is 0
 KL = {"beta": 0.04, "kl_in_reward": True}
 PULL = [-0.04 * x for x in NOISE]  # −β · (KL_i − mean)
-SPREAD = np.std([reward + x for reward in (1.0, 0.0) for x in PULL], ddof=1) + EPS
 
 
 def of_kl(reward: float, group_id: int = 0) -> Group:
@@ -131,33 +114,25 @@ def of_kl(reward: float, group_id: int = 0) -> Group:
     ("groups", "choice", "expected"),
     [
         ([of_kl(1.0)], {}, [PULL]),  # and not divided by its own deviation, which would make 1.6 of it
-        ([of_kl(1.0)], {"scale_rewards": "none"}, [PULL]),
         ([of_kl(1.0)], {"scale_rewards": "batch"}, [PULL]),
-        ([of_kl(1.0)], {"adv_estimator": "rloo"}, [[x * 8 / 7 for x in PULL]]),
         ([of_kl(1.0)], {"whiten_advantages": True}, [PULL]),
         ([of_kl(1.0), of_kl(0.0, 1)], {"adv_estimator": "reinforce_plus_plus_baseline"}, [PULL, PULL]),
         ([of_kl(1.0), of_kl(1.0, 1)], {"adv_estimator": "reinforce_plus_plus"}, [PULL, PULL]),
-        # rewards 1 and 0 differ from group to group: the batch has a deviation, and scale_rewards divides by it
-        ([of_kl(1.0), of_kl(0.0, 1)], {"scale_rewards": "batch"}, [[x / SPREAD for x in PULL]] * 2),
     ],
 )
 def test_equal_rewards_leave_kl_alone(groups: list[Group], choice: dict[str, Any], expected: list[list[float]]) -> None:
     found = step_advantages(groups, settings(**KL, **choice))
-    flat = [np.hstack(list(found[i])).tolist() for i in range(len(groups))]  # tokens are completions here
-    assert flat == [pytest.approx(row, abs=1e-7) for row in expected]
+    for i, row in enumerate(expected):
+        assert np.hstack(list(found[i])).tolist() == pytest.approx(row, abs=1e-7)  # tokens are completions here
 
 
-def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text("def own(rewards): return (rewards - rewards.mean()) / (rewards.std() + 1e-9)\n")
+def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add() -> None:
+    assert is_dead_group(of_kl(0.1), settings(**KL))
+    assert not is_dead_group(of_kl(0.1), settings(adv_estimator="reinforce_plus_plus", **KL))
     by_length = group(rollout([7] * 12, 1.0), rollout([7], 1.0))
+    assert is_dead_group(by_length, settings(soft_punish_cache=12))
     unequal = group(rollout([7], 1.0, ref=-2.0), rollout([7], 0.0, ref=-1.0))  # 1 − 1 and 0 − 0: equal when shaped
-    for estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", f"{file}:own"):
-        config = settings(adv_estimator=estimator, dead_groups="skip", **KL)
-        assert is_dead_group(of_kl(1.0), config) and is_dead_group(of_kl(0.1), config)
-        assert not is_dead_group(unequal, settings(adv_estimator=estimator, beta=1.0, kl_in_reward=True))
-        assert is_dead_group(by_length, settings(adv_estimator=estimator, soft_punish_cache=12))
-    assert not is_dead_group(of_kl(1.0), settings(adv_estimator="reinforce_plus_plus", **KL))
+    assert not is_dead_group(unequal, settings(beta=1.0, kl_in_reward=True))
 
 
 def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
@@ -190,28 +165,10 @@ def test_reinforce_plus_plus_charges_a_token_for_the_kl_from_it_on(
 ) -> None:
     config = settings(adv_estimator=estimator, beta=0.5, kl_in_reward=True)
     first, second = step_advantages([KL_OF_TOKENS], config)[0]
-    mean, std = np.mean(before_whitening), np.std(before_whitening, ddof=1) + EPS
-    expected = [(a - mean) / std for a in before_whitening]
-    assert [*first, *second] == pytest.approx(expected, abs=1e-12) and len(second) == 1
-
-
-def test_a_masked_completion_has_a_reward_to_go_and_is_left_out_of_its_whitening() -> None:
-    masked = cut(rollout([1, 2, 3], 9.0, old=-1.0, ref=-4.0))
-    config = settings(adv_estimator="reinforce_plus_plus", mask_truncated_completions=True, **KL)
-    found = step_advantages([group(*KL_OF_TOKENS.rollouts, masked)], config)[0]
-    assert [a.tolist() for a in found[:2]] == [a.tolist() for a in step_advantages([KL_OF_TOKENS], config)[0]]
-
-
-def test_the_kl_of_observed_tokens_is_charged_to_nobody() -> None:
-    """Of five tokens a tool wrote the second and third, whose log-probs are 0."""
-    ref = np.array([-2, 0, 0, -4, -5], np.float32)
-    turns = dataclasses.replace(rollout([1, 2, 3, 4, 5], 1.0), old_logprobs=ref / 2, ref_logprobs=ref, turns=2)
-    turns = dataclasses.replace(turns, observed=((1, 3),))
-    other = rollout([6], 0.0, old=-1.0, ref=-1.0)
-    config = settings(adv_estimator="reinforce_plus_plus", beta=0.1, kl_in_reward=True)
-    before = [1 - 0.55, 1 - 0.45, 1 - 0.25, 0.0]  # 1 + 2 + 2.5 nats, of which the first token is charged for all
-    expected = (np.array(before) - np.mean(before)) / (np.std(before, ddof=1) + EPS)
-    assert np.hstack(step_advantages([group(turns, other)], config)[0]).tolist() == pytest.approx(expected.tolist())
+    std = np.std(before_whitening, ddof=1) + EPS
+    expected = (np.array(before_whitening) - np.mean(before_whitening)) / std
+    assert [len(first), len(second)] == [2, 1]
+    assert [*first, *second] == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -219,7 +176,6 @@ CHOICES: list[dict[str, Any]] = [
     {"scale_rewards": "batch"},
     {"scale_rewards": "none"},
     {"adv_estimator": "dr_grpo"},
-    {"adv_estimator": "rloo"},
     {"adv_estimator": "rloo", "whiten_advantages": True},
     {"whiten_advantages": True},
     {"adv_estimator": "reinforce_plus_plus"},
@@ -234,7 +190,9 @@ def test_estimators_equal_the_oracle_in_any_order(choice: dict[str, Any], reward
     groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
     config = settings(**choice)
     found = step_advantages(groups, config)
-    tokens = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
+    tokens = []
+    for g in groups:
+        tokens.append([len(r.completion_ids) for r in g.rollouts])
     a = config.algorithm
     expected = oracle.step_advantages(rewards, tokens, a.adv_estimator, a.reward_scale, a.whiten_advantages)
     again = step_advantages(random.sample(groups, len(groups)), config)

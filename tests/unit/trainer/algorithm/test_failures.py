@@ -33,17 +33,17 @@ def score(answer: float, format_: float = 0.0) -> tuple[dict[str, float], float]
 @pytest.mark.parametrize(
     ("scores", "reward"),
     [
-        ([score(1.0), score(0.0)], 0.0),
         ([score(1.0), score(0.5)], 0.0),  # at most 0: not above what a wrong answer would get
         ([score(1.0), score(-1.0)], -1.0),  # a 0 would teach to fail
-        ([score(1.0, -1.0), score(-1.0, -1.0)], -1.5),
         ([], 0.0),
     ],
 )
 def test_a_failure_has_the_lowest_reward_of_its_group_and_at_most_0(scores: Scores, reward: float) -> None:
     completions = [FAILED, *[ENDED] * len(scores), FAILED]
     first, *given, last = with_failures(completions, scores, config(), ROW)
-    assert given == scores and first == last and first[1] == reward
+    assert given == scores
+    assert first == last
+    assert first[1] == reward
 
 
 def test_by_function_a_failure_has_the_lowest_score_of_each_and_at_most_0() -> None:
@@ -58,18 +58,19 @@ def test_by_function_a_failure_has_the_lowest_score_of_each_and_at_most_0() -> N
 def test_a_function_that_does_not_apply_to_the_row_does_not_score_its_failures() -> None:
     row = replace(ROW, scored_by=("format",))
     [(by_function, reward)] = with_failures([FAILED], [], config(), row)
-    assert math.isnan(by_function["answer"]) and by_function["format"] == 0.0 and reward == 0.0
+    assert by_function == pytest.approx({"answer": math.nan, "format": 0.0}, nan_ok=True)
+    assert reward == 0.0
 
 
 def test_a_function_that_scored_no_other_of_the_group_does_not_score_its_failures() -> None:
     [(by_function, _), _] = with_failures([FAILED, ENDED], [score(math.nan, 1.0)], config(), ROW)
-    assert math.isnan(by_function["answer"]) and by_function["format"] == 0.0
+    assert by_function == pytest.approx({"answer": math.nan, "format": 0.0}, nan_ok=True)
 
 
 def test_a_failure_trains_though_it_was_cut_and_truncated_completions_are_masked() -> None:
-    cut = replace(ENDED, finish_reason="length")
-    rollouts = [as_rollout(c, None, {"answer": 0.0}, 0.0) for c in (cut, replace(cut, failure=FAILED.failure))]
-    assert [is_unmasked(rollout, True) for rollout in rollouts] == [False, True]
+    cut = as_rollout(replace(ENDED, finish_reason="length"), None, {"answer": 0.0}, 0.0)
+    failed = replace(cut, failure=FAILED.failure)
+    assert [is_unmasked(cut, True), is_unmasked(failed, True)] == [False, True]
 
 
 def test_the_reward_of_failures_can_be_set() -> None:
