@@ -41,7 +41,6 @@ HAND: dict[str, tuple[list[float], str, str, list[float]]] = {
     # the right one: 1 − 0; a wrong one: 0 − 1/3
     "rloo": (ONE_OF_FOUR, "rloo", "none", [1.0, -1 / 3, -1 / 3, -1 / 3]),
     "dr_grpo": (ONE_OF_FOUR, "dr_grpo", "none", [0.75, -0.25, -0.25, -0.25]),
-    "without one": ([1.0] * 4, "reinforce_plus_plus", "none", [1.0] * 4),
 }
 
 
@@ -51,22 +50,15 @@ def test_advantages_on_paper(case: str) -> None:
     assert group_advantages(np.array(rewards), scale, estimator).tolist() == pytest.approx(expected, abs=1e-15)
 
 
-def test_reinforce_plus_plus_is_whitened_over_tokens_and_whiten_advantages_over_completions() -> None:
-    g = group(rollout([7, 8, 9], 2.0), rollout([7], 0.0))
+def test_whitening_is_over_tokens_in_reinforce_plus_plus_else_over_completions_and_without_masked_ones() -> None:
+    g = group(cut(rollout([7], 4.0)), rollout([7, 8, 9], 2.0), rollout([7], 0.0))
+    masks = {"mask_truncated_completions": True}
     # tokens 2, 2, 2, 0: mean 3/2, squares 3 · 1/4 + 9/4 = 3, std 1
-    by_token = step_advantages([g], settings(adv_estimator="reinforce_plus_plus"))[0]
-    assert by_token.tolist() == pytest.approx([0.5 / 1.0001, -1.5 / 1.0001])
-    # completions 1 and −1 around 0: std sqrt(2)
-    by_completion = step_advantages([g], settings(adv_estimator="dr_grpo", whiten_advantages=True))[0]
-    assert by_completion.tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
-
-
-def test_masked_completions_do_not_enter_the_whitening() -> None:
-    g = group(cut(rollout([7], 4.0)), rollout([7], 2.0), rollout([7], 0.0))
-    config = settings(adv_estimator="dr_grpo", whiten_advantages=True, mask_truncated_completions=True)
+    by_token = step_advantages([g], settings(adv_estimator="reinforce_plus_plus", **masks))[0]
+    assert by_token[1:].tolist() == pytest.approx([0.5 / 1.0001, -1.5 / 1.0001])
     # advantages 2, 0, −2; of the two that train the mean is −1 and the std sqrt(2)
-    found = step_advantages([g], config)[0]
-    assert found[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
+    by_completion = step_advantages([g], settings(adv_estimator="dr_grpo", whiten_advantages=True, **masks))[0]
+    assert by_completion[1:].tolist() == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
 
 
 UNIT = 0.5 / (math.sqrt(0.5) + 1e-4)  # of (1, 0): the distance to the mean, divided by the std
@@ -140,7 +132,6 @@ def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
     found = step_advantages([of_kl(1.0), alive], settings(scale_rewards="batch", **KL))
     std = np.array([1 + x for x in PULL] + [1.0, 0.0]).std(ddof=1) + 1e-4
     assert found[0].tolist() == pytest.approx([x / std for x in PULL], abs=1e-7)
-    assert found[1].tolist() == pytest.approx([0.5 / std, -0.5 / std])
 
 
 def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
@@ -153,28 +144,18 @@ def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
 KL_OF_TOKENS = group(rollout([7, 8], 2.0, old=-1.0, ref=-2.0), rollout([9], 0.0, old=-1.0, ref=-3.0))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "before_whitening"),
-    [
-        ("reinforce_plus_plus", [2 - 0.5 * 2, 2 - 0.5 * 1, 0 - 0.5 * 2]),  # whole sums: 1, 1, −1
-        ("reinforce_plus_plus_baseline", [1 - 0.5 * 2, 1 - 0.5 * 1, -1 - 0.5 * 2]),  # the mean is the task's, 1
-    ],
-)
-def test_reinforce_plus_plus_charges_a_token_for_the_kl_from_it_on(
-    estimator: str, before_whitening: list[float]
-) -> None:
-    config = settings(adv_estimator=estimator, beta=0.5, kl_in_reward=True)
+def test_reinforce_plus_plus_charges_a_token_for_the_kl_from_it_on() -> None:
+    config = settings(adv_estimator="reinforce_plus_plus", beta=0.5, kl_in_reward=True)
     first, second = step_advantages([KL_OF_TOKENS], config)[0]
-    std = np.std(before_whitening, ddof=1) + EPS
-    expected = (np.array(before_whitening) - np.mean(before_whitening)) / std
-    assert [len(first), len(second)] == [2, 1]
-    assert [*first, *second] == pytest.approx(expected.tolist(), abs=1e-12)
+    # 2 − .5 · 2, 2 − .5 · 1 and 0 − .5 · 2: mean .5, std sqrt(3.5 / 2)
+    std = math.sqrt(1.75) + EPS
+    assert first.tolist() == pytest.approx([0.5 / std, 1.0 / std], abs=1e-12)
+    assert second.tolist() == pytest.approx([-1.5 / std], abs=1e-12)
 
 
 CHOICES: list[dict[str, Any]] = [
     {},
     {"scale_rewards": "batch"},
-    {"scale_rewards": "none"},
     {"adv_estimator": "dr_grpo"},
     {"adv_estimator": "rloo", "whiten_advantages": True},
     {"whiten_advantages": True},
@@ -185,8 +166,8 @@ steps = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=3, max_size=3)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-@given(steps, st.randoms(use_true_random=False))
-def test_estimators_equal_the_oracle_in_any_order(choice: dict[str, Any], rewards: list[list[float]], random) -> None:
+@given(steps)
+def test_estimators_equal_the_oracle(choice: dict[str, Any], rewards: list[list[float]]) -> None:
     groups = [random_group(i, 50, r) for i, r in enumerate(rewards)]
     config = settings(**choice)
     found = step_advantages(groups, config)
@@ -195,10 +176,8 @@ def test_estimators_equal_the_oracle_in_any_order(choice: dict[str, Any], reward
         tokens.append([len(r.completion_ids) for r in g.rollouts])
     a = config.algorithm
     expected = oracle.step_advantages(rewards, tokens, a.adv_estimator, a.reward_scale, a.whiten_advantages)
-    again = step_advantages(random.sample(groups, len(groups)), config)
     for group_id, advantages in found.items():
         assert advantages.tolist() == pytest.approx(expected[group_id], rel=1e-9, abs=1e-9)
-        assert again[group_id] == pytest.approx(advantages, rel=1e-9, abs=1e-9)
 
 
 def test_an_unknown_estimator_is_an_error_and_never_another_one() -> None:

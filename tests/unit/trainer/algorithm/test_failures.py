@@ -50,21 +50,17 @@ def test_by_function_a_failure_has_the_lowest_score_of_each_and_at_most_0() -> N
     scores = [score(1.0, -1.0), score(-1.0, math.nan)]
     [(by_function, _), *_] = with_failures([FAILED, ENDED, ENDED], scores, config(), ROW)
     assert by_function == {"answer": -1.0, "format": -1.0}
-    penalty = config_of(rewards={"reward_funcs": ["answer"], "reward_weights": [-1.0]}, rollout={"tools": ["t.py:f"]})
+    penalty = config_of(rewards={"reward_funcs": ["answer"], "reward_weights": [-1.0]})
     [(by_function, _), _] = with_failures([FAILED, ENDED], [({"answer": 0.5}, -0.5)], penalty, ROW)
     assert by_function == {"answer": 0.5}, "the highest of what counts against it"
 
 
-def test_a_function_that_does_not_apply_to_the_row_does_not_score_its_failures() -> None:
+def test_a_function_that_does_not_apply_to_the_row_or_to_others_of_the_group_does_not_score_its_failures() -> None:
+    only_format = pytest.approx({"answer": math.nan, "format": 0.0}, nan_ok=True)
     row = replace(ROW, scored_by=("format",))
-    [(by_function, reward)] = with_failures([FAILED], [], config(), row)
-    assert by_function == pytest.approx({"answer": math.nan, "format": 0.0}, nan_ok=True)
-    assert reward == 0.0
-
-
-def test_a_function_that_scored_no_other_of_the_group_does_not_score_its_failures() -> None:
+    assert with_failures([FAILED], [], config(), row) == [(only_format, 0.0)]
     [(by_function, _), _] = with_failures([FAILED, ENDED], [score(math.nan, 1.0)], config(), ROW)
-    assert by_function == pytest.approx({"answer": math.nan, "format": 0.0}, nan_ok=True)
+    assert by_function == only_format
 
 
 def test_a_failure_trains_though_it_was_cut_and_truncated_completions_are_masked() -> None:

@@ -125,8 +125,8 @@ def test_a_last_turn_that_is_cut_off_keeps_its_reward_and_gets_the_end_s() -> No
 
 
 def test_they_cross_the_wire_and_what_cannot_be_is_refused() -> None:
-    frames = encode(ENVELOPE, GROUP)
-    assert [r.turn_rewards for r in decode(frames)[1].rollouts] == [(1.0, 3.0), (0.0, 1.0), ()]  # type: ignore[union-attr]
+    group = decode(encode(ENVELOPE, GROUP))[1]
+    assert [r.turn_rewards for r in group.rollouts] == [(1.0, 3.0), (0.0, 1.0), ()]
     for wrong in [(1.0, 2.0, 3.0), (1.0, math.inf)]:
         bad = dataclasses.replace(FIRST, turn_rewards=wrong)
         with pytest.raises(WireError):
@@ -172,8 +172,8 @@ def test_equal_sums_are_dead_for_grpo_and_not_where_turns_differ() -> None:
 def test_what_begins_with_an_observation_has_no_turn_in_front_of_it() -> None:
     right = rollout([2], 50, (), 1.0)
     wrong = rollout([2], 50, (), 0.0)
-    ids = np.array([50, 51, 10, 11], np.int32)
-    longer = dataclasses.replace(right, completion_ids=ids, old_logprobs=np.zeros(4, np.float32), observed=((0, 2),))
+    ids = np.array([50, 10, 11], np.int32)
+    longer = dataclasses.replace(right, completion_ids=ids, old_logprobs=np.zeros(3, np.float32), observed=((0, 1),))
     assert token_rewards(longer, 1.0, beta=0.0).tolist() == [0, 1]
     group = dataclasses.replace(GROUP, rollouts=(right, wrong, longer))
     # r = (1, 0, 1): ±1/3 and −2/3; the first two answer the prompt, (1/2, −1/2); the third is alone
@@ -194,6 +194,5 @@ def test_gigpo_is_for_several_turns() -> None:
 
 def test_samples_show_what_each_turn_earned() -> None:
     _, best = samples_records([GROUP], 1, 1, lambda ids: " ".join(map(str, ids)))
-    assert [part.get("reward") for part in best["turns"]] == [1.0, None, 3.0]
     lines = sample_text(best).split("\n")
     assert lines[2:] == ["  model  │ 10 11", "  reward │ 1.00", "  tool   │ 50", "  model  │ 10", "  reward │ 3.00"]

@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from common.config import Algorithm, Config
 from common.errors import UserError
 from common.paths import ROOT
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
-from tests.unit.trainer.algorithm.test_losses import logs
+from tests.unit.trainer.algorithm.test_losses import objective
 from trainer.algorithm.advantages import is_dead_group, step_advantages, try_own_estimator
-from trainer.algorithm.losses import token_objective, try_own_objective
+from trainer.algorithm.losses import try_own_objective
 from trainer.algorithm.user_functions import ESTIMATOR, require_user_functions
 
 
@@ -57,46 +56,28 @@ def test_an_estimator_without_a_finite_number_each_is_refused_at_start(tmp_path:
 
 
 TWO_TOKENS = ([0.5, 0.25], [0.25, 0.25], [2.0, -1.0], [1, 1])  # π, π_old, A, lengths
-
-
-def objective(
-    loss: str, probs: list[float], old: list[float], advantages: list[float], lengths: list[int], **algorithm: Any
-) -> tuple[list[float], list[float]]:
-    """Objective of every token and its derivative by log π, in float64; π_ref is .5 where it counts."""
-    logprobs = logs(*probs).requires_grad_()
-    ref = logs(*[0.5] * len(probs)) if "beta" in algorithm else None
-    given = torch.tensor(advantages, dtype=torch.float64)
-    found, _ = token_objective(logprobs, logs(*old), ref, given, lengths, Algorithm(loss=loss, **algorithm))
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
-    return found.tolist(), gradient.tolist()
+REF = [0.5, 0.5]
 
 
 def test_a_loss_of_a_file_takes_the_place_of_the_clipped_objective(tmp_path: Path) -> None:
     file = write(tmp_path, "def plain(logprobs, advantages):", "    return advantages * logprobs")
-    found, gradient = objective(f"{file}:plain", *TWO_TOKENS)
+    found, gradient, _ = objective(*TWO_TOKENS, loss=f"{file}:plain")
     assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
     assert gradient == [2.0, -1.0]
     assert Algorithm(loss=f"{file}:plain").always_has_gradient, "it trains groups of equal rewards too"
     assert not Algorithm().always_has_gradient
 
 
-def test_the_mismatch_weight_the_kl_and_the_entropy_are_added_to_it(tmp_path: Path) -> None:
+def test_the_mismatch_weight_and_the_kl_are_added_to_it(tmp_path: Path) -> None:
     body = "return (logprobs - old_logprobs).exp() * advantages"
     file = write(tmp_path, "def ratio(logprobs, old_logprobs, advantages):", f"    {body}")
     # k1 = log π − log π_ref = 0, −ln 2; the ratio is 2, 1
-    found, _ = objective(f"{file}:ratio", *TWO_TOKENS, beta=0.5, kl_estimator="k1")
+    found, *_ = objective(*TWO_TOKENS, ref=REF, loss=f"{file}:ratio", beta=0.5, kl_estimator="k1")
     assert found == pytest.approx([4.0, -1.0 + 0.5 * math.log(2)])
     # with a correction π_old is the trainer's own, the ratio 1, and the weight min(2, 1.5), 1
-    settings = Algorithm(
-        loss=f"{file}:ratio",
-        entropy_coef=0.1,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=1.5,
-    )
-    logprobs = logs(0.5, 0.25).requires_grad_()
-    advantages = torch.tensor([2.0, -1.0])
-    corrected, _ = token_objective(logprobs, logs(0.25, 0.25), None, advantages, [1, 1], settings, torch.ones(2))
-    assert corrected.tolist() == pytest.approx([1.5 * 2 + 0.1, -1 + 0.1])
+    mode = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+    found, *_ = objective(*TWO_TOKENS, loss=f"{file}:ratio", **mode)
+    assert found == pytest.approx([1.5 * 2, -1.0])
 
 
 def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_without_any(tmp_path: Path) -> None:
@@ -107,9 +88,9 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_
         "    return advantages * logprobs - settings.beta * kl",
         "def filled(logprobs, ref_logprobs): return logprobs - ref_logprobs",
     )
-    found, _ = objective(f"{file}:mine", *TWO_TOKENS, beta=0.5)
+    found, *_ = objective(*TWO_TOKENS, ref=REF, loss=f"{file}:mine", beta=0.5)
     assert found == pytest.approx([2 * math.log(0.5), -math.log(0.25) - 0.5 * math.log(2) ** 2])
-    assert objective(f"{file}:mine", *TWO_TOKENS)[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
+    assert objective(*TWO_TOKENS, loss=f"{file}:mine")[0] == pytest.approx([2 * math.log(0.5), -math.log(0.25)])
     try_own_objective(Algorithm(loss=f"{file}:filled", beta=0.5))
 
 
@@ -117,7 +98,6 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_
     ("body", "said"),
     [
         ("return (advantages * logprobs).mean()", "return a tensor with one value"),
-        ("return [1.0, 2.0, 3.0]", "returned list for 3 tokens"),
         ("return advantages * logprobs.detach()", "compute it from logprobs"),
         ("return advantages * logprobs[:2]", r"RuntimeError: .*mine.py:2"),
     ],
@@ -153,7 +133,8 @@ def near(*values: float) -> Any:
 
 def test_sapo_is_a_sigmoid_around_the_ratio_one_and_a_plain_policy_gradient_there() -> None:
     # ratios 1, 2 and 1/2; d/dlog π of 4/τ·σ(τ(r − 1)) is 4·σ·(1 − σ)·r, which is 1 at r = 1 for any τ
-    found, slope = objective(f"{FILE}:sapo", [0.5, 0.5, 0.25], [0.5, 0.25, 0.5], [1.0, 1.0, -2.0], [2, 1])
+    loss = f"{FILE}:sapo"
+    found, slope, _ = objective([0.5, 0.5, 0.25], [0.5, 0.25, 0.5], [1.0, 1.0, -2.0], [2, 1], loss=loss)
     up = 1 / (1 + math.exp(-1))
     down = 1 / (1 + math.exp(1.05 * 0.5))
     assert found == near(2.0, 4 * up, -2 * 4 / 1.05 * down)
@@ -164,25 +145,28 @@ def test_vespo_weighs_a_completion_by_a_gamma_density_of_its_whole_ratio() -> No
     # w = 2 · ½ · 2 = 2 with A = 1: 2² · e^(3·(1 − 2)); w = ½ with A = −1: ½³ · e^(2·½)
     probs = [0.5, 0.25, 0.5, 0.25]
     old = [0.25, 0.5, 0.25, 0.5]
-    found, slope = objective(f"{FILE}:vespo", probs, old, [1.0, 1.0, 1.0, -1.0], [3, 1], loss_type="dapo")
+    loss = f"{FILE}:vespo"
+    found, slope, _ = objective(probs, old, [1.0, 1.0, 1.0, -1.0], [3, 1], loss=loss, loss_type="dapo")
     up = 4 * math.exp(-3)
     down = math.exp(1) / 8
     assert slope == near(up, up, up, -down)
     assert found == near(up * math.log(0.5), up * math.log(0.25), up * math.log(0.5), -down * math.log(0.25))
-    assert objective(f"{FILE}:vespo", [1e-300, 1.0], [1.0, 1e-300], [1.0, -1.0], [1, 1])[1] == [0.0, 0.0]
 
 
 def test_dppo_stops_where_a_probability_has_moved_and_not_where_a_ratio_has() -> None:
     # moved by .3 > .28, .2, 1e-4 (ratio 11), −.3 < −.2 and +.3 with A < 0; then ratio 30, capped at 20
-    probs, old = [0.8, 0.5, 11e-5, 0.2, 0.8, 0.3], [0.5, 0.3, 1e-5, 0.5, 0.5, 0.01]
-    _, slope = objective(f"{FILE}:dppo", probs, old, [1.0] * 3 + [-1.0] * 3, [6], epsilon=0.2, epsilon_high=0.28)
+    probs = [0.8, 0.5, 11e-5, 0.2, 0.8, 0.3]
+    old = [0.5, 0.3, 1e-5, 0.5, 0.5, 0.01]
+    dppo = {"loss": f"{FILE}:dppo", "epsilon": 0.2, "epsilon_high": 0.28}
+    _, slope, _ = objective(probs, old, [1.0] * 3 + [-1.0] * 3, [6], **dppo)
     assert slope == near(0.0, 0.5 / 0.3, 11.0, 0.0, -1.6, -20.0)
 
 
 def test_the_off_policy_mask_drops_a_worse_completion_that_the_policy_has_left_and_no_better_one() -> None:
     # mean of log π_old − log π: log 2 / 2 = .35 twice, then log(.5/.46) = .083 below δ = .1
-    probs, old = [0.25, 0.5, 0.25, 0.5, 0.46], [0.5, 0.5, 0.5, 0.5, 0.5]
-    found, slope = objective(f"{FILE}:off_policy_mask", probs, old, [-1.0, -1.0, 1.0, 1.0, -1.0], [2, 2, 1])
+    probs = [0.25, 0.5, 0.25, 0.5, 0.46]
+    loss = f"{FILE}:off_policy_mask"
+    found, slope, _ = objective(probs, [0.5] * 5, [-1.0, -1.0, 1.0, 1.0, -1.0], [2, 2, 1], loss=loss)
     assert found == near(0.0, 0.0, 0.5, 1.0, -0.92) == slope
 
 
