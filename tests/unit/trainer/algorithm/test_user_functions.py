@@ -98,6 +98,7 @@ def test_a_loss_that_takes_ref_logprobs_has_its_own_kl_and_numbers_for_a_filler_
     ("body", "said"),
     [
         ("return (advantages * logprobs).mean()", "return a tensor with one value"),
+        ("return [1.0, 2.0, 3.0]", "returned list"),
         ("return advantages * logprobs.detach()", "compute it from logprobs"),
         ("return advantages * logprobs[:2]", r"RuntimeError: .*mine.py:2"),
     ],
