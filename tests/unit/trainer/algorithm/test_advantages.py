@@ -82,8 +82,8 @@ def test_normalised_per_function_no_scale_drowns_another() -> None:
 
 def test_the_soft_overlong_punishment_falls_evenly_to_minus_one() -> None:
     # L_max = 10, cache 4: free up to 6, then −1/4 per token
-    found = soft_overlong_punishment(np.array([1, 7, 10, 12]), 10, 4)
-    assert found.tolist() == [0.0, -0.25, -1.0, -1.0]
+    found = soft_overlong_punishment(np.array([1, 7, 12]), 10, 4)
+    assert found.tolist() == [0.0, -0.25, -1.0]
 
 
 def test_rewards_are_shaped_by_kl_and_length() -> None:
@@ -120,11 +120,18 @@ def test_equal_rewards_leave_kl_alone(groups: list[Group], choice: dict[str, Any
 
 def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add() -> None:
     assert is_dead_group(of_kl(0.1), settings(**KL))
-    assert not is_dead_group(of_kl(0.1), settings(adv_estimator="reinforce_plus_plus", **KL))
+    assert not is_dead_group(of_kl(0.0), settings(adv_estimator="reinforce_plus_plus", **KL))
     by_length = group(rollout([7] * 12, 1.0), rollout([7], 1.0))
     assert is_dead_group(by_length, settings(soft_punish_cache=12))
     unequal = group(rollout([7], 1.0, ref=-2.0), rollout([7], 0.0, ref=-1.0))  # 1 − 1 and 0 − 0: equal when shaped
     assert not is_dead_group(unequal, settings(beta=1.0, kl_in_reward=True))
+
+
+def test_a_group_whose_only_advantages_are_masked_is_dead_where_its_slot_may_get_another() -> None:
+    g = group(cut(rollout([7], 1.0)), cut(rollout([7], 0.0)))
+    masks = {"mask_truncated_completions": True}
+    assert is_dead_group(g, settings(dead_groups="resample", **masks))
+    assert not is_dead_group(g, settings(**masks))
 
 
 def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
@@ -140,16 +147,13 @@ def test_a_tombstone_has_no_advantages_and_nan_counts_as_moving() -> None:
     assert not has_advantage(np.array([1e-9, 0.0]))
 
 
-# two tokens of 1 nat of KL each, and one of 2 nats; β = .5. In the reward-to-go a token is charged for what follows it
-KL_OF_TOKENS = group(rollout([7, 8], 2.0, old=-1.0, ref=-2.0), rollout([9], 0.0, old=-1.0, ref=-3.0))
-
-
 def test_reinforce_plus_plus_charges_a_token_for_the_kl_from_it_on() -> None:
-    config = settings(adv_estimator="reinforce_plus_plus", beta=0.5, kl_in_reward=True)
-    first, second = step_advantages([KL_OF_TOKENS], config)[0]
-    # 2 − .5 · 2, 2 − .5 · 1 and 0 − .5 · 2: mean .5, std sqrt(3.5 / 2)
-    std = math.sqrt(1.75) + EPS
-    assert first.tolist() == pytest.approx([0.5 / std, 1.0 / std], abs=1e-12)
+    # three tokens of 1 nat of KL each, and one of 2 nats
+    g = group(rollout([7, 8, 9], 2.0, old=-1.0, ref=-2.0), rollout([9], 0.0, old=-1.0, ref=-3.0))
+    first, second = step_advantages([g], settings(adv_estimator="reinforce_plus_plus", beta=0.5, kl_in_reward=True))[0]
+    # 2 − .5 · 3, 2 − .5 · 2, 2 − .5 · 1 and 0 − .5 · 2: mean .5, std sqrt(3.5 / 3)
+    std = math.sqrt(3.5 / 3) + EPS
+    assert first.tolist() == pytest.approx([0.0, 0.5 / std, 1.0 / std], abs=1e-12)
     assert second.tolist() == pytest.approx([-1.5 / std], abs=1e-12)
 
 

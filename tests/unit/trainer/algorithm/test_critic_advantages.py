@@ -57,12 +57,12 @@ def test_a_masked_completion_counts_nowhere() -> None:
 @pytest.mark.parametrize(
     ("rewards", "values", "expected"),
     [
-        ((1.0, 0.0), (1.0, 0.0), 1.0),  # a perfect critic
+        ((1.0, 0.0), (0.75, 0.25), 0.75),  # var of (1/4, −1/4) is a quarter of that of (1, 0)
         ((1.0, 0.0), (0.0, 1.0), -3.0),  # var of (1, −1) is four times that of (1, 0)
         ((1.0, 1.0), (0.0, 1.0), None),  # equal returns leave nothing to explain
     ],
 )
-def test_explained_variance_is_1_for_a_perfect_critic_and_negative_for_a_bad_one(
+def test_explained_variance_is_positive_for_a_good_critic_and_negative_for_a_bad_one(
     rewards: tuple[float, float], values: tuple[float, float], expected: float | None
 ) -> None:
     g = group(rollout([1], rewards[0]), rollout([2], rewards[1]))

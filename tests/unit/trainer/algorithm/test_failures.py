@@ -35,7 +35,6 @@ def score(answer: float, format_: float = 0.0) -> tuple[dict[str, float], float]
     [
         ([score(1.0), score(0.5)], 0.0),  # at most 0: not above what a wrong answer would get
         ([score(1.0), score(-1.0)], -1.0),  # a 0 would teach to fail
-        ([], 0.0),
     ],
 )
 def test_a_failure_has_the_lowest_reward_of_its_group_and_at_most_0(scores: Scores, reward: float) -> None:

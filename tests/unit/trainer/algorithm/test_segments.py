@@ -100,7 +100,6 @@ def test_a_nan_reward_stays_visible_and_ends() -> None:
     found = cut_into_segments(np.array([0.0, math.nan]), np.zeros(2), np.ones(2), 1.0, 1.0, 1.0, fixed())
     assert found.ends[-1] == 1
     assert np.isnan(found.advantages).all()
-    assert next_threshold(2.0, sum_segments([found]), GroupParams()) == 2.0
 
 
 def variance(r_ppo: float, r_grpo: float) -> SegmentSums:
@@ -114,6 +113,7 @@ def test_the_threshold_moves_by_its_rate_times_the_excess_of_variance() -> None:
     fast = GroupParams(threshold_lr=5.0, group_variance_threshold=4.0)
     assert next_threshold(39.0, variance(10.0, 0.0), fast) == pytest.approx(40.0)
     assert next_threshold(2.0, variance(0.0, 0.0), params) == 2.0
+    assert next_threshold(2.0, variance(10.0, math.inf), params) == 2.0
     assert next_threshold(2.0, variance(10.0, 15.0), fixed()) == 2.0
 
 
@@ -133,7 +133,7 @@ def test_both_variances_are_squared_norms_of_gradients_in_the_logits() -> None:
 
 
 def test_metrics_of_ten_tokens_in_four_segments_and_of_a_step_without_tokens() -> None:
-    ten = SegmentSums(tokens=10, segments=4, r_ppo=2.0, r_grpo=3.0)
+    ten = SegmentSums(tokens=10, segments=4, r_ppo=0.5, r_grpo=0.75)
     names = ("total_tokens", "advantage_positions", "compression_ratio", "speedup_factor", "mean_segment_length")
     keys = [f"token_group/{name}" for name in (*names, "variance_ratio", "threshold")]
     found = token_group_metrics(ten, 1.5, "endpoint")
