@@ -1,8 +1,6 @@
 """How the slots of a batch fill from the stream, and what each handling of dead groups leaves to train."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.types import Group, Tombstone
+from common.types import Group, Rollout, Tombstone
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_group, make_rollout
 from trainer.data.mini_batches import steps
@@ -65,102 +63,79 @@ def trained(slots: Slots) -> list[Group | Tombstone]:
 
 
 def dead_ids(slots: Slots) -> set[int]:
-    return {g.group_id for g in slots.taken_for(range(slots.num_filled)) if g.is_dead}
+    return {g.group_id for g in slots.taken if g.is_dead}
 
 
 def test_the_example_in_the_docstring() -> None:
-    assert ids(filled(config(3), "aDaDa")) == [[10], [11], [12]]
     resampled = filled(config(3, dead_groups="resample"), "aDaDa")
     assert ids(resampled) == [[10], [11, 12], [13, 14]]
-    assert (resampled.num_taken, resampled.num_refilled, resampled.num_empty) == (5, 2, 0)
     assert [g.group_id for g in trained(resampled)] == [10, 12, 14]
 
 
-@pytest.mark.parametrize(
-    ("handling", "expected"), [("keep", [10, 11, 12, 13]), ("skip", [10, 12, 13]), ("resample", [10, 12, 14, 15])]
-)
-def test_dead_groups_stay_or_go_and_resampling_replaces_tombstones_too(handling: str, expected: list[int]) -> None:
+@pytest.mark.parametrize(("handling", "expected"), [("keep", [10, 11, 12, 13]), ("skip", [10, 12, 13])])
+def test_dead_groups_are_kept_or_skipped_and_a_tombstone_is_not_dead(handling: str, expected: list[int]) -> None:
     slots = filled(config(4, dead_groups=handling), "aDa!")
-    found = [g.group_id for g in trained(slots) if not (handling == "resample" and isinstance(g, Tombstone))]
-    assert found == expected and dead_ids(slots) == {11}
-
-
-def test_at_the_bound_the_last_slots_stay_empty_and_what_was_taken_is_still_counted() -> None:
-    slots = filled(config(3, dead_groups="resample", max_resamples=1), "DDaD!Da")
-    assert ids(slots) == [[10, 11, 12], [13, 14, 15], []]
-    assert (slots.num_taken, slots.num_refilled, slots.num_empty) == (6, 3, 2)
-    assert [g.group_id for g in slots.taken] == [10, 11, 12, 13, 14, 15]
+    assert [g.group_id for g in trained(slots)] == expected
+    assert dead_ids(slots) == {11}
 
 
 def test_metrics_count_the_dead_of_a_step_and_in_the_last_one_what_resampling_did() -> None:
     settings = config(2, dead_groups="resample", steps_per_generation=2)
     slots = filled(settings, "aDaDDDDD")
     first, last = steps(settings, batch=0)
-    assert ids(slots) == [[10], [11, 12], [13, 14, 15, 16, 17], []]
     assert slots.dead_group_metrics(first) == {"dead_groups": 1.0}
     assert slots.dead_group_metrics(last) == {"dead_groups": 5.0, "resampled_groups": 4.0, "empty_slots": 2.0}
     assert "2 of 4 slots of the batch stay empty: of 8 groups 6 were dead" in slots.warning()
+    assert "raise algorithm.max_resamples" in slots.warning()
     assert filled(settings, "").warning() == ""
 
 
-CUT = {  # which completions have which reward, and which end at the limit
-    "all are cut": [(1.0, "length"), (0.0, "length"), (0.0, "length"), (1.0, "length")],
-    "the others have the mean": [(1.0, "length"), (0.0, "length"), (0.5, "stop"), (0.5, "stop")],
-}
+def ended(reward: float, finish_reason: str) -> Rollout:
+    return make_rollout(reward=reward, finish_reason=finish_reason)
 
 
-@pytest.mark.parametrize("completions", CUT.values(), ids=CUT)
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gigpo"])
-def test_a_group_whose_advantages_are_all_masked_leaves_its_slot(
-    completions: list[tuple[float, str]], estimator: str
-) -> None:
-    def settings(handling: str, masks: bool = True) -> Config:
-        algorithm = {"adv_estimator": estimator, "mask_truncated_completions": masks, "dead_groups": handling}
-        rollout = {"environment": "a.py:Game"} if estimator == "gigpo" else {}
-        return config_of(rollout=rollout, trainer={"prompts_per_step": 1}, algorithm=algorithm)
+ALL_CUT = make_group(FIRST, 0, ended(1.0, "length"), ended(0.0, "length"))
+MEAN_UNCUT = make_group(FIRST, 0, *(ended(1.0, "length"), ended(0.0, "length"), ended(0.5, "stop")))
 
-    def group(group_id: int, *given: tuple[float, str]) -> Group:
-        return make_group(group_id, 0, *(replace(make_rollout(reward=r), finish_reason=why) for r, why in given))
 
-    cut, trains = group(FIRST, *completions), group(FIRST + 1, (1.0, "stop"), (1.0, "stop"), (0.0, "length"))
-    slots = Slots(settings("resample"), FIRST)
-    refills: list[int] = []
-    arrived = iter([[cut], [trains]])
-    slots.fill(1, 1, SimpleNamespace(receive=lambda _: next(arrived), refill=refills.append))
-    assert refills == [1] and ids(slots) == [[FIRST, FIRST + 1]]
-    assert trained(slots) == [trains]
-    [step] = steps(settings("resample"), batch=0)
-    assert slots.dead_group_metrics(step) == {"dead_groups": 1.0, "resampled_groups": 1.0, "empty_slots": 0.0}
-    for others in (settings("keep"), settings("skip"), settings("resample", masks=False)):
-        slots = Slots(others, FIRST)  # a group is dead by its rewards alone
+@pytest.mark.parametrize("cut", [ALL_CUT, MEAN_UNCUT], ids=["all are cut", "the others have the mean"])
+def test_a_group_whose_advantages_are_all_masked_is_dead_where_dead_groups_are_resampled(cut: Group) -> None:
+    for handling, masks, expected in (
+        ("resample", True, {FIRST}),
+        ("resample", False, set()),
+        ("keep", True, set()),
+        ("skip", True, set()),
+    ):
+        slots = Slots(config(1, dead_groups=handling, mask_truncated_completions=masks), FIRST)
         slots.add(cut)
-        assert slots.num_filled == 1 and trained(slots) == [cut] and not dead_ids(slots)
+        assert dead_ids(slots) == expected
+        assert slots.num_filled == 1 - len(expected)
 
 
-@pytest.mark.parametrize(("how", "expected"), [("sum_then_normalize", {FIRST}), ("normalize_then_sum", set())])
-def test_equal_sums_of_unequal_rewards_are_alive_if_each_function_is_normalized(how: str, expected: set[int]) -> None:
+def test_equal_sums_of_unequal_rewards_are_alive_if_each_function_is_normalized() -> None:
     """(1, 0) and (0, 1) add up to equal rewards; normalised with weights 1 and 3 they do not cancel."""
     rewards = [{"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 1.0}]
-    settings = config_of(rewards={"reward_weights": [1.0, 3.0]}, algorithm={"multi_objective_aggregation": how})
-    slots = Slots(settings, FIRST)
-    slots.add(make_group(FIRST, 0, *(make_rollout(rewards=r, reward=1.0) for r in rewards)))
-    assert dead_ids(slots) == expected
+    normalized = {"multi_objective_aggregation": "normalize_then_sum"}
+    slots = Slots(config_of(rewards={"reward_weights": [1.0, 3.0]}, algorithm=normalized), FIRST)
+    slots.add(make_group(FIRST, 0, *(make_rollout(rewards=r) for r in rewards)))
+    assert not dead_ids(slots)
 
 
-@example("D" * 24, 3, 2, [2])
-@given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1))
-def test_a_resampled_batch_is_the_next_alive_groups(kinds: str, size: int, resamples: int, amounts: list[int]) -> None:
-    expected, taken = [], 0  # by the definition: take one group after the other
-    while len(expected) < size and taken < size * (1 + resamples):
-        kind = kinds[taken] if taken < len(kinds) else "a"
-        expected += [FIRST + taken] if kind == "a" else []
+@example("D" * 24, 3, 2, 2)
+@given(st.text("aaD!", max_size=30), st.integers(1, 6), st.integers(1, 3), st.integers(1, 6))
+def test_a_resampled_batch_is_the_next_alive_groups(kinds: str, size: int, resamples: int, at_once: int) -> None:
+    expected = []
+    taken = 0
+    while len(expected) < size and taken < size * (1 + resamples):  # one group after the other
+        if kinds[taken : taken + 1] in ("a", ""):
+            expected.append(FIRST + taken)
         taken += 1
-    slots, source = Slots(config(size, dead_groups="resample", max_resamples=resamples), FIRST), Source(kinds, size)
+    slots = Slots(config(size, dead_groups="resample", max_resamples=resamples), FIRST)
+    source = Source(kinds, size)
     while slots.num_filled < size:
-        at_once = amounts[len(source.received) % len(amounts)]
         slots.fill(min(size, slots.num_filled + at_once), at_once, source)
     assert [g.group_id for g in trained(slots) if isinstance(g, Group)] == expected
     assert source.received == list(range(FIRST, FIRST + taken)), "in order, each once"
-    assert (slots.num_taken, slots.num_empty) == (taken, size - len(expected))
-    assert source.admitted == FIRST + size + slots.num_refilled == max(FIRST + size, FIRST + taken)
     assert [g.group_id for g in slots.taken] == source.received
+    assert slots.num_empty == size - len(expected)
+    assert source.admitted == FIRST + size + slots.num_refilled == FIRST + max(size, taken)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import Algorithm, Config
+from common.config import Algorithm
 from common.types import EvalFailure, EvalResult, EvalSample, Failure, Group, Rollout, Tombstone
 from report.display import eval_line
-from report.full_marks import share, share_of_full_marks
-from report.versions import metric_of
+from report.full_marks import share_of_full_marks
 from tests.support.configs import config_of
 from tests.support.protocol_helpers import make_rollout
-from trainer.algorithm.mismatch import by_length
-from trainer.algorithm.sums import TOKEN_SUMS, Sums
+from trainer.algorithm.mismatch import RANGES, by_length
+from trainer.algorithm.sums import TOKEN_SUMS
 from trainer.record.eval_record import eval_record
 from trainer.record.samples import samples_records
 from trainer.record.stats import (
@@ -61,6 +60,10 @@ def in_two_turns(**changes: Any) -> Rollout:
 
 
 SCORED = config_of(rewards={"reward_funcs": ["answer", "format"]})
+SHAPED = config_of(
+    sampler={"max_completion_length": 4},
+    algorithm={"soft_punish_cache": 2, "mask_truncated_completions": True},
+)
 TURNS = config_of(rollout={"tools": ["t.py:f"], "max_turns": 4})
 
 
@@ -85,48 +88,51 @@ def test_turn_metrics_by_hand() -> None:
         "rollout/environment_s": 0.5,
     }
     metrics = rollout_metrics([turned], policy_version=3, config=SCORED)
-    assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (18 / 4, 5)
     assert metrics["completion_tokens"] == 18
+    assert metrics["rewards/answer/accuracy"] == 3 / 4, "a rollout that failed has no full mark"
 
 
 def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, config=SCORED)
-    assert metrics["tombstones"] == 1
-    # rewards 2.25, −2, 1 and 1, 1, 1
-    assert metrics["reward"] == pytest.approx((2.25 - 2 + 1 + 3) / 6)
-    mean = 1.25 / 3
-    std = math.sqrt(((2.25 - mean) ** 2 + (-2 - mean) ** 2 + (1 - mean) ** 2) / 2)
-    assert metrics["reward_std"] == pytest.approx(std / 2)
-    assert metrics["frac_reward_zero_std"] == 0.5
-    assert metrics["completions/mean_length"] == 2.0
-    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1, 4)
-    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
-    assert metrics["prompts/mean_length"] == 5.0
-    assert metrics["staleness/mean"] == 0.5
-    assert metrics["completion_tokens"] == 12
-    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 6)
-    assert metrics["rewards/answer/accuracy"] == pytest.approx(3 / 6)
-    # of one completion it does not apply; 1.25 and 2 reach 1.25
-    assert metrics["rewards/format/mean"] == pytest.approx((1.25 - 1 + 1 + 0 + 2) / 5)
-    assert metrics["rewards/format/accuracy"] == pytest.approx(2 / 5)
+    # rewards 2.25, −2, 1, whose mean is 5/12, and 1, 1, 1
+    deviation = math.sqrt(((27 - 5) ** 2 + (24 + 5) ** 2 + (12 - 5) ** 2) / 2) / 12
+    assert rollout_metrics([*GROUPS, TOMBSTONE], policy_version=3, config=SCORED) == pytest.approx(
+        {
+            "tombstones": 1,
+            "reward": (2.25 - 2 + 1 + 3) / 6,
+            "reward_std": deviation / 2,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 2,
+            "completions/min_length": 1,
+            "completions/max_length": 4,
+            "completions/clipped_ratio": 1 / 6,
+            "prompts/mean_length": 5,
+            "staleness/mean": 0.5,
+            "completion_tokens": 12,
+            "rewards/answer/mean": 1 / 6,
+            "rewards/answer/std": math.sqrt(5 / 6 - 1 / 36),
+            "rewards/answer/accuracy": 3 / 6,
+            # of one completion it does not apply; 1.25 and 2 reach 1.25
+            "rewards/format/none": 1 / 6,
+            "rewards/format/mean": 0.65,
+            "rewards/format/std": math.sqrt(1.5125 - 0.65**2),
+            "rewards/format/accuracy": 2 / 5,
+        }
+    )
 
 
 def test_shaping_metrics_by_hand_and_only_where_something_is_shaped() -> None:
-    def settings(**algorithm: object) -> Config:
-        return config_of(sampler={"max_completion_length": 4}, algorithm=algorithm)
-
-    assert shaping_metrics(GROUPS, settings()) == {}
-    assert shaping_metrics([TOMBSTONE], settings(soft_punish_cache=2)) == {}
     # lengths 2, 4, 3 and 1, 1, 1 with L_max 4 and a cache of 2: punishments 0, −1, −½
-    assert shaping_metrics([*GROUPS, TOMBSTONE], settings(soft_punish_cache=2, mask_truncated_completions=True)) == {
+    assert shaping_metrics([*GROUPS, TOMBSTONE], SHAPED) == {
         "reward_shaped": pytest.approx((2.25 - 2 + 1 + 3 - 1.5) / 6),
         "completions/masked_ratio": pytest.approx(1 / 6),
     }
+    assert shaping_metrics(GROUPS, SCORED) == {}
 
 
 def test_a_batch_of_tombstones_alone_has_what_can_be_known() -> None:
     assert rollout_metrics([TOMBSTONE, TOMBSTONE], 3, SCORED) == {"tombstones": 2.0}
     assert turn_metrics([TOMBSTONE], TURNS) == {"rollout/failures": 0.0}
+    assert shaping_metrics([TOMBSTONE], SHAPED) == {}
 
 
 def test_token_metrics_by_hand() -> None:
@@ -150,30 +156,22 @@ def test_token_metrics_by_hand() -> None:
 
 
 def test_correction_metrics_by_hand_and_only_where_something_is_corrected() -> None:
-    sums = sums_of(tokens=4, correction=5.0, corrected=1)
+    sums = sums_of(tokens=4, correction=5.0, corrected=1, to_1024=5.0, tokens_to_1024=4)
+    of_tokens = {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
     corrected = Algorithm(vllm_importance_sampling_mode="token_truncate")
-    assert correction_metrics(sums, corrected) == {"mismatch/correction_mean": 1.25, "mismatch/corrected_ratio": 0.25}
+    assert correction_metrics(sums, corrected) == of_tokens
+    of_sequences = Algorithm(vllm_importance_sampling_mode="sequence_truncate")
+    assert correction_metrics(sums, of_sequences) == of_tokens | {"mismatch/correction_mean/to_1024": 1.25}
     assert correction_metrics(sums_of(), corrected)["mismatch/correction_mean"] == 1.0
     assert correction_metrics(sums, Algorithm()) == {}
 
 
-def test_the_weights_of_sequences_have_a_mean_for_each_range_of_lengths() -> None:
-    """Completions of 2, 1024 and 1025 tokens in one micro-batch, of 4096 and 16385 in another one."""
-    sums = Sums(TOKEN_SUMS)
-    for lengths, weights in (([2, 1024, 1025], [0.5, 1.5, 2.0]), ([4096, 16385], [0.25, 3.0])):
-        tokens = torch.repeat_interleave(torch.tensor(weights), torch.tensor(lengths))
-        sums.add(by_length(tokens, lengths))
-    truncates = Algorithm(vllm_importance_sampling_mode="sequence_truncate")
-    expected = {
-        "to_1024": (2 * 0.5 + 1024 * 1.5) / 1026,
-        "to_4096": (1025 * 2.0 + 4096 * 0.25) / 5121,
-        "longer": 3.0,
-    }
-    found = correction_metrics(drained := sums.drain(), truncates)
-    of_lengths = {name.split("/")[-1]: value for name, value in found.items() if name.count("/") == 2}
-    assert of_lengths == {name: pytest.approx(mean, rel=1e-12) for name, mean in expected.items()}
-    of_tokens = Algorithm(vllm_importance_sampling_mode="token_truncate")
-    assert len(correction_metrics(drained, of_tokens)) == 2, "weights of tokens do not depend on the length"
+def test_the_weights_of_sequences_are_summed_for_each_range_of_lengths() -> None:
+    lengths = [2, 1024, 1025, 16385]
+    weights = torch.tensor([0.5, 1.5, 2.0, 3.0])
+    found = by_length(weights.repeat_interleave(torch.tensor(lengths)), lengths)
+    assert [found[name].item() for name in RANGES] == [2 * 0.5 + 1024 * 1.5, 1025 * 2.0, 0, 16385 * 3.0]
+    assert [found[f"tokens_{name}"].item() for name in RANGES] == [1026, 1025, 0, 16385]
 
 
 def test_a_step_without_tokens_has_neutral_metrics() -> None:
@@ -181,78 +179,65 @@ def test_a_step_without_tokens_has_neutral_metrics() -> None:
     assert (metrics["ratio/mean"], metrics["mismatch/k3"], metrics["entropy"]) == (1.0, 0.0, 0.0)
 
 
-def sample(problem: int, answer: float, layout: float, tokens: int, finish: str = "stop") -> EvalSample:
-    return EvalSample(problem, "text", {"answer": answer, "format": layout}, tokens, finish)  # type: ignore[arg-type]
+def sample(problem: int, answer: float, layout: float, tokens: int = 3, **more: Any) -> EvalSample:
+    given = {"finish_reason": "stop"} | more
+    return EvalSample(problem, "text", {"answer": answer, "format": layout}, tokens, **given)
 
 
+FAILED_SAMPLE = sample(1, 1.0, 2.0, 40, failure=Failure("timeout", "killed"))
 CHUNKS = [
     EvalResult("v40", 0, 40, (sample(0, 1.0, 1.25, 10), sample(0, -1.0, 1.25, 20))),
-    EvalResult("v40", 1, 40, (sample(1, 1.0, math.nan, 30, "length"),)),
+    EvalResult("v40", 1, 40, (sample(1, 1.0, math.nan, 30, finish_reason="length"), FAILED_SAMPLE)),
 ]
+FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(2, "reward timed out"),))
 
 
 def test_an_evaluation_record_by_hand() -> None:
-    assert eval_record(CHUNKS, full_mark) == {
+    """A rollout that failed has the lowest score. A problem that was not scored is named, and in no mean."""
+    assert eval_record([FAILED, *CHUNKS], full_mark) == {
         "step": 40,
         "eval_id": "v40",
-        "n": 3,
+        "n": 4,
         "problems": 2,
-        "failed_problems": {},
+        "failed_problems": {2: "reward timed out"},
         "full_marks": {"answer": 2, "format": 2},
-        "mean": {"answer": pytest.approx(1 / 3), "format": 1.25},
+        "mean": {"answer": 0.0, "format": pytest.approx(2.5 / 3)},
         "by_problem": {
-            "answer/accuracy": [0.5, 1.0],
-            "answer/mean": [0.0, 1.0],
-            "format/accuracy": [1.0, None],
-            "format/mean": [1.25, None],
+            "answer/accuracy": [0.5, 0.5, None],
+            "answer/mean": [0.0, 0.0, None],
+            "format/accuracy": [1.0, 0.0, None],
+            "format/mean": [1.25, 0.0, None],
         },
-        "scored": {"format": [2, 1]},  # both of one problem; the third completion has None
-        "mean_length": 20.0,
-        "clipped_ratio": pytest.approx(1 / 3),
+        "scored": {"format": [3, 2]},  # completions and problems; one completion has None
+        "mean_length": 25.0,
+        "clipped_ratio": 0.25,
     }
+    nothing = eval_record([FAILED], full_mark)
+    assert (nothing["n"], nothing["full_marks"]) == (0, {})
 
 
 def test_the_accuracy_of_a_function_is_of_the_completions_that_it_scored() -> None:
-    """Of 4 math and 4 code problems: all math is right, and the code function reads 3 of 4 as code, one of them right.
+    """Of 4 problems with an answer all are right, and of 3 of a format one.
 
     Wilson's interval for 4 of 4 problems, z = 1.96: low = 1 / (1 + z² / 4) = 0.5101.
     """
-    none = math.nan
-    rewards = [{"math": 1.0, "code": none, "shell": none}] * 4 + [{"math": none, "code": none, "shell": none}]
-    rewards += [{"math": none, "code": score, "shell": none} for score in (1.0, 0.0, 0.0)]
-    samples = tuple(EvalSample(i, "text", scores, 3, "stop") for i, scores in enumerate(rewards))
-    record = eval_record([EvalResult("v4", 0, 4, samples)], lambda _: 1.0)
-    assert record["full_marks"] == {"math": 4, "code": 1} and record["scored"] == {"math": [4, 4], "code": [3, 3]}
-    assert share_of_full_marks(record, "math") == pytest.approx((1.0, 0.5101, 1.0), abs=1e-4)
-    assert share(record, "code") == pytest.approx(1 / 3)
-    assert eval_line(record) == "math 100.0%  code 33.3%  (v4, n = 8)"
-    assert metric_of(record, "math/accuracy") == 1.0 and metric_of(record, "shell/accuracy") is None
+    samples = [sample(i, 1.0, math.nan) for i in range(4)]
+    samples += [sample(4, math.nan, 1.0), sample(5, math.nan, 0.0), sample(6, math.nan, 0.0)]
+    record = eval_record([EvalResult("v4", 0, 4, tuple(samples))], lambda _: 1.0)
+    assert share_of_full_marks(record, "answer") == pytest.approx((1.0, 0.5101, 1.0), abs=1e-4)
+    assert eval_line(record) == "answer 100.0%  format 33.3%  (v4, n = 7)"
 
 
 def test_held_out_sources_have_shares_of_their_own_where_there_are_several() -> None:
-    """Of 2 sums one is right, and of 3 games, which the second function does not score, all."""
-    scored = [("sums", 1.0, 1.0), ("sums", 0.0, 1.0), *[("games", 1.0, math.nan)] * 3]
-    samples = [EvalSample(i, "", {"a": a, "b": b}, 3, "stop", source) for i, (source, a, b) in enumerate(scored)]
-    record = eval_record([EvalResult("v4", 0, 4, tuple(samples))], lambda _: 1.0)
-    assert record["full_marks"] == {"a": 4, "b": 2, "games/a": 3, "sums/a": 1, "sums/b": 2}
-    assert record["mean"] == {"a": 0.8, "b": 1.0, "games/a": 1.0, "sums/a": 0.5, "sums/b": 1.0}
-    assert record["scored"] == {"b": [2, 2], "games/a": [3, 3], "sums/a": [2, 2], "sums/b": [2, 2]}
-    assert (share(record, "sums/a"), metric_of(record, "sums/a/accuracy")) == (0.5, 0.5)
-    assert eval_line(record) == "a 80.0%  b 100.0%  games/a 100.0%  sums/a 50.0%  sums/b 100.0%  (v4, n = 5)"
-    one = eval_record([EvalResult("v4", 0, 4, tuple(samples[:2]))], lambda _: 1.0)
-    assert one["full_marks"] == {"a": 1, "b": 2}, "one source is all there is"
-
-
-FAILED = EvalResult("v40", 2, 40, (), (EvalFailure(7, "reward timed out"),))
-
-
-def test_a_problem_that_could_not_be_scored_is_named_and_left_out_of_n() -> None:
-    failed = {"failed_problems": {7: "reward timed out"}}
-    whole, found = eval_record(CHUNKS, full_mark), eval_record([FAILED, *CHUNKS], full_mark)
-    padded = {metric: [*values, *[None] * 6] for metric, values in whole["by_problem"].items()}
-    assert found == whole | failed | {"by_problem": padded}
-    nothing = {"step": 40, "eval_id": "v40", "n": 0, "problems": 0, "full_marks": {}, "mean": {}, "by_problem": {}}
-    assert eval_record([FAILED], full_mark) == nothing | failed
+    """Of 2 sums one is right, and so is a game, which the second function does not score."""
+    sums = [sample(0, 1.0, 1.0, source="sums"), sample(1, 0.0, 1.0, source="sums")]
+    games = [sample(2, 1.0, math.nan, source="games")]
+    record = eval_record([EvalResult("v4", 0, 4, (*sums, *games))], lambda _: 1.0)
+    assert record["full_marks"] == {"answer": 2, "format": 2, "games/answer": 1, "sums/answer": 1, "sums/format": 2}
+    shares = "answer 66.7%  format 100.0%  games/answer 100.0%  sums/answer 50.0%  sums/format 100.0%"
+    assert eval_line(record) == f"{shares}  (v4, n = 3)"
+    one = eval_record([EvalResult("v4", 0, 4, tuple(sums))], lambda _: 1.0)
+    assert one["full_marks"] == {"answer": 1, "format": 2}, "one source is all there is"
 
 
 def test_samples_hold_the_best_and_the_worst_completion_of_each_group() -> None:
@@ -266,5 +251,5 @@ def test_a_score_that_float32_left_just_below_full_marks_counts_as_right_everywh
     score = float(np.float32(0.1)) * 10 - 2e-7  # 0.9999998…
     near = group(0, 3, 4, rollout(2, score, 1.25), rollout(2, 0.99, 1.25))
     assert rollout_metrics([near], 3, SCORED)["rewards/answer/accuracy"] == 0.5
-    samples = tuple(EvalSample(i, "text", {"answer": a}, 3, "stop") for i, a in enumerate((score, 0.99)))
-    assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"] == {"answer": 1}
+    samples = (sample(0, score, 1.0, 3), sample(1, 0.99, 1.0, 3))
+    assert eval_record([EvalResult("v3", 0, 3, samples)], full_mark)["full_marks"]["answer"] == 1
