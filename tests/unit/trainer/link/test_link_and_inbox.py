@@ -218,7 +218,7 @@ def test_what_nobody_awaits_is_counted_by_reason_and_all_goes_on(link: MemoryLin
 @pytest.mark.parametrize(
     ("group", "reason"),
     [
-        (make_group(1, 7), "version: 7, the newest is 0"),
+        (make_group(1, 7), "version 7, the newest is 0"),
         (make_group(1, 0, make_rollout(), make_rollout(reward=math.inf)), "reward: inf"),
     ],
 )
@@ -253,7 +253,7 @@ def test_an_evaluation_of_no_use_fails_its_problems_at_once(link: MemoryLink, an
         [result] = inbox.finish_eval()
         assert [failure.problem_index for failure in result.failures] == [0, 1, 2]
     assert any("held-out problem 2 could not be scored" in line and reason in line for line in said)
-    assert any("a message to the trainer is refused" in line for line in said)
+    assert any("is refused" in line for line in said)
 
 
 def test_half_a_surrogate_in_a_text_is_sent_as_a_question_mark(link: MemoryLink) -> None:

@@ -83,7 +83,7 @@ def test_a_sampler_must_score_the_reference_if_the_trainer_needs_it(needs_ref: b
         ({"lost": True}, {}, "(lost)"),
         ({"phase": "idle"}, {"s0": "group 7"}, "(idle, and its work is group 7)"),
         ({"phase": "idle"}, {"s1": "group 7"}, "(idle: normal)"),
-        ({"phase": "idle"}, {}, "(idle, and nobody has work)"),
+        ({"phase": "idle"}, {}, "(idle, and no sampler has work)"),
     ],
 )
 def test_what_a_sampler_does_is_told_in_words(changes: dict[str, Any], works: dict[str, str], state: str) -> None:

@@ -44,6 +44,6 @@ def test_the_waits_for_a_version_do_not_depend_on_its_number_of_tensors(
         with DeviceWaits() as asked, HostReads() as read:
             found = taken(tensors, tmp_path)
         waits.append(asked.counts.total() + read.counts.total())
-        assert found.on_device == {name: describe(tensor) for name, tensor in tensors.items()}
+        assert found.device_infos == {name: describe(tensor) for name, tensor in tensors.items()}
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
     assert waits[0] == waits[1] <= 3
