@@ -100,24 +100,19 @@ class Lives:
         return (self.trainers.folder / f"{self.folder.name}.log").read_text()[-4000:]
 
 
-def disturb(lives: Lives, number: signal.Signals, training: object) -> str:
-    """Sends it to one of the processes. Returns what came of it. training: the life that has trained a step."""
+def disturb(lives: Lives, number: signal.Signals) -> str:
+    """Sends it to one of the processes. Returns what came of it."""
     victims = [(role(process), process) for process in lives.group.processes()]
     who = random.choice([name for name in ROLES.values() if name in dict(victims)] or ["launch.sh"])
     victim = random.choice([process for name, process in victims if name == who] or [lives.process])
-    process, before, begun = lives.process, lives.steps(), time.monotonic()
+    process = lives.process
+    said = f"{number.name} to {who} after step {lives.steps()}"
     with suppress(psutil.NoSuchProcess):
         victim.send_signal(number)
-    said = f"{number.name} to {who} after step {before}"
     if (number == signal.SIGKILL and who != "launch.sh") or who == "link":
         return f"{said}: it goes on by itself"
     until(lambda: process.poll() is not None, 30)
-    code, after = process.returncode, lives.steps()
-    said = f"{said}: {code} after {time.monotonic() - begun:.1f} s and step {after}"
-    if number != signal.SIGKILL and process is training:
-        assert code in (0, 130), f"{said}\n{lives.log()}"
-        assert code == 0 or checkpoints(lives.folder)[-1].name == f"step_{after:06d}", f"{said}\n{lives.log()}"
-    return said
+    return f"{said}: {process.returncode} at step {lives.steps()}"
 
 
 def test_kills_and_signals_at_any_moment_leave_nothing_and_change_no_bit(
@@ -131,14 +126,9 @@ def test_kills_and_signals_at_any_moment_leave_nothing_and_change_no_bit(
         lives.wait_until(lambda: lives.steps() > 0, 120)
         start_s = time.monotonic() - begun
         for number in numbers:
-            kind, known = random.choice(("while starting", "while training", "at once")), lives.steps()
-            training = None
-            if kind == "while training":
-                lives.wait_until(lambda: lives.steps() not in (0, known), 120)  # noqa: B023
-                training = lives.process
-            moment = time.monotonic() + random.random() * (start_s if kind == "while starting" else 1.0)
+            moment = time.monotonic() + random.random() * 2 * start_s  # before and after the next life's first step
             lives.wait_until(lambda: time.monotonic() > moment, 120)  # noqa: B023
-            print(kind, disturb(lives, number, training), flush=True)
+            print(disturb(lives, number), flush=True)
         done = lives.done
         lives.wait_until(lambda: lives.done > done, 200)
     figure("R13", f"{COUNT} disturbances of two hosts, {done + 1} runs with the weights of one host")

@@ -15,7 +15,6 @@ import pytest
 
 from common.failpoints import FAILPOINTS
 from common.files import run_folder
-from model.files import lora
 from report.run_log import read_jsonl
 from tests.support.gloo_data import GROUP_PPO, GROUPS_PER_STEP, half_dead
 from tests.support.plain_policy import OneRank
@@ -112,35 +111,21 @@ def require_exact_resume(
         assert -signal.SIGKILL in life.codes, f"{armed}: {life.codes}\n{life.logs[0][-3000:]}"
     found = finished(trainers, f"{name}-killed", layout, **sections)
     require_equal(found, expected, steps_saved(expected))
-    first, *_, last = map(sha256_of_tree, run_folder.step_dirs(found / "checkpoints"))
-    moving = [file for file in first if file.endswith((".safetensors", "states.pt"))]
-    assert len(moving) >= 3 and all(first[file] != last[file] for file in moving), "equal files must mean something"
     return found
 
 
-# ---- R3: 20 interruption points ----------------------------------------------------------------------------
-
-# Inside and at the end of every step; the end is before its checkpoint in odd steps and after it in even ones.
-POINTS = [
-    (step, point)
-    for step in range(1, STEPS + 1)
-    for point in ("trainer.micro_batch", "trainer.stepped" if step % 2 else "checkpoint.committed")
-]
+# ---- R3 ------------------------------------------------------------------------------------------------------
 
 
-def kills_of(layout: Layout) -> list[Armed]:
-    """A quarter of the points, so that the four layouts of each number of ranks meet all of them.
-
-    Both ranks take turns where both pass.
-    """
-    mine, ranks, saved, found = LAYOUTS.index(layout) % 4, layout[0], 0, list[Armed]()
-    for step, point in [point for i, point in enumerate(POINTS) if (i + i // 4) % 4 == mine]:
-        hits = step - saved
-        if point == "trainer.micro_batch":
-            hits = (hits - 1) * GROUPS_PER_STEP // ranks + 2  # the second micro-batch of that step
-        saved = step - (point != "checkpoint.committed")
-        found.append({0 if point == "checkpoint.committed" else step // 2 % ranks: f"{point}:{hits}:kill"})
-    return found
+def five_kills(ranks: int) -> list[Armed]:
+    """Inside steps, and at their ends before and after a checkpoint; the points are counted anew in each life."""
+    return [
+        {0: "trainer.micro_batch:2:kill"},
+        {ranks - 1: "trainer.stepped:2:kill"},
+        {0: "checkpoint.committed:2:kill"},
+        {ranks - 1: "trainer.micro_batch:6:kill"},
+        {0: "trainer.stepped:3:kill"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +136,7 @@ def kills_of(layout: Layout) -> list[Armed]:
 def test_a_run_interrupted_at_five_points_equals_a_straight_one(
     figure: Callable[[str, str], None], trainers: Trainers, layout: Layout
 ) -> None:
-    kills = kills_of(layout)
-    assert len(kills) == len(POINTS) / 4
+    kills = five_kills(layout[0])
     require_exact_resume(trainers, "-".join(map(str, layout)), layout, kills)
     figure("R3", f"{layout}: {len(kills)} SIGKILLs, checkpoints, metrics and final models equal by SHA-256")
 
@@ -175,48 +159,19 @@ CRITICS_KILLS: list[Armed] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kills", "sections", "groups_a_step", "files"),
-    [
-        pytest.param(
-            2,
-            CRITICS_KILLS[: count(1, 3)],
-            {"algorithm": WITH_A_CRITIC},
-            GROUPS_PER_STEP // 2,
-            {"critic/model.safetensors", "model.safetensors"},
-            id="critic",
-        ),
-        pytest.param(  # the fifth step is the first one of the third batch
-            1,
-            [{0: "trainer.stepped:5:kill"}],
-            {"algorithm": MINI_BATCHES},
-            GROUPS_PER_STEP,
-            {"model.safetensors"},
-            id="shuffled mini-batches",
-        ),
-        pytest.param(  # a step from a checkpoint of adapters is test_lora_training's
-            2,
-            [{1: "trainer.micro_batch:7:kill"}],
-            {"lora": {"r": 4}},
-            GROUPS_PER_STEP,
-            {lora.WEIGHTS},
-            id="lora",
-            marks=full,
-        ),
-    ],
-)
-def test_a_run_killed_inside_a_batch_resumes_at_its_begin(
-    request: pytest.FixtureRequest,
-    trainers: Trainers,
-    ranks: int,
-    kills: list[Armed],
-    sections: dict[str, Any],
-    groups_a_step: int,
-    files: set[str],
-) -> None:
-    name = request.node.callspec.id.replace(" ", "-")
-    found = require_exact_resume(trainers, name, (ranks, 1, "float32"), kills, **sections)
-    assert {name for name in sha256_of_tree(found / "final") if name.endswith(".safetensors")} == files
+# ranks, kills, settings, and the groups of a step
+BATCHES: dict[str, tuple[int, list[Armed], dict[str, Any], int]] = {
+    "critic": (2, CRITICS_KILLS[: count(1, 3)], WITH_A_CRITIC, GROUPS_PER_STEP // 2),
+    # the fifth step is the first one of the third batch
+    "shuffled": (1, [{0: "trainer.stepped:5:kill"}], MINI_BATCHES, GROUPS_PER_STEP),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_run_killed_inside_a_batch_resumes_at_its_begin(trainers: Trainers, name: str) -> None:
+    ranks, kills, algorithm, groups_a_step = BATCHES[name]
+    found = require_exact_resume(trainers, name, (ranks, 1, "float32"), kills, algorithm=algorithm)
+    assert (found / "final" / "critic" / "model.safetensors").exists() == (name == "critic")
     commits = [json.loads((f / run_folder.COMMIT).read_text()) for f in run_folder.step_dirs(found / "checkpoints")]
     assert [c["cursor"] for c in commits] == [groups_a_step * step for step in steps_saved(found)]
 
@@ -236,15 +191,12 @@ def test_a_run_that_resamples_dead_groups_and_is_killed_inside_a_batch_resumes_e
     found = require_exact_resume(trainers, "resampled", (2, 1, "float32"), kills, **sections)
     rows = read_jsonl(found / "metrics.jsonl")
     assert [row["resampled_groups"] for row in rows] == [3.0] + [4.0] * (STEPS - 1)  # the first begins with a live one
-    assert {row["empty_slots"] for row in rows} == {0.0}
 
 
 # ---- what a checkpoint must not hold: settings that may change -----------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage"), [(2, 3), *(pytest.param(*layout, marks=full) for layout in ((1, 0), (2, 1)))]
-)
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), pytest.param(1, 0, marks=full)])
 def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(trainers: Trainers, ranks: int, stage: int) -> None:
     name = f"rate-{ranks}-{stage}"
     for steps, rate in ((2, 1e-2), (6, 6e-4)):
@@ -257,13 +209,13 @@ def test_a_run_resumed_with_another_learning_rate_goes_on_with_it(trainers: Trai
 
 
 def test_a_run_resumed_with_fewer_steps_than_it_has_made_leaves_its_final_model(trainers: Trainers) -> None:
-    trees = []
+    models = []
     for steps in (3, 2):
         final = finished(trainers, "fewer", (1, 1, "float32"), trainer={"max_steps": steps}) / "final"
-        trees.append(sha256_of_tree(final))
+        models.append((final / "model.safetensors").read_bytes())
         final.rename(final.with_name(f"final-{steps}"))
     assert steps_saved(trainers.folder / "fewer") == [1, 2, 3]
-    assert trees[0]["model.safetensors"] == trees[1]["model.safetensors"]
+    assert models[0] == models[1]
 
 
 # ---- R1: SIGKILL at every failpoint of a checkpoint, with two ranks ----------------------------------------

@@ -3,12 +3,10 @@
 The yardstick is peft's own model in float64 on one process: dense forwards, the oracle's loss, torch's AdamW.
 """
 
-import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,13 +15,13 @@ from torch import Tensor
 from common.files import run_folder, weights
 from model.files import lora
 from model.files.lora import published_name
-from sampler.engine.verify import copy_files
-from tests.support.gloo_data import NUM_STEPS, Stream
+from tests.gloo.test_gloo import require_canary
+from tests.support.gloo_data import NUM_STEPS
 from tests.support.plain_training import BETA1, PLAIN_ROUNDING, PlainTraining
 from tests.support.rank import Worker
 from tests.support.replay_worker import RankReports, stack
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, dense_logprobs, difference, tiny_model
+from tests.support.tiny import VOCAB_SIZE, difference, tiny_model
 from trainer.engine.exported import adapters
 
 LORA = {"lora": {"r": 4, "alpha": 12}}
@@ -36,51 +34,24 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "merged": (1, MERGED),
 }
 if ALL:
-    VARIANTS |= {f"zero{stage}": (stage, {}) for stage in (0, 1, 2)} | {
-        "separate": (1, {"trainer": {"packing": "separate"}}),
-        "recomputed3": (3, {"model": {"gradient_checkpointing": True}}),
-        "merged3": (3, MERGED),
-    }
+    VARIANTS |= {f"zero{stage}": (stage, {}) for stage in (0, 1, 2)} | {"merged3": (3, MERGED)}
 RUNS = [(2, name) for name in VARIANTS] + [(1, name) for name in VARIANTS if ALL and name.startswith("zero")]
-RESUMED_LIKE_ZERO_1 = ("separate", "recomputed3", "merged3")  # nothing else to restore
 
 every_run = pytest.mark.parametrize(("ranks", "name"), RUNS)
 # all others train what plain peft trains
 every_exact_run = pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in ("half", "critic")])
 
 
-class LoraWorker(Worker):
-    def trainer(self, config: Any, stream: Stream) -> Any:
-        trainer = super().trainer(config, stream)
-        trainer.base_at_start = base_hash(trainer.engine)
-        return trainer
-
-
-def base_hash(engine: Any) -> str:
-    """SHA-256 of every weight that is not an adapter."""
-    import deepspeed
-
-    digest = hashlib.sha256()
-    for name, p in engine.model.named_parameters():
-        with deepspeed.zero.GatheredParameters([p], enabled=engine.stage == 3):
-            if not p.requires_grad:
-                digest.update(name.encode() + p.detach().float().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def work(folder: Path) -> None:
     """What each rank does: trains adapters, straight and from the checkpoint before the last."""
-    worker = LoraWorker(folder)
+    worker = Worker(folder)
     for name, (stage, sections) in VARIANTS.items():
         if (worker.collectives.world_size, name) not in RUNS:
             continue
-        trainers = [worker.train(name, stage, **LORA | sections)]
-        engine = trainers[0].engine
+        engine = worker.train(name, stage, **LORA | sections).engine
         worker.write(f"{name}/adapters", dict(engine.gathered_tensors(adapters(engine.model), lambda _: True)))
-        if name not in RESUMED_LIKE_ZERO_1:
-            found = run_folder.step_dir(folder / name / "checkpoints", NUM_STEPS - 1)
-            trainers.append(worker.resume(name, stage, found, **LORA | sections))
-        worker.seen[name]["base"] = [trainers[0].base_at_start, *(base_hash(t.engine) for t in trainers)]
+        found = run_folder.step_dir(folder / name / "checkpoints", NUM_STEPS - 1)
+        worker.resume(name, stage, found, **LORA | sections)
     worker.tell()
 
 
@@ -141,22 +112,14 @@ def plain() -> PeftTraining:
 def test_three_steps_give_pefts_gradient_losses_norms_and_adapters(plain: PeftTraining, ranks: int, name: str) -> None:
     found = {str(published_name(k)): t / (1 - BETA1) for k, t in reports(ranks).tensors(f"{name}/gradient").items()}
     expected = plain.adapters(plain.gradient)
-    assert all(t.any() for key, t in expected.items() if "lora_B" in key)
     assert difference(found, expected) < PLAIN_ROUNDING
     for step, numbers in zip(reports(ranks).ranks[0][name]["steps"], plain.steps, strict=True):
         for key, value in numbers.items():
             assert step[key] == pytest.approx(value, rel=2e-5), key
-    adapters = reports(ranks).tensors(f"{name}/adapters")
-    assert difference(adapters, plain.adapters()) < 1e-5
-    assert all(t.any() for t in adapters.values())
+    assert difference(reports(ranks).tensors(f"{name}/adapters"), plain.adapters()) < 1e-5
 
 
 @every_run
-def test_the_base_weights_stay_bit_for_bit(ranks: int, name: str) -> None:
-    assert all(len(set(seen[name]["base"])) == 1 for seen in reports(ranks).ranks)
-
-
-@pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] not in RESUMED_LIKE_ZERO_1])
 def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(ranks: int, name: str) -> None:
     for seen in reports(ranks).ranks:
         straight, resumed = seen[name], seen[f"{name}/resumed"]
@@ -173,8 +136,7 @@ def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights
     parameters = peft_model(ranks, name).named_parameters()
     found = {n.replace(".default", ""): p.detach() for n, p in parameters if "lora_" in n}
     expected = reports(ranks).tensors(f"{name}/adapters")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[n], expected[n].to(found[n].dtype)) for n in expected)
+    assert_equal(found, {key: t.float() for key, t in expected.items()})
     assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB_SIZE
     trained = sum(t.numel() for t in expected.values())
     state = sum(path.stat().st_size for path in (folder / "trainer" / "state").iterdir())
@@ -182,14 +144,18 @@ def test_a_checkpoint_loads_in_peft_with_its_tokenizer_and_holds_no_base_weights
 
 
 @pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if "merged" not in run[1]])
-def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(tmp_path: Path, ranks: int, name: str) -> None:
+def test_a_published_version_is_a_peft_folder_of_the_trained_adapters(ranks: int, name: str) -> None:
     version = published(ranks, name)
     manifest = weights.read_manifest(version)
-    copy_files(version, manifest, tmp_path / "private")
     assert sorted(manifest.files) == [lora.SETTINGS, lora.WEIGHTS]
-    found, expected = load_file(tmp_path / "private" / lora.WEIGHTS), reports(ranks).tensors(f"{name}/adapters")
-    assert found.keys() == expected.keys() == manifest.tensors.keys()
-    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    found = load_file(Path(version.weights_dir) / lora.WEIGHTS)
+    assert found.keys() == manifest.tensors.keys()
+    assert_equal(found, reports(ranks).tensors(f"{name}/adapters"))
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["merged", *["merged3"] * ALL])
@@ -197,18 +163,10 @@ def test_a_merged_version_is_what_peft_merges(name: str) -> None:
     version = published(2, name)
     files = [Path(version.weights_dir) / name for name in weights.read_manifest(version).files]
     found = {key: t for file in files for key, t in load_file(file).items()}
-    untouched = {key: p.detach() for key, p in base_model().named_parameters()}
     named = {key: p.detach() for key, p in peft_model(2, name).merge_and_unload().named_parameters()}
     assert difference(found, named) < 1e-7
-    assert difference(named, untouched) > 1e-4
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "zero3"), (2, "merged")])
 def test_the_canary_is_pefts_log_probs_under_the_published_adapters(ranks: int, name: str) -> None:
-    model = peft_model(ranks, name)
-    canary = weights.read_manifest(published(ranks, name)).canary
-    for ids, logprobs in zip(canary.token_ids, canary.logprobs, strict=True):
-        prompt, completion = ids[: canary.prompt_length], ids[canary.prompt_length :]
-        with torch.no_grad():
-            expected = dense_logprobs(model, prompt, completion)
-        assert np.abs(np.array(logprobs) - expected.numpy()).max() < 1e-5
+    require_canary(peft_model(ranks, name), weights.read_manifest(published(ranks, name)).canary)

@@ -37,7 +37,6 @@ PREEMPTS = ("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=
         ("gentle", "--nodes=2 --partition=low", ("scancel", "--signal=TERM", "JOB"), "FAILED"),
         ("walltime", "--nodes=2 --partition=low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),
         ("alone", "--nodes=1 --partition=low", ("scancel", "--batch", "--signal=USR1", "JOB"), "PENDING"),
-        ("requeue", "--nodes=2 --partition=low", ("scontrol", "requeue", "JOB"), "PENDING"),
         ("preempted", "--nodes=2 --partition=low", PREEMPTS, "PENDING"),
         ("grace", "--nodes=2 --partition=grace", PREEMPTS, "PENDING"),
     ],

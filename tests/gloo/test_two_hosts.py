@@ -57,8 +57,7 @@ def ended(trainers: Trainers, process: subprocess.Popen[bytes], name: str) -> st
     finally:
         process.kill()
     said = (trainers.folder / f"{name}.log").read_text()
-    logs = [path.read_text()[-3000:] for path in (trainers.folder / name / "logs" / "hosts").glob("*.log")]
-    assert code == 0, "\n".join([said[-3000:], *logs])
+    assert code == 0, said[-3000:]
     return said
 
 
@@ -73,7 +72,6 @@ def test_two_hosts_of_which_one_is_killed_train_the_weights_of_one_bit_for_bit(
         one.send_signal(signal.SIGKILL)
     assert "restart 1 of 5" in ended(trainers, process, "killed-host")
     assert sha256_of_run(folder) == expected
-    assert {path.name for path in (folder / "logs" / "hosts").iterdir()} == {f"{host}-trainer.log" for host in hosts}
     until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_of(p, hosts[1], folder)])
 
 
