@@ -30,6 +30,9 @@ from trainer.data.mini_batches import steps
 
 pytestmark = pytest.mark.timeout(600)
 
+# what gloo takes with CUDA tensors, by the source of ProcessGroupGloo in torch 2.13
+ON_GPUS = {"broadcast_", "allreduce_", "reduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"}
+OURS = {"send", "recv_", "gather_", "barrier"}  # of the trainer's own messages, which are always in CPU memory
 every_layout = pytest.mark.parametrize(("ranks", "stage"), LAYOUTS)
 every_whole_layout = pytest.mark.parametrize(("ranks", "stage"), WHOLE_LAYOUTS)
 of_many = pytest.mark.parametrize("ranks", MANY)
@@ -429,6 +432,16 @@ def test_a_checkpoint_of_pythons_that_pickle_an_enum_by_getattr_loads_as_well(
     pickle_the_stage_by_value()
     torch.save({"zero_stage": ZeroStageEnum.gradients}, file)
     assert load_without_code(str(file)) == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@of_many
+def test_only_collectives_that_gloo_takes_with_a_gpus_tensors_are_called(runs: Runs, ranks: int) -> None:
+    """The calls are the same on a CPU. Others crash, or are refused."""
+    called = runs.of(ranks, "collectives")
+    assert {name for name, _ in called} >= {"allreduce_", "_allgather_base_", "_reduce_scatter_base_"}
+    assert ("gather_" in {name for name, _ in called}) == (ranks > 1)
+    assert {name for name, dtype in called if dtype != "torch.uint8"} <= ON_GPUS | {"barrier"}
+    assert {name for name, _ in called} <= ON_GPUS | OURS
 
 
 def test_when_rank_0_ends_the_other_rank_leaves_with_its_code(runs: Runs) -> None:

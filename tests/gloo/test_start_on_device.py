@@ -1,4 +1,4 @@
-"""Policy, critic and reference start and step on a simulated CUDA device as on the CPU.
+"""Policy, critic and reference start and step on a simulated CUDA device as on the CPU, with all that a start reads.
 
 One process has the device and another has none; both run every case. What is asked of the device, and what it cannot
 show (speed, memory, what runs at once), is in tests/support/simulated_device.
@@ -6,10 +6,12 @@ show (speed, memory, what runs at once), is in tests/support/simulated_device.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,30 +19,63 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from common.config import Config
 from common.paths import ROOT
-from tests.gloo.test_mixture_ranks import group as replayed
-from tests.gloo.test_sequence_parallel_ranks import with_sets
-from tests.gloo.test_vision_ranks import with_images
+from model.files.images import image_format
 from tests.support import simulated_device
 from tests.support.gloo_data import CONSTANT_RATE, GAE, OWN, REWARDS, SCORED, Item, Stream, bare, group, settings
 from tests.support.mixtures import mixture_folder
 from tests.support.rank import Worker, master_weights
 from tests.support.speed import limit
-from tests.support.tiny import difference, in_forks, random_group, tiny_model, tiny_reward_model
-from tests.support.tiny_vision import WORDS, tiny_vision_model
+from tests.support.tier import ALL
+from tests.support.tiny import VOCAB_SIZE, difference, in_forks, random_group, tiny_model, tiny_reward_model
+from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model
 
 pytestmark = pytest.mark.timeout(600)
 
 
+def replayed(group_id: int) -> Item:
+    """A group of a mixture with eight experts in each of four layers, two of which each token was sent to."""
+    made = random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=0.0)
+    rng = np.random.default_rng(group_id)
+
+    def experts(tokens: int) -> Any:
+        first = rng.integers(0, 8, (tokens, 4, 1))
+        return np.concatenate([first, (first + 3) % 8], -1).astype(np.uint8)
+
+    rollouts = tuple(dataclasses.replace(r, routing=experts(len(r.completion_ids) - 1)) for r in made.rollouts)
+    return dataclasses.replace(made, rollouts=rollouts, routing=experts(len(made.prompt_ids)))
+
+
+def with_sets(made: Any) -> Item:
+    """The same group, each token of which was sampled among itself and its two neighbours."""
+
+    def sets(rollout: Any) -> Any:
+        ids = rollout.completion_ids
+        near = [(ids + step) % VOCAB_SIZE for step in (0, 1, 2)]
+        return dataclasses.replace(rollout, sampling_mask=np.stack(near, 1).astype(np.int32))
+
+    return dataclasses.replace(made, rollouts=tuple(map(sets, made.rollouts)))
+
+
+def with_images(folder: Path) -> Stream:
+    form = image_format(str(folder / "qwen2_5_vl"))
+
+    def at(group_id: int) -> Item:
+        made = random_group(group_id, WORDS, REWARDS[group_id % len(REWARDS)])
+        rng = np.random.default_rng(group_id)
+        images = (random_image(rng, form, 2, 3), random_image(rng, form, 1, 2))
+        prompt = np.array(image_prompt(rng, images, form, 4), np.int32)
+        return dataclasses.replace(made, prompt_ids=prompt, images=images)
+
+    return at
+
+
 # ---- the cases
-
-
-def stream_of_images(model: Path) -> Stream:
-    return lambda group_id: with_images(random_group(group_id, WORDS, REWARDS[group_id % len(REWARDS)]), model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +86,7 @@ class Start:
     sections: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: str = "model"
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)  # more of deepspeed.zero_optimization
+    deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
     capability: tuple[int, int] | None = None  # of the device, by default one for which functions are compiled
     change: Callable[[Any], Item] | None = None  # of every group
 
@@ -58,7 +94,8 @@ class Start:
         given = {section: dict(values) for section, values in self.sections.items()}
         given["trainer"] = CONSTANT_RATE | given.get("trainer", {})
         given["model"] = {"path": str(folder / self.model)} | given.get("model", {})
-        given["deepspeed"] = {"zero_optimization": {"stage": self.stage} | self.zero}
+        zero = {"zero_optimization": {"stage": self.stage} | self.zero}
+        given["deepspeed"] = zero | self.deepspeed
         given["data"] = {"max_prompt_length": 16}  # of the rehearsal
         if self.model == "qwen2_5_vl":
             given["data"] |= {"image_key": "image"}
@@ -68,7 +105,7 @@ class Start:
 
     def stream(self, folder: Path) -> Stream:
         if self.model == "qwen2_5_vl":
-            return stream_of_images(folder / self.model)
+            return with_images(folder)
         if self.sections.get("algorithm", {}).get("router_replay"):
             return replayed
         plain = bare if "reference" in self.sections else group
@@ -76,60 +113,178 @@ class Start:
         return plain if change is None else lambda group_id: change(plain(group_id))
 
 
+WANTED = "TANDEM_TEST_CASES"  # names of the cases that the processes run
 OLD = (7, 5)  # for which nothing is compiled
 HALF = {"model": {"dtype": "bfloat16"}}
+RECOMPUTED = {"model": {"gradient_checkpointing": True}}
+SEPARATE = {"trainer": {"packing": "separate"}}
 REPLAY = {"algorithm": {"router_replay": True}}
 LORA = {"lora": {"r": 4}}
 MERGED = {"lora": {"r": 4, "sync": "merged", "alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
+BASE = LORA | {"reference": {"on": "trainer"}}
+FROZEN = {"model": {"freeze_vision_tower": True}}
 OFF = {"offload_optimizer": {"device": "cpu"}}
+SGD = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
 SCHEDULE = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
 SCHEDULE |= {"learning_rate": 3e-3, "max_steps": 7, "warmup_steps": 0}
 
 CASES: dict[str, Start] = {
-    **{f"ZeRO {stage} float32": Start(stage) for stage in (0, 1, 3)},
-    **{f"ZeRO {stage} bfloat16": Start(stage, HALF) for stage in (1, 3)},
-    **{f"router_replay ZeRO {stage}": Start(stage, REPLAY, "qwen3_moe") for stage in (0, 3)},
+    **{f"ZeRO {stage} float32": Start(stage) for stage in (0, 1, 2, 3)},
+    **{f"ZeRO {stage} bfloat16": Start(stage, HALF) for stage in (1, 2, 3)},
+    **{f"router_replay ZeRO {stage}": Start(stage, REPLAY, "qwen3_moe") for stage in (0, 1, 2, 3)},
+    "router_replay recomputed": Start(3, REPLAY | RECOMPUTED, "qwen3_moe"),
+    "router_replay bfloat16": Start(3, REPLAY | HALF, "qwen3_moe"),
     "router_replay of a hybrid": Start(3, REPLAY, "qwen3_5_moe_text"),
+    "router_replay with sinks": Start(3, REPLAY, "gpt_oss"),
     **{f"adapters ZeRO {stage}": Start(stage, LORA) for stage in (0, 3)},
     "merged adapters": Start(1, MERGED | HALF),
-    "recomputed": Start(1, {"model": {"gradient_checkpointing": True}}),
-    "separate": Start(0, {"trainer": {"packing": "separate"}}),
+    "recomputed": Start(1, RECOMPUTED),
+    "recomputed ZeRO 3": Start(3, RECOMPUTED),
+    "separate": Start(0, SEPARATE),
+    "separate ZeRO 3": Start(3, SEPARATE),
     "logits in one chunk": Start(1, {"trainer": {"logprob_chunk_size": 4096}}),
+    "layers not compiled": Start(1, {"trainer": {"compile_layers": False}}),
     "entropy": Start(1, {"algorithm": {"entropy_coef": 0.5}}),
     "own loss": Start(1, {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}}),
     "turns that fork": Start(1, change=in_forks),
+    "turns that fork ZeRO 3": Start(3, change=in_forks),
     "sampling sets": Start(1, change=with_sets),
+    "an old card": Start(1, capability=OLD),
     "an old card, sinks": Start(1, {}, "gpt_oss", capability=OLD),
+    "an old card, images": Start(1, {}, "qwen2_5_vl", capability=OLD),
     "an old card, forks": Start(1, change=in_forks, capability=OLD),
     "no decay, clipped": Start(0, {"trainer": {"weight_decay": 0.0, "max_grad_norm": 0.1}}),
     "schedule": Start(1, {"trainer": SCHEDULE}),
     "images": Start(1, {}, "qwen2_5_vl"),
-    "frozen tower ZeRO 3": Start(3, {"model": {"freeze_vision_tower": True}}, "qwen2_5_vl"),
+    "images ZeRO 3": Start(3, {}, "qwen2_5_vl"),
+    "frozen tower": Start(1, FROZEN, "qwen2_5_vl"),
+    "frozen tower ZeRO 3": Start(3, FROZEN, "qwen2_5_vl"),
+    "logits with a cap": Start(1, {}, "gemma2"),
     "logits with a cap ZeRO 3": Start(3, {}, "gemma2"),
     "windows": Start(1, HALF, "gemma3_text"),
     "sinks": Start(1, {}, "gpt_oss"),
     "optimizer off the device": Start(2, {}, zero=OFF),
-    "weights off the device": Start(3, REPLAY, "qwen3_moe", zero=OFF | {"offload_param": {"device": "cpu"}}),
-    **{f"critic ZeRO {stage}": Start(stage, GAE) for stage in (0, 3)},
+    "optimizer off the device bfloat16": Start(1, HALF, zero=OFF),
+    "weights off the device": Start(3, {}, zero=OFF | {"offload_param": {"device": "cpu"}}),
+    "weights off the device, router_replay": Start(
+        3, REPLAY, "qwen3_moe", zero=OFF | {"offload_param": {"device": "cpu"}}
+    ),
+    "another optimizer": Start(0, {}, deepspeed=SGD),
+    **{f"critic ZeRO {stage}": Start(stage, GAE) for stage in (0, 1, 3)},
+    "critic bfloat16": Start(1, GAE | HALF),
     **{f"reference ZeRO {stage}": Start(stage, {"reference": SCORED}) for stage in (0, 3)},
-    "reference is the base": Start(3, LORA | {"reference": {"on": "trainer"}}),
+    **{f"reference is the base ZeRO {stage}": Start(stage, BASE) for stage in (1, 3)},
+}
+
+if not ALL:  # those that differ from another case in the stage of ZeRO or the dtype alone
+    for _name in ("ZeRO 2 float32", "ZeRO 2 bfloat16", "router_replay ZeRO 2", "router_replay bfloat16",
+                  "recomputed ZeRO 3", "separate ZeRO 3", "turns that fork ZeRO 3", "images ZeRO 3", "critic ZeRO 1",
+                  "critic bfloat16", "an old card, images", "optimizer off the device bfloat16"):  # fmt: skip
+        del CASES[_name]
+
+# Settings that a start reads, and a case that gives each another value than most.
+READ: dict[str, str] = {
+    "model.path": "sinks",
+    "model.dtype": "ZeRO 1 bfloat16",
+    "model.freeze_vision_tower": "frozen tower",
+    "model.gradient_checkpointing": "recomputed",
+    "lora.r": "adapters ZeRO 0",
+    "lora.alpha": "merged adapters",
+    "lora.target_modules": "merged adapters",
+    "lora.sync": "merged adapters",
+    "algorithm.router_replay": "router_replay ZeRO 3",
+    "algorithm.entropy_coef": "entropy",
+    "critic.path": "critic ZeRO 0",
+    "critic.learning_rate": "critic ZeRO 0",
+    "reference.path": "reference ZeRO 3",
+    "deepspeed": "optimizer off the device",
+    "trainer.packing": "separate",
+    "trainer.logprob_chunk_size": "logits in one chunk",
+    "trainer.compile_layers": "layers not compiled",
+    "trainer.weight_decay": "no decay, clipped",
+    "trainer.max_grad_norm": "no decay, clipped",
+    "trainer.learning_rate": "schedule",
+    "trainer.lr_scheduler_type": "schedule",
+    "trainer.lr_scheduler_kwargs": "schedule",
+    "trainer.warmup_steps": "schedule",
+    "trainer.max_steps": "schedule",
+}
+NOT_OF_THE_DEVICE: dict[str, str] = {
+    "model.revision": "names files",
+    "model.trust_remote_code": "names files",
+    "critic.revision": "names files",
+    "reference.revision": "names files",
+    "run.seed": "seeds numbers that are drawn on the CPU",
+    "critic.critic_warmup_steps": "a number of steps",
+    "trainer.prompts_per_step": "a number of groups",
+    "trainer.groups_per_micro_batch": "a number of groups",
+    "trainer.max_tokens_per_micro_batch": "a number of tokens",
+    "trainer.sequence_parallel_size": "the device has one rank",
+    "trainer.tensor_parallel_size": "the device has one rank",
 }
 
 
 # ---- in the processes
 
 
+class Reads:
+    """Notes the settings that are read while a model is loaded and started, such as "trainer.packing"."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+        self._depth = 0
+        fields = Config.model_fields
+        self._of_kind = {fields[name].annotation: name for name in fields if name not in ("deepspeed", "vllm")}
+
+    def install(self) -> None:
+        """From now on: in every load and start of this process."""
+        from trainer.engine.critic import Critic
+        from trainer.engine.deepspeed_model import DeepSpeedModel
+        from trainer.engine.policy import PolicyEngine
+
+        for kind, section in {**self._of_kind, Config: ""}.items():
+            kind.__getattribute__ = self._reading(section, kind.model_fields)  # type: ignore[union-attr]
+        for model, name in ((PolicyEngine, "__init__"), (Critic, "__init__"), (DeepSpeedModel, "start")):
+            setattr(model, name, self._during(getattr(model, name)))
+
+    def _reading(self, section: str, fields: Any) -> Any:
+        def read(settings: Any, name: str) -> Any:
+            if self._depth and name in fields and (section or name not in self._of_kind.values()):
+                self.names.add(f"{section}.{name}".lstrip("."))
+            return object.__getattribute__(settings, name)
+
+        return read
+
+    def _during(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def noted(*given: Any, **named: Any) -> Any:
+            self._depth += 1
+            try:
+                return function(*given, **named)
+            finally:
+                self._depth -= 1
+
+        return noted
+
+
 def work(worker: Worker) -> None:
     """Runs every case, also after one that failed."""
     import torch.nn.functional as F
 
+    reads = Reads()
+    reads.install()
     for name, start in CASES.items():
+        if name not in os.environ[WANTED].split("|"):
+            continue
+        begin = time.monotonic()
         try:
             # ZeRO 3 replaces F.linear for the rest of the process
             with card(start.capability), mock.patch.object(F, "linear", F.linear):
                 worker.seen[name] = run(worker, folder_of(name), start)
         except Exception:
             worker.seen[name] = {"error": traceback.format_exc()}
+        worker.seen[name]["s"] = round(time.monotonic() - begin, 1)
+    worker.seen["read"] = sorted(reads.names)
     worker.tell()
 
 
@@ -141,6 +296,7 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
     """
     import torch
 
+    from model.checksum import Checksums
     from trainer.data import tensors
     from trainer.rehearsal import rehearse
     from trainer.save import checkpoint, resume
@@ -153,7 +309,8 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
     engine.backward = lambda batch, *more: rows.append(batch.row) or backward(batch, *more)
     trainer.train_batch()
     engine.backward = backward
-    worker.write_models(name, "gradient", trainer)
+    if "optimizer" not in config.deepspeed:
+        worker.write_models(name, "gradient", trainer)
 
     engine.backward(tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm))
     is_filler_applied = engine.step().applied
@@ -174,14 +331,20 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
         reference.replace(str(worker.folder / "critic"))
         scores["reference"] = reference.score(rows[0]).cpu()
     worker.write(f"{name}/scores", scores)
-    worker.write(f"{name}/weights", dict(engine.gathered_tensors(engine.tensors, lambda _: True)))
+    whole = dict(engine.gathered_tensors(engine.tensors, lambda _: True))
+    worker.write(f"{name}/weights", whole)
+    on_device, on_host = Checksums(), Checksums()
+    for key, _ in engine.gathered_tensors(engine.tensors, lambda _: True, on_device.add):
+        on_host.add(key, whole[key])
     trainer.publish(evaluate=False)
     return {
         "device": str(engine.device),
         "parameters": sorted({getattr(p, "ds_tensor", p).device.type for p in engine.model.parameters()}),
         "steps": trainer.results,
         "applied": [is_filler_applied, is_poison_applied],
+        "checksums_agree": on_device.infos() == on_host.infos(),
         "base": engine.base_checksums() if config.lora.r else {},
+        "scored": len(trainer.scored),
         "moved": any(not torch.equal(moved[key], saved[key]) for key in saved),
         "restored": all(torch.equal(restored[key], saved[key]) for key in saved),
     }
@@ -212,14 +375,17 @@ def folder_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns the folders of what the rank with the device and the one without it told."""
+def places(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Returns the folders of what the rank with the device and the one without it told of the chosen tests' cases."""
     if reason := simulated_device.missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("device")
     write_models(folder / "models")
+    ours = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["name"] for item in ours if hasattr(item, "callspec")]
+    wanted = "|".join(chosen if len(chosen) == len(ours) else CASES)
     device = str(simulated_device.library())
-    started = {"cuda": started_in(folder / "cuda", device), "cpu": started_in(folder / "cpu")}
+    started = {"cuda": started_in(folder / "cuda", wanted, device), "cpu": started_in(folder / "cpu", wanted)}
     try:
         for where, process in started.items():
             code = process.wait(timeout=limit(500))
@@ -239,14 +405,14 @@ def write_models(folder: Path) -> None:
     tiny_vision_model(folder / "qwen2_5_vl", "qwen2_5_vl")
 
 
-def started_in(place: Path, *device: str) -> subprocess.Popen[bytes]:
+def started_in(place: Path, wanted: str, *device: str) -> subprocess.Popen[bytes]:
     place.mkdir()
     for model in (place.parent / "models").iterdir():
         (place / model.name).symlink_to(model)
     command = [sys.executable, "-m", "tests.support.device_worker", __name__, str(place), *device]
     # memory that is used again, instead of a call of the system for every tensor
     memory = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
-    given = os.environ | memory | {"OMP_NUM_THREADS": "1"}
+    given = os.environ | memory | {"OMP_NUM_THREADS": "1", WANTED: wanted}
     with (place / "log").open("w") as log:
         return subprocess.Popen(command, cwd=ROOT, env=given, stdout=log, stderr=log)
 
@@ -265,12 +431,20 @@ def test_models_start_and_step_on_the_device_as_on_the_cpu(places: dict[str, Pat
     assert found["device"] == "cuda:0" and expected["device"] == "cpu"
     assert found["parameters"] == (["cpu"] if "offload_param" in start.zero else ["cuda"])
     assert found["applied"] == expected["applied"] == [True, False], "a filler is applied, what is not finite is not"
+    assert found["checksums_agree"] and expected["checksums_agree"]
     assert found["moved"] and found["restored"], "a checkpoint brings back what a later step changed"
     assert found["base"] == expected["base"] and bool(found["base"]) == ("lora" in start.sections)
+    assert found["scored"] == expected["scored"] and bool(found["scored"]) == ("reference" in start.sections)
     [ours], [theirs] = found["steps"], expected["steps"]
     assert ours == pytest.approx(theirs, rel=3e-2 if is_half else 1e-4)
-    written = sorted((places["cpu"] / folder_of(name)).glob("*.safetensors"))
-    assert len(written) >= 3  # gradients, scores and weights
+    written = sorted(path.name for path in (places["cpu"] / folder_of(name)).glob("*.safetensors"))
+    assert {"scores.safetensors", "weights.safetensors"} <= {*written}
     for file in written:
-        of_device = load_file(places["cuda"] / folder_of(name) / file.name)
-        assert difference(of_device, load_file(file)) < (5e-2 if is_half else 2e-4), file.name
+        pair = [load_file(places[where] / folder_of(name) / file) for where in ("cuda", "cpu")]
+        assert difference(*pair) < (5e-2 if is_half else 2e-4), file
+
+
+def test_every_setting_that_a_start_reads_has_a_case(places: dict[str, Path]) -> None:
+    read = {*told(places["cuda"])["read"]}
+    assert read - READ.keys() - NOT_OF_THE_DEVICE.keys() == set()
+    assert {*READ.values()} <= CASES.keys()

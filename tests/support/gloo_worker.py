@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.errors import PeerEnded, UserError
 from model.cores import LENT_CORES
@@ -14,6 +17,20 @@ from tests.support.rank import Case, Worker, master_weights, run_hash, state_has
 
 HALF = {"model": {"dtype": "bfloat16"}}
 STREAMS: dict[str, Stream] = dict.fromkeys(("skip", "resample"), gloo_data.half_dead)  # of variants; most train `group`
+
+
+class CalledCollectives(TorchDispatchMode):
+    """Writes down which are called, on which dtypes, where torch hands them to a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.called |= {(func._schema.name.split("::")[1], str(tensor.dtype)) for tensor in tensors}
+        return func(*args, **(kwargs or {}))
 
 
 class GlooWorker(Worker):
@@ -145,8 +162,10 @@ def trained(ranks: int) -> list[tuple[str, int, dict[str, Any]]]:
 def first(folder: Path) -> None:
     worker = GlooWorker(folder)
     ranks = worker.collectives.world_size
-    for name, stage, sections in trained(ranks):
-        worker.train(name, stage, **sections)
+    with CalledCollectives() as called_collectives:
+        for name, stage, sections in trained(ranks):
+            worker.train(name, stage, **sections)
+    worker.seen["collectives"] = sorted(called_collectives.called)
     for stage in [stage for of, stage in WHOLE_LAYOUTS if of == ranks]:
         worker.at_stage(stage)
     if ranks in MANY:
