@@ -25,7 +25,7 @@ from tests.support.raising import raising
 from tests.support.tiny import tiny_model
 from trainer.save import moving_reference
 from trainer.save.publisher import Publisher, writes_behind
-from trainer.save.write_version import DeltaWriter
+from trainer.save.write_version import DeltaWriter, Snapshot
 
 
 class Bench:
@@ -54,31 +54,31 @@ class Bench:
 
 
 @pytest.fixture
-def may_commit(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is clear, no version becomes whole."""
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is clear, no version is written."""
     event = threading.Event()
     event.set()
-    commit = weights.commit
+    write = Snapshot.write
 
     def slow(*arguments: Any) -> weights.Published:
         assert event.wait(20)
-        return commit(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(weights, "commit", slow)
+    monkeypatch.setattr(Snapshot, "write", slow)
     return event
 
 
-def test_a_version_being_written_does_not_notice_the_next_step(tmp_path: Path, may_commit: threading.Event) -> None:
+def test_a_version_being_written_does_not_notice_the_next_step(tmp_path: Path, may_write: threading.Event) -> None:
     begun = time.monotonic()
     bench = Bench(tmp_path)
     assert bench.credited == [(0, 0, "v0")], "the first version of a life is waited for"
-    may_commit.clear()
+    may_write.clear()
     before = bench.parameters()
     bench.publish(1)
     assert bench.publisher.is_writing()
     bench.policy.disturb(1)  # the next optimizer step
     assert bench.credited == [(0, 0, "v0")], "nobody hears of a version that is not whole"
-    may_commit.set()
+    may_write.set()
     bench.publisher.finish()
     assert not bench.publisher.is_writing()
     assert bench.credited[1:] == [(8, 1, "v1")]
@@ -88,16 +88,16 @@ def test_a_version_being_written_does_not_notice_the_next_step(tmp_path: Path, m
     assert all(0 < seconds <= time.monotonic() - begun for seconds in bench.seconds.values())
 
 
-def test_any_end_waits_for_the_last_version(tmp_path: Path, may_commit: threading.Event) -> None:
+def test_any_end_waits_for_the_last_version(tmp_path: Path, may_write: threading.Event) -> None:
     bench = Bench(tmp_path)
-    may_commit.clear()
+    may_write.clear()
     bench.publish(1)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(KeyboardInterrupt):
         bench.publisher.finish()
     signal.signal(signal.SIGALRM, before)
-    threading.Timer(0.3, may_commit.set).start()
+    threading.Timer(0.3, may_write.set).start()
     bench.publisher.close()
     assert bench.credited[1:] == [(8, 1, "v1")]
 

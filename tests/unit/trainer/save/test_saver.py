@@ -27,9 +27,11 @@ class Run:
         monkeypatch.setattr(saver_module.checkpoint, "save", lambda *given, **_: self.saved.append(given[4].step))
         self.config = config_of(trainer=trainer)
         self.collectives: Any = SimpleNamespace(rank=0, world_size=1, agree=agree, stall_timeout_s=600.0)
-        seconds = defaultdict[str, float](float)
+        self.seconds = defaultdict[str, float](float)
         nothing: Any = None
-        self.saver = Saver(self.config, nothing, None, self.collectives, None, print, lambda: None, seconds, step=0)
+        self.saver = Saver(
+            self.config, nothing, None, self.collectives, None, print, lambda: None, self.seconds, step=0
+        )
 
     def batch_of_minutes(self, minutes: float, step: int) -> None:
         self.now += 60 * minutes
@@ -52,6 +54,7 @@ def test_when_a_batch_is_saved(
     for step, length in enumerate(minutes, start=1):
         run.batch_of_minutes(length, step)
     assert run.saved == saved
+    assert run.seconds["timing/checkpoint_s"] == 0, "only time inside a save counts"
 
 
 @pytest.mark.parametrize(("save_steps", "saved"), [(0, []), (100, [7])])
