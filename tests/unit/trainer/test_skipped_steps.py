@@ -1,6 +1,5 @@
 """Steps that are not finite are counted, also across a restart; too many in a row stop the run."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +55,6 @@ def test_the_count_goes_on_after_a_restart(tmp_path: Path) -> None:
     found = resume.newest_valid(tmp_path / "checkpoints", OneRank(), print)
     assert found is not None
     resumed = resume.read_run_state(found, {})
-    assert resumed == dataclasses.replace(run.run_state, skipped_in_a_row=2)
+    assert resumed == run.run_state
     with pytest.raises(Retryable, match="3 steps in a row"):
         advance(trainer(tmp_path, resumed), False)

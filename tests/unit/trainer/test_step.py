@@ -20,7 +20,6 @@ from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
 from tests.unit.trainer.data.test_tensors import share as loss_and_gradient
-from trainer.data.micro_batches import Budget, plan, work
 from trainer.data.mini_batches import steps
 from trainer.data.tensors import MicroBatch
 from trainer.save.checkpoint import RunState
@@ -30,10 +29,12 @@ MODEL = ModelDims(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head
 START = RunState("run", 0, 0, 0, 0, 0, 0, {})
 
 
-def config(prompts: int, algorithm: dict[str, Any] | None = None, **trainer: Any) -> Config:
+def config(
+    prompts: int, algorithm: dict[str, Any] | None = None, critic: dict[str, Any] | None = None, **trainer: Any
+) -> Config:
     sampler = {"num_generations": 3, "max_completion_length": 12}
     trainer = {"prompts_per_step": prompts, "max_steps": 4} | trainer
-    return config_of(sampler=sampler, trainer=trainer, algorithm=algorithm or {})
+    return config_of(sampler=sampler, trainer=trainer, algorithm=algorithm or {}, critic=critic or {})
 
 
 def group(group_id: int) -> Group:
@@ -88,98 +89,42 @@ class Run:
 
 
 def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
-    of_ranks = [Run(config(8, groups_per_micro_batch=2), ranks=2, rank=rank).step() for rank in (0, 1)]
-    first, second = of_ranks
-    assert [what for what, _ in first] == [what for what, _ in second] == ["receive", "train", "receive", "train"]
-    assert [ids for what, ids in first if what == "receive"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(first[1][1] + second[1][1]) == [0, 1, 2, 3]
-    assert sorted(first[3][1] + second[3][1]) == [4, 5, 6, 7]
+    first, second = [Run(config(8, groups_per_micro_batch=2), 2, rank).step() for rank in (0, 1)]
+    for i, ids in ((0, [0, 1, 2, 3]), (2, [4, 5, 6, 7])):
+        assert first[i] == second[i] == ("receive", ids)
+        assert sorted(first[i + 1][1] + second[i + 1][1]) == ids
 
 
 @pytest.mark.parametrize("algorithm", [{"loss_type": "dapo"}, {"scale_rewards": "batch"}])
 def test_where_a_step_waits_for_its_groups_one_plan_over_all_of_them_is_trained(algorithm: dict[str, Any]) -> None:
-    groups = map(group, range(8))
-    works = [work(len(g.prompt_ids), [len(r.completion_ids) for r in g.rollouts], "shared", MODEL) for g in groups]
-    expected = plan(dict(enumerate(works)), 1, Budget(1, 60))
-    events = Run(config(8, algorithm, max_tokens_per_micro_batch=60)).step()
-    assert events[:8] == [("receive", [g]) for g in range(8)]
-    assert events[8:] == [("train", list(mine)) for (mine,) in expected]
-    streamed = Run(config(8, max_tokens_per_micro_batch=60)).step()
-    assert [ids for what, ids in streamed if what == "train"] != [list(mine) for (mine,) in expected]
+    run = Run(config(8, algorithm, max_tokens_per_micro_batch=60))
+    events = run.step()
+    planned = [("train", list(mine)) for (mine,) in run.training.batch.plan(range(8))]
+    assert events == [("receive", [g]) for g in range(8)] + planned
 
 
-def test_memory_that_runs_out_halves_micro_batches_once_and_the_step_begins_anew(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_memory_that_runs_out_halves_micro_batches_once(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(config(4, max_tokens_per_micro_batch=120))
-    limit = 70
+    sizes = []
 
-    def backward(batch: MicroBatch, version: int) -> Tensor:
-        if batch.row.input_ids.numel() > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return run.backward(batch, version)
+    def backward(batch: MicroBatch, _: int) -> Tensor:
+        sizes.append(batch.row.input_ids.numel())
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     run.training.models.policy.backward = backward  # type: ignore[method-assign]
-    run.step()
-    assert sorted(group.group_id for batch in run.batches for group in batch.groups) == [0, 1, 2, 3]
-    said = capsys.readouterr().err
-    assert "with micro-batches of 120 tokens: the step is repeated with 60" in said
-    limit = 0
     with pytest.raises(torch.OutOfMemoryError):
         run.step()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "out of resource: shared memory, Required: 114688, Hardware limit: 101376. Reducing block sizes may help.",
-        "out of resource: threads, Required: 2048, Hardware limit: 1024.",
-        "InductorError: RuntimeError: No valid triton configs. OutOfMemoryError: out of resource: shared memory",
-    ],
-)
-def test_a_kernel_that_needs_more_shared_memory_than_the_gpu_has_does_not_halve_micro_batches(
-    message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Run(config(4, max_tokens_per_micro_batch=120))
-    asked = []
-
-    def backward(batch: MicroBatch, version: int) -> Tensor:
-        asked.append(batch)
-        raise torch.OutOfMemoryError(message)
-
-    run.training.models.policy.backward = backward  # type: ignore[method-assign]
-    with pytest.raises(torch.OutOfMemoryError, match="out of resource"):
-        run.step()
-    assert len(asked) == 1 and "is repeated" not in capsys.readouterr().err
-
-
-def test_a_later_pass_repeats_the_rounds_of_the_first_and_takes_nothing() -> None:
-    run = Run(config(8, {"num_iterations": 2}, max_tokens_per_micro_batch=60))
-    first = [event for event in run.step(0) if event[0] == "train"]
-    assert run.step(1) == first
+    assert len(sizes) == 2 and sizes[1] <= 60 < sizes[0]
+    assert "trainer.max_tokens_per_micro_batch=60" in capsys.readouterr().err
 
 
 def test_dead_groups_tombstones_and_masked_completions_take_no_room() -> None:
     def make(group_id: int) -> Group | Tombstone:
-        if group_id == 1:
-            return Tombstone(group_id, 0, "reward timed out")
-        return random_group(group_id, 50, [0.1] * 3) if group_id == 2 else group(group_id)
+        empty = {1: Tombstone(1, 0, "reward timed out"), 2: random_group(2, 50, [0.1] * 3)}
+        return empty.get(group_id, group(group_id))
 
     of_ranks = [Run(config(4), 2, rank, make).step() for rank in (0, 1)]
     assert sorted(ids for events in of_ranks for what, ids in events if what == "train") == [[0], [3]]
-
-
-def test_log_probs_of_the_first_pass_are_in_the_second_where_the_correction_needs_them() -> None:
-    """Of a group that the present version sampled they also tell numerics from staleness, later."""
-    algorithm = {"num_iterations": 2, "vllm_importance_sampling_mode": "token_mask"}
-    run = Run(config(1, algorithm))
-    run.step(0)
-    run.step(1, RunState("run", 0, 0, 1, 1, 0, 0, {}))
-    first, second = run.batches
-    assert first.proximal_logprobs is first.own_logprobs is None
-    expected = (first.row.target_ids / -10).tolist()
-    assert second.proximal_logprobs is not None and second.proximal_logprobs.tolist() == expected
-    assert second.own_logprobs is not None and second.own_logprobs.tolist() == expected
 
 
 def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_from_before_its_first_step() -> None:
@@ -190,19 +135,6 @@ def test_with_mini_batches_the_correction_keeps_to_log_probs_of_the_whole_batch_
     for batch in run.batches:
         assert batch.proximal_logprobs is not None
         assert torch.equal(batch.proximal_logprobs, (batch.row.target_ids / -100).float())
-
-
-def test_the_reference_scores_a_micro_batch_once_for_all_passes() -> None:
-    scored = []
-    scorer = SimpleNamespace(score=lambda row: scored.append(row) or row.target_ids / -7)
-    unscored = [random_group(group_id, 50, [1.0, 0.0, 0.5]) for group_id in range(2)]
-    run = Run(config(2, {"beta": 0.1, "num_iterations": 2}), make=unscored.__getitem__, scorer=scorer)
-    run.step(0)
-    run.step(1)
-    assert len(scored) == 2
-    for batch in run.batches:
-        assert batch.ref_logprobs is not None
-        assert torch.equal(batch.ref_logprobs, batch.row.target_ids / -7)
 
 
 @given(

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 
 from common.errors import UserError
-from model.checksum import describe
 from model.logprobs import load_causal_lm
 from model.tokenizer import load_tokenizer
 from tests.support.configs import config_of
@@ -47,66 +47,41 @@ def test_what_is_published_and_saved_is_what_save_pretrained_writes_to_the_bit(k
     model = AutoModelForCausalLM.from_pretrained(save_kind(kind, tmp_path / "start"), dtype="bfloat16")
     model.save_pretrained(tmp_path / "expected")
     expected = load_file(tmp_path / "expected" / "model.safetensors")
-    made = of(model)
-    assert made.keys() == expected.keys() == load_file(tmp_path / "start" / "model.safetensors").keys()
-    for name, tensor in expected.items():
-        assert (made[name].form.nbytes, describe(made[name].make())) == (tensor.nbytes, describe(tensor)), name
+    sizes = {name: tensor.form.nbytes for name, tensor in of(model).items()}
+    assert sizes == {name: tensor.nbytes for name, tensor in expected.items()}
     save_model(engine_around(model), OneRank(), TOKENIZER, tmp_path / "final")  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "expected") for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(files) >= 2
     for file in files:
         assert (tmp_path / "final" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes(), file
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="bfloat16").state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_an_expert_is_made_of_its_own_part_of_the_parameter_and_costs_no_memory() -> None:
+    """Also where ZeRO has moved the parameter into a larger memory."""
     model = model_of_kind("qwen3_moe")
     fused = model.model.layers[1].mlp.experts.gate_up_proj
     made = of(model)
-    for e in (0, 7):
-        for i, name in enumerate(("gate_proj", "up_proj")):
-            tensor = made[f"model.layers.1.mlp.experts.{e}.{name}.weight"]
-            assert [id(p) for p in tensor.parameters] == [id(fused)]
-            there = tensor.make()
-            part = fused[e, 64 * i : 64 * i + 64]
-            assert there.data_ptr() == part.data_ptr() and torch.equal(there, part)
-    with torch.no_grad():
-        fused.add_(1)
-    assert torch.equal(made["model.layers.1.mlp.experts.7.up_proj.weight"].make(), fused[7, 64:]), "as it is now"
-
-
-def test_parameters_may_lie_anywhere_in_a_larger_memory() -> None:
-    """As those that ZeRO flattens do."""
-    model = model_of_kind("qwen3_moe")
-    before, made = {name: t.make().clone() for name, t in of(model).items()}, of(model)
-    for parameter in model.parameters():
-        parameter.data = torch.cat([torch.zeros(3), parameter.data.flatten()])[3:].view(parameter.shape)
-    assert all(torch.equal(made[name].make(), tensor) for name, tensor in before.items())
-
-
-def fuse(model: Any) -> Any:
-    """A model whose checkpoints hold q, k and v in one tensor, turned round."""
-    from transformers.core_model_loading import Chunk, Transpose, WeightConverter
-
-    parts = [f"self_attn.{part}_proj.weight" for part in "qkv"]
-    model._weight_conversions = [WeightConverter("self_attn.W.weight", parts, [Transpose(0, 1), Chunk(dim=0)])]
-    return model
+    fused.data = torch.cat([torch.zeros(3), fused.data.flatten()])[3:].view(fused.shape)
+    tensor = made["model.layers.1.mlp.experts.7.up_proj.weight"]
+    assert [id(p) for p in tensor.parameters] == [id(fused)]
+    there = tensor.make()
+    part = fused[7, 64:128]
+    assert there.data_ptr() == part.data_ptr() and torch.equal(there, part)
 
 
 def test_several_parameters_may_be_one_published_tensor() -> None:
-    model = fuse(model_of_kind("qwen2", num_key_value_heads=4))
+    """Checkpoints of this model hold q, k and v in one tensor, turned round."""
+    model = model_of_kind("qwen2", num_key_value_heads=4)
+    names = [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    model._weight_conversions = [WeightConverter("self_attn.W.weight", names, [Transpose(0, 1), Chunk(dim=0)])]
     tensor = of(model)["model.layers.1.self_attn.W.weight"]
     attention = model.model.layers[1].self_attn
-    parts = [getattr(attention, f"{part}_proj").weight for part in "qkv"]
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
     assert [id(p) for p in tensor.parameters] == [id(p) for p in parts]
     assert torch.equal(tensor.make(), torch.cat(parts).T) and tensor.make().is_contiguous()
-    assert tensor.form.nbytes == 3 * 128 * 128 * 4
 
 
 def test_a_family_without_a_way_back_is_refused_by_name_at_the_start() -> None:
-    from transformers.core_model_loading import ConversionOps, WeightConverter
-
     class OneWay(ConversionOps):
         def convert(self, input_dict: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
             return input_dict
@@ -128,10 +103,7 @@ def engine_of(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("generation_config.json", {"temperature": 0.6}),
         ("generation_config.json", {"top_p": 0.9, "do_sample": False}),
-        ("generation_config.json", {"length_penalty": 2.0, "early_stopping": True}),
-        ("generation_config.json", {"pad_token_id": -1}),
         ("tokenizer_config.json", {"note": "\ud83d"}),
     ],
 )
@@ -143,44 +115,26 @@ def test_a_file_that_transformers_reads_and_refuses_to_write_is_copied_and_named
     engine, tokenizer = engine_of(given), load_tokenizer(str(given))
     assert save_model(engine, OneRank(), tokenizer, tmp_path / "final").missing == []  # type: ignore[arg-type]
     assert (tmp_path / "final" / name).read_bytes() == (given / name).read_bytes()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
-    assert all(torch.equal(again[k], tensor) for k, tensor in engine.model.state_dict().items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "final")("1 + 1") == tokenizer("1 + 1")
-    assert "cannot be saved" in (said := capsys.readouterr().err) and "the model's own is copied" in said
-    save_model(engine, OneRank(), tokenizer, tmp_path / "again")  # type: ignore[arg-type]
-    assert "cannot be saved" not in capsys.readouterr().err, "once"
+    assert "the model's own is copied" in capsys.readouterr().err
 
 
 def test_what_has_no_file_to_copy_is_missing_and_the_weights_are_there(tmp_path: Path) -> None:
     given = tiny_model(tmp_path / "given")
     engine, tokenizer = engine_of(given), load_tokenizer(str(given))
     tokenizer.save_pretrained = raising(PermissionError(errno.EACCES, "Permission denied"))
-    engine.model.config.save_pretrained = raising(TypeError("not JSON"))
-    for file in given.glob("*token*"):
+    for file in (*given.glob("*token*"), *given.glob("chat_template*")):
         file.unlink()
-    (given / "chat_template.jinja").unlink(missing_ok=True)
     [lacking] = save_model(engine, OneRank(), tokenizer, tmp_path / "final").missing  # type: ignore[arg-type]
     assert lacking == "the tokenizer cannot be saved: PermissionError: [Errno 13] Permission denied"
-    saved = sorted(p.name for p in (tmp_path / "final").iterdir())
-    assert saved == ["config.json", "generation_config.json", "model.safetensors"]
-
-
-def test_trouble_with_the_disk_is_waited_for_and_not_copied_over(tmp_path: Path) -> None:
-    from trainer.save.disk import DiskTrouble
-
-    given = tiny_model(tmp_path / "given")
-    engine, tokenizer = engine_of(given), load_tokenizer(str(given))
-    tokenizer.save_pretrained = raising(OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(DiskTrouble):
-        save_model(engine, OneRank(), tokenizer, tmp_path / "final")  # type: ignore[arg-type]
+    saved = {file.name for file in (tmp_path / "final").iterdir()}
+    assert saved == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 # ---- how ranks share out the writing of a model
 
 
-def test_by_hand() -> None:
+def test_a_large_tensor_has_a_rank_of_its_own() -> None:
     assert slices([4, 1, 1, 2], 2) == [range(0, 1), range(1, 4)]
-    assert slices([1, 1, 1, 1, 1, 1], 3) == [range(0, 2), range(2, 4), range(4, 6)]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 9))
