@@ -18,9 +18,10 @@ from tests.support.training_groups import with_rewards
 from tests.unit.test_attention import VOCAB, make_model
 from trainer.algorithm.losses import Denominator
 from trainer.algorithm.mismatch import by_cause
-from trainer.algorithm.sums import TOKEN_SUMS, Sums
-from trainer.data.tensors import MicroBatch, micro_batch
+from trainer.algorithm.sums import TOKEN_SUMS, VALUE_SUMS, Sums
+from trainer.data.tensors import MicroBatch, ValueBatch, micro_batch
 from trainer.engine import policy
+from trainer.engine.critic import Critic, ValueModel
 from trainer.engine.policy import Policy, PolicyEngine
 
 VERSION = 3  # the present one
@@ -92,6 +93,21 @@ def test_a_micro_batch_asks_the_device_for_no_value(name: str) -> None:
     assert sums["numerics_tokens"] == 2 * (batch.policy_versions == VERSION).sum()
     assert sums["tokens_to_1024"] == sums["tokens"]
     assert sums["to_1024"] == pytest.approx(sums["correction"], rel=1e-12)
+
+
+def test_a_micro_batch_of_the_critic_asks_the_device_for_no_value() -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    attention.register()
+    shape = make_model("Qwen2").config
+    shape.num_labels = 1
+    critic = Critic.__new__(Critic)
+    critic.config, critic.world_size = settings(adv_estimator="gae"), 2
+    critic.model = AutoModelForSequenceClassification.from_config(shape, attn_implementation=attention.NAME)
+    critic.ds, critic.sums = PlainDeepSpeed(ValueModel(critic.model)), Sums(VALUE_SUMS)
+    batch = batch_of(settings(), [VERSION, VERSION - 1])
+    values = ValueBatch(batch.row, *[batch.weights] * 3)
+    assert waits_of_a_second_time(lambda: critic.backward(values)) == {}
 
 
 def test_numerics_are_those_of_the_present_versions_tokens_and_of_tokens_known_from_an_earlier_pass() -> None:
