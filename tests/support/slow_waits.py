@@ -58,8 +58,9 @@ def _meet(folder: Path) -> None:
     """Waits until both ranks have imported what they need: on a busy machine one takes longer than the short limits."""
     import deepspeed  # noqa: F401
 
-    (folder / f"imported{os.environ['RANK']}").touch()
-    until(lambda: all((folder / f"imported{rank}").exists() for rank in range(2)), 120)
+    done = [folder.with_name(f"{folder.name}-imported-{rank}") for rank in range(2)]
+    done[int(os.environ["RANK"])].touch()
+    until(lambda: all(path.exists() for path in done), 120)
 
 
 def start_late(folder: Path) -> None:

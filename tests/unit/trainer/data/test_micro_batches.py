@@ -131,6 +131,7 @@ def test_the_metrics_of_a_plan_by_hand() -> None:
     }
     assert plan_metrics(rounds, works, Budget(1, 45))["oversized_groups"] == 2
     assert plan_metrics([((0,),)], {0: Work(60, 60.0)}, Budget(1)) == {"micro_batches": 1.0}
+    assert plan_metrics([((), ())], {}, Budget(1))["rank_imbalance"] == 0.0
     assert "a group of 60 tokens is above trainer.max_tokens_per_micro_batch 45" in warning(works, Budget(1, 45))
     assert warning(works, Budget(1, 60)) == warning(works, Budget(1)) == ""
 

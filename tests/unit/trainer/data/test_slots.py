@@ -95,7 +95,7 @@ def ended(reward: float, finish_reason: str) -> Rollout:
 
 
 ALL_CUT = make_group(FIRST, 0, ended(1.0, "length"), ended(0.0, "length"))
-MEAN_UNCUT = make_group(FIRST, 0, *(ended(1.0, "length"), ended(0.0, "length"), ended(0.5, "stop")))
+MEAN_UNCUT = make_group(FIRST, 0, ended(1.0, "length"), ended(0.0, "length"), ended(0.5, "stop"))
 
 
 @pytest.mark.parametrize("cut", [ALL_CUT, MEAN_UNCUT], ids=["all are cut", "the others have the mean"])

@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def gradient_of(folder: Path, known: list[TrainingGroup], of: Config) -> dict[str, torch.Tensor]:
-    model = exact(load_causal_lm(str(folder / "model"), "float64", None, False))  # it attends over packed rows
+    model: Any = exact(load_causal_lm(str(folder / "model"), "float64", None, False))  # it attends over packed rows
     a = of.algorithm
     batch = tensors.micro_batch(known, tensors.step_denominator(known, len(known), of), a, of.trainer.packing)
     logprobs, entropy, _ = score_terms(model, batch.row, TEMPERATURE, 16, a.entropy_coef > 0)
