@@ -45,6 +45,7 @@ from common.processes import exits
 from common.types import EncodedImage, Forks, Group
 from common.wire import channel
 from common.wire.group_limits import ImageLimits
+from common.wire.wire import Received
 from model.files.images import ImageFormat, encode_image
 from sampler import link as link_module
 from sampler.engine.verify import copy_files
@@ -108,7 +109,13 @@ def train(folder: Path) -> None:
     rounding = incarnation if (folder / ROUNDS).exists() and random.random() < 0.3 else ""
     ledger = Ledger(10**9, PER_STEP * (1 + config.trainer.max_staleness), state["cursor"])
     accept, accepted = ledger.accept, partial(log, folder, "accepted", incarnation)
-    ledger.accept = lambda got, by: (accept(got, by), by and accepted(got.group.group_id))[0]  # type: ignore
+
+    def accept_and_log(received: Received, sampler: str) -> None:
+        accept(received, sampler)
+        if sampler:  # not of the journal, which had been logged before
+            accepted(received.group.group_id)
+
+    ledger.accept = accept_and_log  # type: ignore[method-assign]
     with (
         durable.lock(folder / "lock", RuntimeError),
         Inbox(config, "run", incarnation, SEES, ledger, lambda _: None) as inbox,
