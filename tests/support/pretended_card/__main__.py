@@ -8,6 +8,7 @@
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -23,3 +24,5 @@ def main(module: str, library: str, text: str) -> None:
 
 
 main(*sys.argv[1:])
+sys.stdout.flush()
+os._exit(0)  # autograd's thread of the simulated device may still run, and Python's own end would abort the process
