@@ -77,6 +77,11 @@ def test_a_group_that_does_not_fit_waits_and_groups_are_packed_in_the_order_in_w
     assert planner.finish() == [((1, 0),)]
 
 
+def test_groups_above_the_budget_do_not_wait_for_each_other() -> None:
+    planner = Planner(1, Budget(1, 100))
+    assert planner.add(dict(enumerate(of_tokens(150, 150)))) == [((0,),), ((1,),)]
+
+
 # with attention, so that cost is not tokens
 WORKS = st.lists(st.integers(0, 120).map(lambda n: Work(n, n + n * n / 50)), min_size=1, max_size=40)
 BUDGETS = st.one_of(st.integers(1, 5).map(Budget), st.integers(30, 400).map(lambda tokens: Budget(1, tokens)))

@@ -9,7 +9,7 @@ import torch
 from common.config.training import LrSchedule
 from common.errors import UserError
 from tests.support.configs import config_of
-from trainer.engine.deepspeed_config import policy_optimizer
+from trainer.engine.deepspeed_config import optimizer_settings, policy_optimizer
 from trainer.engine.master_weights import dither_master_weights
 from trainer.engine.optimizer import adamw, keeping_settings, parameter_groups, scheduler
 
@@ -44,6 +44,14 @@ def test_every_schedule_that_is_offered_begins_near_the_peak_and_takes_all_steps
     assert group["lr"] == pytest.approx(0.1, rel=0.03)
     assert group["fused"], "one pass over the memory"
     train(model, optimizer, schedule, 10)
+
+
+def test_the_critic_learns_from_its_first_step_and_the_policy_after_the_critics_warmup() -> None:
+    of_trainer = {"max_steps": 10, "warmup_steps": 2, "learning_rate": 0.1}
+    config = config_of(algorithm={"adv_estimator": "gae"}, trainer=of_trainer, critic={"critic_warmup_steps": 4})
+    policy, critic = optimizer_settings(config)
+    assert (policy.warmup_steps, policy.num_steps) == (2, 6)
+    assert (critic.warmup_steps, critic.num_steps) == (0, 10)
 
 
 def test_the_kwargs_reach_the_schedule() -> None:

@@ -68,6 +68,18 @@ def test_an_interrupt_between_batches_saves_once_if_steps_do(
     assert run.saved == saved
 
 
+@pytest.mark.parametrize(("rank", "says"), [(0, True), (1, False)])
+def test_an_interrupt_within_a_batch_names_the_newest_checkpoint_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, says: bool
+) -> None:
+    run = Run(monkeypatch, save_steps=5)
+    run.collectives.rank = rank
+    run.batch_of_minutes(1, 5)
+    run.saver.save_before_the_end(RunState("run", 0, 0, 7, 7, 0, 0, {}), is_between_batches=False)
+    assert run.saved == [5]
+    assert ("step 5" in capsys.readouterr().out) == says
+
+
 @pytest.mark.parametrize(
     ("is_over", "ending", "said"),
     [(True, OutOfTime, "step 7 is saved, go on with run.resume=true"), (False, Interrupted, "^$")],
