@@ -1,6 +1,7 @@
 """The way of a batch from its source to the backward of each rank, with models that only write down what they get."""
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -74,7 +75,8 @@ class Run:
         models: Any = SimpleNamespace(policy=policy, packing="shared")
         models.reference, models.actor_critic = scorer, critic
         self.of = of
-        self.training = StepTrainer(of, models, collectives, source, defaultdict(float), lent)  # type: ignore[arg-type]
+        self.seconds = defaultdict[str, float](float)
+        self.training = StepTrainer(of, models, collectives, source, self.seconds, lent)  # type: ignore[arg-type]
         self.training.begin_batch(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:
@@ -86,6 +88,15 @@ class Run:
         before = len(self.events)
         self.training.backward(steps(self.of, 0)[index], progress)
         return self.events[before:]
+
+
+def test_the_seconds_of_a_step_are_those_that_its_parts_took() -> None:
+    run = Run(config(4, {"beta": 0.1}), scorer=SimpleNamespace(score=lambda row: row.target_ids / -7))
+    begun = time.monotonic()
+    run.step()
+    took_s = time.monotonic() - begun
+    assert run.seconds.keys() == {"timing/backward_s", "timing/reference_s"}
+    assert all(0 < seconds <= took_s for seconds in run.seconds.values())
 
 
 def test_groups_train_as_they_come_and_no_round_waits_for_more_than_it_holds() -> None:
