@@ -173,8 +173,8 @@ class RolloutBatch:
         A group's own_logprobs and ref_logprobs are known only on the rank that trained it.
         """
         groups = training_policy(self.slots.trainable(slots))
-        sampled = self._on_all_ranks(groups, [group.own_logprobs for group in groups])
-        for group, logprobs in zip(groups, sampled, strict=True):
+        own = self._on_all_ranks(groups, [group.own_logprobs for group in groups])
+        for group, logprobs in zip(groups, own, strict=True):
             group.own_logprobs = logprobs
         if self.models.reference:
             ref = self._on_all_ranks(groups, [group.ref_logprobs for group in groups])

@@ -141,27 +141,40 @@ def segment_ends(
     return np.array(ends, np.int64)
 
 
+@dataclass
+class _OpenSegment:
+    """The tokens since the last segment ended, up to and including the present token."""
+
+    n: int = 0
+    r_ppo: float = 0.0
+    r_grpo: float = 0.0
+    sum_of_scores: float = 0.0
+
+    def add(self, square: float, score: float) -> None:
+        """Adds the next token. square: its Â². score: its q."""
+        self.n += 1
+        self.r_ppo += square * score
+        self.sum_of_scores += score
+        self.r_grpo = square * self.sum_of_scores
+
+    def sharing_pays(self, threshold: float) -> bool:
+        return self.r_grpo / (self.r_ppo + EPSILON) <= threshold * self.n
+
+
 def _grown_ends(
     squares: list[float], scores: list[float], threshold: float, max_size: int
 ) -> list[int]:
     """Returns the ends by the rule "grow". squares: Â² of each token."""
     ends = []
-    n = 0
-    r_ppo = 0.0
-    sum_of_scores = 0.0
+    segment = _OpenSegment()
     for t, (square, score) in enumerate(zip(squares, scores, strict=True)):
-        n += 1
-        r_ppo += square * score
-        sum_of_scores += score
-        r_grpo = square * sum_of_scores
-        sharing_pays = r_grpo / (r_ppo + EPSILON) <= threshold * n
-        must_split = n > max_size or not sharing_pays
-        if must_split and n > 1:  # a single token cannot be split
+        segment.add(square, score)
+        must_split = segment.n > max_size or not segment.sharing_pays(threshold)
+        if must_split and segment.n > 1:  # a single token cannot be split
             ends.append(t - 1)
-            n = 1  # token t begins the next segment
-            r_ppo = square * score
-            sum_of_scores = score
-    if n > 0:
+            segment = _OpenSegment()  # token t begins the next segment
+            segment.add(square, score)
+    if segment.n > 0:
         ends.append(len(squares) - 1)
     return ends
 
@@ -171,21 +184,13 @@ def _literal_ends(
 ) -> list[int]:
     """Returns the ends by the rule "literal". squares: Â² of each token."""
     ends = []
-    n = 0
-    r_ppo = 0.0
-    sum_of_scores = 0.0
+    segment = _OpenSegment()
     for t, (square, score) in enumerate(zip(squares, scores, strict=True)):
-        n += 1
-        r_ppo += square * score
-        sum_of_scores += score
-        r_grpo = square * sum_of_scores
-        sharing_pays = r_grpo / (r_ppo + EPSILON) <= threshold * n
-        if sharing_pays or n == max_size:
+        segment.add(square, score)
+        if segment.sharing_pays(threshold) or segment.n == max_size:
             ends.append(t)
-            n = 0
-            r_ppo = 0.0
-            sum_of_scores = 0.0
-    if n > 0:
+            segment = _OpenSegment()
+    if segment.n > 0:
         ends.append(len(squares) - 1)
     return ends
 

@@ -50,9 +50,8 @@ class Slots:
         self._slots: list[list[TrainingGroup]] = []
         # The groups that were taken for the next slot, and did not stay in it.
         self._without_slot: list[TrainingGroup] = []
-        self.taken: list[
-            TrainingGroup
-        ] = []  # all groups of the batch so far, in order of their ids
+        # All groups of the batch so far, in the order of their ids.
+        self.taken: list[TrainingGroup] = []
         self.num_refilled = 0  # how many more groups than slots have been requested
 
     @property
