@@ -57,14 +57,3 @@ class GroupReceiver:
         """Requests `count` groups that replace dead groups, beside one group for each slot."""
         if self._rank_zero:
             self._rank_zero.source.refill(count)
-
-    def samplers_are_idle(self) -> bool:
-        """Returns whether no sampler has work, so that the trainer could borrow its CPU cores.
-
-        Only rank 0 knows this, and the other ranks get False. A run that is recorded gets False
-        too: borrowed cores change rounding, and a replay, which has no samplers, could not borrow
-        cores at the same moments.
-        """
-        if self._rank_zero is None or self._rank_zero.recorder is not None:
-            return False
-        return self._rank_zero.source.samplers_are_idle()

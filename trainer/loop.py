@@ -18,7 +18,6 @@ from common.config import Config
 from common.errors import Interrupted, OutOfTime
 from common.processes.exits import interrupted, out_of_time
 from common.types import EvalResult
-from model.cores import lent_cores
 from model.reference import Reference
 from trainer.data.mini_batches import Step, steps
 from trainer.engine.actor_critic import ActorCritic
@@ -77,13 +76,8 @@ class Trainer:
             config, engine, collectives, publishing_collectives, source, self.seconds
         )
         self.receiver = GroupReceiver(rank_zero, collectives)
-        self.lent_cores = lent_cores(
-            config, collectives, self.receiver.samplers_are_idle, self.publisher.is_writing
-        )
-        self.lent_cores.watch(engine)
         self.actor_critic = None
         if critic is not None:
-            self.lent_cores.watch(critic)
             self.actor_critic = ActorCritic(config, engine, critic, collectives)
         self.step_trainer = StepTrainer(
             config,
@@ -91,7 +85,6 @@ class Trainer:
             collectives,
             self.receiver,
             self.seconds,
-            self.lent_cores,
         )
         self.moving_reference = MovingReference(config, engine, collectives, tokenizer, reference)
         self.best = Best(config, collectives, self._say, self._evaluations)
@@ -252,15 +245,14 @@ class Trainer:
             self.schedule.note_evaluation(version)
             if self._num_eval_problems:
                 eval_id = f"v{version}"
-        with self.lent_cores.borrowed():  # the snapshot too is faster with the samplers' CPU cores
-            self.publisher.publish(
-                version,
-                self.run_state.run_id,
-                len(self.tokenizer),
-                self.run_state.cursor,
-                eval_id,
-                self._num_eval_problems,
-            )
+        self.publisher.publish(
+            version,
+            self.run_state.run_id,
+            len(self.tokenizer),
+            self.run_state.cursor,
+            eval_id,
+            self._num_eval_problems,
+        )
         if self.moving_reference.is_due(self.run_state.step):
             self.publisher.finish()
             self.moving_reference.follow(self.run_state.step, self.publisher.published)

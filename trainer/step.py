@@ -25,7 +25,6 @@ from common.processes.exits import say
 from common.processes.out_of_memory import is_out_of_memory
 from common.processes.watchdog import report_progress
 from model import devices
-from model.cores import LentCores
 from model.reference import Reference
 from trainer.batch import RolloutBatch
 from trainer.data import micro_batches
@@ -55,13 +54,11 @@ class StepTrainer:
         collectives: Collectives,
         receiver: GroupReceiver,
         seconds: defaultdict[str, float],  # durations of a step's parts, by metric name
-        lent_cores: LentCores,  # the samplers' CPU cores, which an idle sampler lends the trainer
     ):
         self.config = config
         self.models = models
         self._collectives = collectives
         self._seconds = seconds
-        self._lent_cores = lent_cores
         self._new_batch = functools.partial(
             RolloutBatch, config, models, collectives, receiver, seconds
         )
@@ -102,11 +99,10 @@ class StepTrainer:
         report_progress(f"making optimizer step {self._run_state.step + 1}")
         start = time.monotonic()
         sums = self._collectives.sum_named(self.models.policy.sums.drain())
-        with self._lent_cores.borrowed():  # idle samplers lend their CPU cores to the optimizer
-            if self.models.actor_critic:
-                result = self.models.actor_critic.step(self.critic_only)
-            else:
-                result = self.models.policy.step()
+        if self.models.actor_critic:
+            result = self.models.actor_critic.step(self.critic_only)
+        else:
+            result = self.models.policy.step()
         failpoint("trainer.stepped")
         self._seconds["timing/step_s"] += time.monotonic() - start
         return result, sums
@@ -184,10 +180,10 @@ class StepTrainer:
 
     def _train_round(self, round_: Round) -> None:
         """Trains this rank's micro-batch of a round, unless this step has run out of memory."""
+        if self._ran_out_of_memory:
+            return
         try:
-            with self._lent_cores.borrowed():  # also without training, because all ranks must agree
-                if not self._ran_out_of_memory:
-                    self._train_micro_batch(self.batch.own_groups(round_))
+            self._train_micro_batch(self.batch.own_groups(round_))
         except Exception as error:  # cuBLAS and cuDNN raise plain RuntimeErrors when out of memory
             can_restart = self._may_halve and is_out_of_memory(error)
             if not can_restart:

@@ -82,7 +82,6 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
         threads = max(1, len(cores) // 2 // ranks)
         sampler, trainer = cores[: -ranks * threads], cores[-ranks * threads :]
     count, num_threads = config.sampler.num_samplers, {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-    lent = {"TANDEM_LENT_CORES": ",".join(map(str, sampler))} if sampler and cpu.is_on() else {}
     shared_cores = f"CPU, {len(cores)} shared cores"
     samplers = []
     for part in _equal_parts(sampler, count):
@@ -94,7 +93,7 @@ def _on_cpu(config: Config, cores: Sequence[int]) -> Placement:
     return Placement(
         num_ranks=ranks,
         samplers=tuple(samplers),
-        trainer_env=cpu.environment(takes_turns) | lent | num_threads,
+        trainer_env=cpu.environment(takes_turns) | num_threads,
         trainer_cores=tuple(trainer),
         trainer_place=f"{_numbered('CPU core', trainer) if trainer else shared_cores}, {ranks_text}",
     )

@@ -1,6 +1,5 @@
 """Optional speed-ups on a CPU, for people without a GPU. TANDEM_CPU_TRICKS=0 switches all of them off.
 
-    cores.py            the trainer computes on a resting sampler's cores              30 % of a step of 135M
     repeated_rows.py    a group's prompt is computed once, to its last token           12 % of a batch's sampling, 1M
     here                a heap that keeps its end; threads that spin for a moment       8 and 17 % of a step
 

@@ -174,14 +174,14 @@ def with_reference(runs: Runs, groups: list[Group]) -> list[Group]:
 
 
 @of_many
-@pytest.mark.parametrize("name", [*(name for name in VARIANTS if name != "critic_shuffled"), "lent", "lent3"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "critic_shuffled"])
 def test_objectives_passes_and_ways_to_compute_them_equal_plain_steps_with_advantages_of_the_whole_batch(
     runs: Runs, ranks: int, name: str
 ) -> None:
-    sections = VARIANTS.get(name, {})  # cores that are lent change nothing
+    sections = VARIANTS[name]
     algorithm, trainer = sections.get("algorithm", {}), TRAINER | sections.get("trainer", {})
     changes = {"adv_estimator": "dr_grpo"} if name == "own" else {k: v for k, v in algorithm.items() if k not in LOOP}
-    planned = mini_batches(name) if name in VARIANTS else [batch(0)]
+    planned = mini_batches(name)
     whole = BATCH_OF_EIGHT if "steps_per_generation" in algorithm else planned[0]
     if "reference" in sections:
         planned, whole = [with_reference(runs, groups) for groups in planned], with_reference(runs, whole)

@@ -1,6 +1,5 @@
 """What a rank of test_gloo.py does: every scenario for the stages of ZeRO, and then everything from its checkpoints."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import PeerEnded, UserError
-from model.cores import LENT_CORES
 from tests.support import gloo_data
 from tests.support.gloo_data import GAE, MANY, VARIANTS, WHOLE_LAYOUTS, Item, Stream, group, settings
 from tests.support.rank import Case, Worker, master_weights, run_hash, state_hash
@@ -34,14 +32,6 @@ class CalledCollectives(TorchDispatchMode):
 
 
 class GlooWorker(Worker):
-    def lent_cores(self) -> None:
-        """To all ranks, or as far as rank 0 alone was told: it decides for all."""
-        for name, stage, ranks in (("lent", 1, range(self.collectives.world_size)), ("lent3", 3, range(1))):
-            if self.collectives.rank in ranks:
-                os.environ[LENT_CORES] = "0,1"
-            self.one_batch(Case(name, stage, sections={"trainer": {"max_staleness": 1}}))
-            os.environ.pop(LENT_CORES, None)
-
     def skip(self, name: str, stage: int, stream: Stream, **sections: dict[str, Any]) -> None:
         """A step that is not finite, then a good one; and the good one alone."""
         config = settings(self.folder, f"{name}{stage}", stage, **{"trainer": gloo_data.CONSTANT_RATE} | sections)
@@ -129,7 +119,6 @@ class GlooWorker(Worker):
         for name, sections in VARIANTS.items():
             stream = gloo_data.bare if "reference" in sections else STREAMS.get(name, group)
             self.one_batch(Case(name, 1, stream, sections))
-        self.lent_cores()
         for stage in gloo_data.SUM_STAGES:
             self.accumulate(stage)
         self.run_out_of_memory()

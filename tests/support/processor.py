@@ -5,7 +5,6 @@ vLLM's library and      for AVX2, AVX-512 or bfloat16; matrices packed by oneDNN
 vLLM's other kernels    order experts and convolutions for its instructions: vllm_insides.unpacked reads them back,
                         and what it does not know is unproven: stand-ins of kernels in test_engine_tensors.py
 torch, oneDNN, MKL      choose kernels by instructions, which round otherwise: NARROWER of tools/families/families.py
-model/cores.py          lends cores and counts them: test_cores.py and test_placement.py set them
 model/log_softmax.py    splits rows by the number of threads: test_log_softmax.py sets it
 repeated_rows.py        compares itself with all rows, on whatever computes them: test_repeated_rows.py
 

@@ -62,7 +62,6 @@ def rank_zero(stream: Stream) -> Any:
         receive=receive,
         commit=ignore,
         refill=ignore,
-        samplers_are_idle=lambda: True,
         versions_in_use=list,
         drain_statistics=lambda: Statistics({}, 0, {}),
     )

@@ -12,7 +12,6 @@ from launcher.hosts.ranks import device
 from launcher.processes.commands import Commands
 from launcher.resources import machine
 from launcher.resources.placement import placement, visible_gpus
-from model.cores import LENT_CORES
 from tests.support.configs import config_of
 
 AHEAD, ON_POLICY = {"max_staleness": 1}, {"max_staleness": 0}
@@ -49,8 +48,6 @@ def test_cores_are_divided_where_both_work_at_once_and_shared_where_they_take_tu
     spins = SPINS if trainer["max_staleness"] == 0 else {}
     for env in (place.samplers[0].env, place.trainer_env):
         assert {name: env[name] for name in SPINS if name in env} == spins
-    lent = [core for cores in dict.fromkeys(cores for cores, _ in samplers) for core in cores]
-    assert place.trainer_env.get(LENT_CORES, "") == ",".join(map(str, lent))
 
 
 @pytest.mark.parametrize("trainer", [AHEAD, ON_POLICY])
@@ -58,7 +55,7 @@ def test_without_tricks_cores_and_threads_are_all(trainer: dict[str, int], monke
     monkeypatch.setenv("TANDEM_CPU_TRICKS", "0")
     place = placement(config_of(trainer=trainer), [], cores=[0, 1, 2, 3])
     for env in (place.samplers[0].env, place.trainer_env):
-        assert not {LENT_CORES, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"} & set(env)
+        assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"} & set(env)
 
 
 # ---- GPUs

@@ -160,12 +160,6 @@ class Inbox(GroupSource):
             return ""
         return f"groups {group_ids[0]}…{group_ids[-1]} (have {num_received} of {len(group_ids)})"
 
-    def samplers_are_idle(self) -> bool:
-        with self.state.changed:
-            evaluation = self.state.evaluation
-            is_evaluated = evaluation is None or evaluation.num_missing == 0
-            return self.state.ledger.is_complete and is_evaluated
-
     def finish_eval(self) -> list[EvalResult]:
         evaluation = self.state.evaluation
         if evaluation is None:

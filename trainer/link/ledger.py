@@ -75,11 +75,6 @@ class Ledger:
         return range(self.cursor, min(end, self.total))
 
     @property
-    def is_complete(self) -> bool:
-        """Returns whether every admitted group has arrived, so that no sampler has work."""
-        return all(group_id in self.received for group_id in self.admitted)
-
-    @property
     def free(self) -> list[int]:
         """Returns the ids of the admitted groups that are not leased, received or reserved."""
         taken = self.leases.keys() | self.received.keys() | self.reserved

@@ -71,13 +71,6 @@ class GroupSource:
         version: the policy version of the checkpoint.
         """
 
-    def samplers_are_idle(self) -> bool:
-        """Returns whether no sampler has work until the next `commit`.
-
-        The trainer may then borrow the samplers' CPU cores.
-        """
-        return False
-
     def finish_eval(self) -> list[EvalResult]:
         """Waits for the evaluation that `commit` requested, and returns the result of each chunk.
 

@@ -82,10 +82,6 @@ class Publisher:
         # the version that the thread writes; the result is the seconds that writing took
         self._in_flight: Future[float] | None = None
 
-    def is_writing(self) -> bool:
-        """Returns whether the thread is writing a version at this moment."""
-        return self._in_flight is not None and not self._in_flight.done()
-
     def publish(
         self,
         version: int,

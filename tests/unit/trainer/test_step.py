@@ -16,7 +16,6 @@ from torch import Tensor
 
 from common.config import Config
 from common.types import Group, Tombstone
-from model.cores import lent_cores
 from model.files.dims import ModelDims
 from tests.support.configs import config_of
 from tests.support.tiny import random_group
@@ -45,14 +44,13 @@ def group(group_id: int) -> Group:
 class Run:
     """One rank of a batch. `events`: ids that were taken, and groups of each backward, in the order they happened."""
 
-    def __init__(  # noqa: PLR0913 what a test may replace
+    def __init__(
         self,
         of: Config,
         ranks: int = 1,
         rank: int = 0,
         make: Callable[[int], Any] = group,
         scorer: Any = None,
-        samplers_are_idle: Sequence[bool] = (),
         critic: Any = None,
         of_all_ranks: Callable[[Any], Sequence[Any]] = lambda own: [own],
     ):
@@ -70,13 +68,12 @@ class Run:
             self.events.append(("receive", list(ids)))
             return [make(g) for g in ids]
 
-        lent = lent_cores(of, collectives, iter(samplers_are_idle).__next__, lambda: False)
         source = SimpleNamespace(receive=receive, refill=lambda _: None)
         models: Any = SimpleNamespace(policy=policy, packing="shared")
         models.reference, models.actor_critic = scorer, critic
         self.of = of
         self.seconds = defaultdict[str, float](float)
-        self.training = StepTrainer(of, models, collectives, source, self.seconds, lent)  # type: ignore[arg-type]
+        self.training = StepTrainer(of, models, collectives, source, self.seconds)  # type: ignore[arg-type]
         self.training.begin_batch(START)
 
     def backward(self, batch: MicroBatch, version: int) -> Tensor:

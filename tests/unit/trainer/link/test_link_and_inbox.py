@@ -517,20 +517,6 @@ def test_an_interrupt_ends_an_evaluation_for_good(link: MemoryLink, monkeypatch:
         assert inbox.finish_eval() == []
 
 
-def test_samplers_are_idle_between_their_last_result_and_the_next_weights(link: MemoryLink) -> None:
-    with begun(link) as inbox:
-        link.say("s0", RIGHT)
-        inbox.finish_eval()
-        assert not inbox.samplers_are_idle()
-        for group_id in range(4):
-            link.say("s0", make_group(group_id))
-        until(inbox.samplers_are_idle)
-        inbox.commit(0, published(0), "v1", num_problems=3)
-        assert not inbox.samplers_are_idle()  # it has the groups, and problems to answer
-        link.say("s0", replace(RIGHT, eval_id="v1"))
-        until(inbox.samplers_are_idle)
-
-
 def test_held_out_problems_that_cannot_be_scored_are_left_out_until_there_are_too_many(link: MemoryLink) -> None:
     """1 % of 450 are 4.5."""
     said: list[str] = []
