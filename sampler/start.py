@@ -234,10 +234,10 @@ def _embedded(source: str, prompts: Prompts, tokenizer: Any, config: Config) -> 
     A token that was added to the tokenizer alone has no row of the embedding: an engine would read beyond its end.
     """
     rows = vocabulary(config.model)
-    unknown = np.flatnonzero(prompts.largest >= rows)
+    unknown = np.flatnonzero(prompts.largest_ids >= rows)
     if not len(unknown):
         return prompts
-    token = tokenizer.convert_ids_to_tokens(int(prompts.largest[unknown[0]]))
+    token = tokenizer.convert_ids_to_tokens(int(prompts.largest_ids[unknown[0]]))
     more = ", …" if len(unknown) > _ROWS_NAMED else ""
     named = ", ".join(str(prompts.problems[i].index) for i in unknown[:_ROWS_NAMED]) + more
     what = (
@@ -251,7 +251,7 @@ def _embedded(source: str, prompts: Prompts, tokenizer: Any, config: Config) -> 
             f'model.resize_token_embeddings({len(tokenizer)}); model.save_pretrained("resized"), the tokenizer likewise'
         )
     say(f"{len(unknown)} {what}: they are left out")
-    return prompts.only(np.flatnonzero(prompts.largest < rows))
+    return prompts.only(np.flatnonzero(prompts.largest_ids < rows))
 
 
 def _fingerprint_tokenizer(tokenizer: Any) -> str:

@@ -11,28 +11,54 @@ from common.processes.exits import say
 from common.types import Problem
 
 HALF = "half a character (a lone surrogate such as \\ud83d)"
-_ROWS_EXPLAINED, _ROWS_NAMED = 10, 1000  # unusable rows
+_MOST_EXPLAINED = 10  # rows whose error is printed
+_MOST_NAMED = 1000  # rows whose index is printed
+_ALWAYS_ALLOWED = 3.0  # unusable rows, however few rows there are
 
 
-def usable(option: str, problems: Sequence[Problem], bad: Mapping[int, str], data: Data) -> list[Problem]:
-    """Returns the problems not in `bad`, {row index: reason}. Logs the others, or raises UserError if they are many."""
-    if not bad:
+def usable(
+    option: str, problems: Sequence[Problem], errors: Mapping[int, str], data: Data
+) -> list[Problem]:
+    """Returns the problems without an error, and logs the others.
+
+    errors: why rows cannot be used, keyed by row index. Raises UserError if more than a share of
+    data.max_bad_rows cannot be used, or no row can.
+    """
+    if not errors:
         return list(problems)
-    reasons = [f"row {index}: {bad[index]}" for index in sorted(bad)[:_ROWS_EXPLAINED]]
-    if others := sorted(bad)[_ROWS_EXPLAINED:_ROWS_NAMED]:
-        reasons.append(f"rows {', '.join(map(str, others))}" + ", …" * (len(bad) > _ROWS_NAMED))
-    what, named = f"{option}: {len(bad)} of {len(problems)} rows cannot be used", "\n  ".join(["", *reasons])
-    allowed = max(3.0, data.max_bad_rows * len(problems)) if data.max_bad_rows else 0.0
-    if len(bad) > allowed or len(bad) == len(problems):
-        share = math.ceil(1000 * len(bad) / len(problems)) / 1000
-        raise UserError(f"{what}. Mend them, or leave them out: data.max_bad_rows={share:g}{named}")
-    say(f"{what} and are left out (data.max_bad_rows):{named}")
-    return [problem for problem in problems if problem.index not in bad]
+    finding = f"{option}: {len(errors)} of {len(problems)} rows cannot be used"
+    listing = _listing(errors)
+    num_allowed = 0.0
+    if data.max_bad_rows:
+        num_allowed = max(_ALWAYS_ALLOWED, data.max_bad_rows * len(problems))
+    if len(errors) > num_allowed or len(errors) == len(problems):
+        share = math.ceil(1000 * len(errors) / len(problems)) / 1000
+        remedy = f"Mend them, or leave them out: data.max_bad_rows={share:g}"
+        raise UserError(f"{finding}. {remedy}{listing}")
+    say(f"{finding} and are left out (data.max_bad_rows):{listing}")
+    return [problem for problem in problems if problem.index not in errors]
+
+
+def _listing(errors: Mapping[int, str]) -> str:
+    """Returns lines with the errors of the first rows, and the indexes of the next ones."""
+    indexes = sorted(errors)
+    listing = ""
+    for index in indexes[:_MOST_EXPLAINED]:
+        listing += f"\n  row {index}: {errors[index]}"
+    others = ", ".join(map(str, indexes[_MOST_EXPLAINED:_MOST_NAMED]))
+    if len(indexes) > _MOST_NAMED:
+        others += ", …"
+    if others:
+        listing += f"\n  rows {others}"
+    return listing
 
 
 def all_whole(value: Any) -> bool:
     """Returns whether no string in a nested value contains half a character (a lone surrogate)."""
     if isinstance(value, str):
         return is_whole(value)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return all(map(all_whole, inner))
+    if isinstance(value, Mapping):
+        return all(map(all_whole, value.values()))
+    if isinstance(value, list):
+        return all(map(all_whole, value))
+    return True

@@ -1,8 +1,8 @@
-"""Finds the images of rows in a column, checks them, and resizes and encodes them once for vLLM and the trainer.
+"""Finds the images of rows, checks them, and encodes them once for vLLM and the trainer.
 
-What a column may hold is in docs/data.md#rows-with-images. Every file is decoded once before the run, so that all
-broken ones are named together, and encoded when its prompt is made. The number of pixels is read from the file's header
-first: a small file may unpack to gigabytes.
+docs/data.md#rows-with-images says what a column may hold. Every file is decoded once before the
+run, so that all broken files are named together, and is encoded when its prompt is made. The number
+of pixels is read from the file's header first, because a small file may unpack to gigabytes.
 """
 
 import base64
@@ -24,90 +24,127 @@ from common.types import EncodedImage, ImageFile, Problem
 from model.files.images import MAX_ASPECT, ImageFormat, encode_image
 from sampler.prompts.progress import counted
 
-MAX_PIXELS = 1 << 26  # pixels of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
-MAX_BYTES = 1 << 26  # bytes of a file
+MAX_PIXELS = 1 << 26  # of a picture before it is resized: 8192 × 8192, 256 MiB while it is resized
+MAX_BYTES = 1 << 26  # of a file
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _EXPECTED = "bytes, a path, a data: URI, base64, or {bytes: …, path: …}"
-_IN_MAPPINGS = ("bytes", "path", "url", "image_url", "image", "base64", "data")  # OpenAI's, Anthropic's, `datasets`'
+# The keys under which mappings of OpenAI, Anthropic and `datasets` hold an image
+_KEYS = ("bytes", "path", "url", "image_url", "image", "base64", "data")
 _SCHEME = re.compile(r"data(?=:)|[a-z][a-z0-9+.-]+(?=://)", re.IGNORECASE)
-_ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")  # base64 of PNG, JPEG, GIF, …
+# The beginning of base64 text of PNG, JPEG, GIF and other files
+_ENCODED = re.compile(r"iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK|UD[U-Z]")
 _URL_SAFE = str.maketrans("-_", "+/")
+_LONGEST_PATH = 4096  # characters, on Linux
 _ORIENTATION = 0x0112  # tag in EXIF
+_TURNED_BY_90_DEGREES = (5, 6, 7, 8)  # values of this tag
 
 
 def sources(value: Any, folder: Path) -> tuple[ImageFile, ...]:
-    """Returns the files in a row's column; () for None and []. Relative paths start at `folder`, else at Path.cwd().
+    """Returns the image files in a row's column: one, or those of a list; () for None and [].
 
-    Raises ValueError for a value that is no image or no file.
+    Relative paths start at `folder`, or else at the current folder. Raises ValueError for a value
+    that is no image or names no file.
     """
     if value is None or value == "":
         return ()
-    return tuple(_source(one, folder) for one in (value if isinstance(value, list | tuple) else [value]))
+    if not isinstance(value, list | tuple):
+        value = [value]
+    return tuple(_image_file(item, folder) for item in value)
 
 
-def _source(value: Any, folder: Path) -> ImageFile:
-    given = value
+def _image_file(given: Any, folder: Path) -> ImageFile:
+    value = given
     while isinstance(value, Mapping):
-        value = next((value[key] for key in _IN_MAPPINGS if value.get(key) is not None), None)
+        candidates = [value[key] for key in _KEYS if value.get(key) is not None]
+        value = candidates[0] if candidates else None
     if isinstance(value, str):
-        value = _text_source(value.strip(), folder)
-    if isinstance(value, list) and value and all(isinstance(n, int) and 0 <= n < 256 for n in value):
-        value = bytes(value)  # pandas writes bytes into JSON as lists of integers
-    if not isinstance(value, bytes | memoryview | Path):
+        value = _file_of_text(value.strip(), folder)
+    elif _is_list_of_bytes(value):
+        value = bytes(value)
+    if isinstance(value, Path):
+        num_bytes = value.stat().st_size
+    elif isinstance(value, bytes | memoryview):
+        num_bytes = len(value)
+    else:
         raise ValueError(f"{shorten(given)[:80]} is no image: expected {_EXPECTED}")
-    if (value.stat().st_size if isinstance(value, Path) else len(value)) > MAX_BYTES:
+    if num_bytes > MAX_BYTES:
         raise ValueError(f"a file of more than {MAX_BYTES >> 20} MiB")
     return value
 
 
-def _text_source(text: str, folder: Path) -> ImageFile:
+def _is_list_of_bytes(value: Any) -> bool:
+    """Returns whether a value is a list of integers, as which pandas writes bytes into JSON."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, int) and 0 <= item < 256 for item in value)
+
+
+def _file_of_text(text: str, folder: Path) -> ImageFile:
     """Returns the file of a path, a data: URI or base64. Raises ValueError."""
-    if not text.strip():
+    if not text:
         raise ValueError(f"{text!r} names no image; a row without one has null or []")
-    scheme = found[0].lower() if (found := _SCHEME.match(text)) else ""
+    match = _SCHEME.match(text)
+    scheme = match[0].lower() if match else ""
     if scheme == "data":
         return _decoded(text.partition(",")[2], text)
     if scheme == "file":
         text = unquote(urlsplit(text).path)
     elif scheme:
-        raise ValueError(f"{text[:80]!r} is a URL, and nothing is fetched in a run: download it and give its path")
-    if (path := _file(text, folder)) is not None:
+        raise ValueError(
+            f"{text[:80]!r} is a URL, and nothing is fetched in a run: download it and give its "
+            "path"
+        )
+    path = _find_file(text, folder)
+    if path is not None:
         return path
-    if len(text) > 4096 or _ENCODED.match(text):  # no path of Linux is longer
+    if len(text) > _LONGEST_PATH or _ENCODED.match(text):
         return _decoded(text, text)
     raise ValueError(f"{text[:200]}: no such file in {folder} or {Path.cwd()}")
 
 
-def _file(text: str, folder: Path) -> Path | None:
+def _find_file(text: str, folder: Path) -> Path | None:
     try:
         path = Path(text).expanduser()
-        return next((place for place in (folder / path, path) if place.is_file()), None)
-    except (OSError, ValueError, RuntimeError):  # too long for a name, or a home folder that nobody has
-        return None
+        for candidate in (folder / path, path):
+            if candidate.is_file():
+                return candidate
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, or a user without a home
+        pass
+    return None
 
 
 def _decoded(encoded: str, given: str) -> bytes:
+    """Returns the bytes of base64 text. Raises ValueError, which quotes the given text."""
     encoded = "".join(unquote(encoded).split()).translate(_URL_SAFE).rstrip("=")
+    padding = "=" * (-len(encoded) % 4)
     try:
-        return base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+        return base64.b64decode(encoded + padding, validate=True)
     except ValueError:
-        raise ValueError(f"{given[:40]!r}… of {len(given):,} characters is no path and no base64") from None
+        raise ValueError(
+            f"{given[:40]!r}… of {len(given):,} characters is no path and no base64"
+        ) from None
 
 
 def read_file(source: ImageFile) -> bytes:
     """Returns a file's bytes. Raises OSError."""
-    return source.read_bytes() if isinstance(source, Path) else bytes(source)
+    if isinstance(source, Path):
+        return source.read_bytes()
+    return bytes(source)
 
 
 def open_picture(source: ImageFile) -> Any:
-    """Returns an undecoded picture. Raises ValueError for no picture, or for one of more than MAX_PIXELS."""
+    """Returns a picture of PIL that is not decoded yet.
+
+    Raises ValueError for a file that is no picture, and for a picture of more than MAX_PIXELS.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
         file = read_file(source)
         picture = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"{len(file)} bytes that are no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}") from None
+        known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+        raise ValueError(f"{len(file)} bytes that are no {known}") from None
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from None
     if picture.width * picture.height > MAX_PIXELS:
@@ -116,64 +153,92 @@ def open_picture(source: ImageFile) -> Any:
 
 
 def unreadable(option: str, problems: Sequence[Problem]) -> dict[int, str]:
-    """Returns {row index: error of its first undecodable image}, after decoding all images."""
-    shown = [problem for problem in problems if problem.images]
+    """Returns the error of each problem's first image that cannot be decoded, keyed by row index.
+
+    All images are decoded. option: data.train or data.eval, for messages.
+    """
+    with_images = [problem for problem in problems if problem.images]
+    errors_by_row = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # PIL decodes without the GIL
-        found = counted(threads.map(_trouble, shown), f"{option}: trying images", len(shown))
-        return {problem.index: trouble for problem, trouble in zip(shown, found, strict=True) if trouble}
+        errors = threads.map(_first_error, with_images)
+        errors = counted(errors, f"{option}: trying images", len(with_images))
+        for problem, error in zip(with_images, errors, strict=True):
+            if error:
+                errors_by_row[problem.index] = error
+    return errors_by_row
 
 
-def _trouble(problem: Problem) -> str:
-    for place, source in enumerate(problem.images):
+def _first_error(problem: Problem) -> str:
+    """Returns why the first broken image of a problem cannot be used; "" if all can."""
+    for number, source in enumerate(problem.images, 1):
         try:
-            with open_picture(source) as picture:
-                if max(picture.size) > MAX_ASPECT * min(picture.size):
-                    raise ValueError(f"{picture.width} × {picture.height} pixels, a strip")
-                picture.draft(None, (picture.width // 8 + 1, picture.height // 8 + 1))  # a whole JPEG, but faster
-                picture.load()
+            _decode(source)
         except Exception as error:  # PIL's decoders raise any exception
-            return _broken(place, error)
+            return _broken(number, error)
     return ""
 
 
-def _broken(place: int, error: Exception) -> str:
-    return f"image {place + 1} cannot be read: {' '.join(str(error).split())[:300]}"
+def _decode(source: ImageFile) -> None:
+    """Decodes a picture. Raises ValueError for a strip, any exception for a damaged picture."""
+    with open_picture(source) as picture:
+        if max(picture.size) > MAX_ASPECT * min(picture.size):
+            raise ValueError(f"{picture.width} × {picture.height} pixels, a strip")
+        # At an eighth of its size, a JPEG file is read whole, but decoded faster
+        picture.draft(None, (picture.width // 8 + 1, picture.height // 8 + 1))
+        picture.load()
+
+
+def _broken(number: int, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return f"image {number} cannot be read: {reason}"
 
 
 def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
-    """Raises UserError for rows with too many images, and if no row has any. Logs how many rows have none."""
+    """Raises UserError for rows with too many images, and if no row has an image.
+
+    Logs how many rows have none. option: data.train or data.eval.
+    """
     counts = [len(problem.images) for problem in problems]
-    if too_many := [problem.index for problem in problems if len(problem.images) > data.limit_images]:
+    most = max(counts, default=0)
+    too_many = [problem.index for problem in problems if len(problem.images) > data.limit_images]
+    if too_many:
         raise UserError(
-            f"{option}: {len(too_many)} of {len(problems)} rows have more images than data.limit_images "
-            f"{data.limit_images}, first row {too_many[0]}; the most is {max(counts)}. Set data.limit_images: "
-            f"{max(counts)}"
+            f"{option}: {len(too_many)} of {len(problems)} rows have more images than "
+            f"data.limit_images {data.limit_images}, first row {too_many[0]}; the most is {most}. "
+            f"Set data.limit_images: {most}"
         )
-    if not any(counts):
+    if most == 0:
         raise UserError(
-            f"{option}: data.image_key {data.image_key!r} is empty in each of the {len(problems)} rows; name the "
-            "column with the images"
+            f"{option}: data.image_key {data.image_key!r} is empty in each of the {len(problems)} "
+            "rows; name the column with the images"
         )
-    if missing := counts.count(0):
-        say(f"{option}: {missing} of {len(problems)} rows have no image; they are text alone")
+    num_without = counts.count(0)
+    if num_without:
+        say(f"{option}: {num_without} of {len(problems)} rows have no image; they are text alone")
 
 
 def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[EncodedImage, ...]:
-    """Returns a problem's images, resized. Raises UserError for one that cannot be decoded, or is a strip."""
+    """Returns a problem's images, resized. Raises UserError for a broken image or a strip."""
     encoded = []
-    for place, source in enumerate(problem.images):
+    for number, source in enumerate(problem.images, 1):
         try:
-            encoded.append(encode_image(open_picture(source), form, data.min_pixels, data.max_pixels))
+            picture = open_picture(source)
+            encoded.append(encode_image(picture, form, data.min_pixels, data.max_pixels))
         except Exception as error:  # PIL's decoders raise any exception
-            raise UserError(f"row {problem.index}: {_broken(place, error)}. Mend the row, or leave it out") from error
+            raise UserError(
+                f"row {problem.index}: {_broken(number, error)}. Mend the row, or leave it out"
+            ) from error
     return tuple(encoded)
 
 
 def image_size(source: ImageFile) -> tuple[int, int]:
-    """Returns (height, width) as displayed, from the image's header. Raises ValueError."""
+    """Returns (height, width) as displayed, in pixels, from the header. Raises ValueError."""
     picture = open_picture(source)
     try:
-        is_turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8) and picture.format != "TIFF"  # PIL rotates
+        orientation = picture.getexif().get(_ORIENTATION, 1)
     except (SyntaxError, struct.error, TypeError, KeyError):
-        is_turned = False
-    return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
+        orientation = 1
+    # PIL turns a TIFF picture itself
+    if orientation in _TURNED_BY_90_DEGREES and picture.format != "TIFF":
+        return picture.width, picture.height
+    return picture.height, picture.width

@@ -9,11 +9,19 @@ from common.processes.watchdog import report_progress
 T = TypeVar("T")
 
 
-def counted(items: Iterable[T], doing: str, total: int | None = None, each: int = 1) -> Iterator[T]:
-    """Yields the items; each counts as progress, and a line is logged every 10 s. each: rows in an item."""
+def counted(
+    items: Iterable[T], doing: str, total: int | None = None, rows_per_item: int = 1
+) -> Iterator[T]:
+    """Yields the items, reports progress with each, and logs the number of rows every 10 s.
+
+    doing: such as "reading rows". total: the number of all rows, if it is known.
+    """
     is_due = every(10.0)
-    for count, item in enumerate(items):
+    of_total = ""
+    if total is not None:
+        of_total = f" of {total:,}"
+    for num_items, item in enumerate(items):
         report_progress(doing)
         if is_due():
-            say(f"{doing}: {count * each:,}" + (f" of {total:,} rows" if total is not None else " rows"))
+            say(f"{doing}: {num_items * rows_per_item:,}{of_total} rows")
         yield item

@@ -15,7 +15,8 @@ from common.config import Data
 from common.config.data import entries
 from common.errors import UserError
 from common.types import Problem
-from sampler.prompts.dataset import load_data, load_rows, look_up, permutation, problem_index, sampling_seed
+from sampler.prompts.columns import look_up
+from sampler.prompts.dataset import load_data, load_rows, permutation, problem_index, sampling_seed
 from sampler.prompts.sources import read_rows, require_source
 
 ODD = [{"question": f"{i}+1?", "answer": answer} for i, answer in enumerate(["1", "007", "None", "NA", "null", "1e5"])]
