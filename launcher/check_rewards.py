@@ -22,10 +22,11 @@ from model.tokenizer import load_tokenizer
 from rewards.gold_answers import Findings, check_gold
 from rewards.probes import Probe
 from rewards.tally import GoldRow
+from sampler.data_source import prompts_of
 from sampler.prompts.dataset import by_source, load_data, whole_row
 from sampler.prompts.messages import shown_to_rewards
 from sampler.prompts.reading import logged_reader, stop_conditions
-from sampler.start import prompts_of, rows_with_gold
+from sampler.row_checks import rows_with_gold
 from sampler.turns.multi_turn import open_multi_turn
 
 

@@ -26,9 +26,9 @@ from model.files.folder import expert_warnings, require_models, require_settings
 from model.files.images import digest, vision_of
 from model.tokenizer import tokenizer_of
 from report.escape import one_line
+from sampler.data_source import prompts_of
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.reading import logged_reader, stop_conditions
-from sampler.start import prompts_of
 from sampler.turns.multi_turn import open_multi_turn
 from trainer.algorithm.user_functions import require_user_functions
 from trainer.engine.deepspeed_config import deepspeed_config

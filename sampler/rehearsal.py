@@ -5,7 +5,7 @@
     evaluation         a held-out prompt, with the settings that nothing else is sampled with
 
 Each is cut to its last tokens, so that it costs a prompt and not a completion. Left out: publishing, reload and proof,
-which version 0 goes through before any group; rewards, which are tried on made-up texts (start.py); environments.
+which version 0 goes through before any group; rewards, which are tried on made-up texts (row_checks.py); environments.
 """
 
 import time

@@ -29,10 +29,11 @@ from model.files.hub import read_json
 from model.tokenizer import tokenizer_of
 from report.escape import one_line
 from rewards.pool import RewardFailure, RewardPool
+from sampler.data_source import prompts_of
 from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.many_prompts import Prompts
 from sampler.prompts.reading import logged_reader
-from sampler.start import prompts_of, rows_with_gold
+from sampler.row_checks import rows_with_gold
 from sampler.turns.episodes import Sampled, submit_rewards, too_few_reason
 from sampler.turns.failures import with_failures
 from sampler.turns.mixed_turns import Turns, turns_of

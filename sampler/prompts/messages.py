@@ -35,10 +35,7 @@ def as_messages(problem: Problem, data: Data, prompt: PromptTemplate) -> list[Me
     text nor chat messages.
     """
     raw = raw_prompt(problem, data)
-    if isinstance(raw, str):
-        row_messages = [{"role": "user", "content": raw}]
-    else:
-        row_messages = _messages_of_row(raw, problem, data)
+    row_messages = _messages_of_row(raw, problem, data)
     if prompt.format_prompt is not None:
         row_messages = _formatted(row_messages, problem, prompt.format_prompt)
     messages = []
@@ -148,11 +145,13 @@ def _format_template(given: Path | str) -> Template:
 def _messages_of_row(raw: Any, problem: Problem, data: Data) -> list[Message]:
     """Returns a row's chat messages, without a last one that the model is to write itself.
 
-    Raises UserError unless each message has a role, and content or tool calls.
+    A text is a user's message. Raises UserError unless each message has a role, and content or tool calls.
 
         [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
         -> [{"role": "user", "content": "2+2?"}]
     """
+    if isinstance(raw, str):
+        return [{"role": "user", "content": raw}]
     if not isinstance(raw, list | tuple) or not raw:
         raise _no_message_error(raw, problem, data)
     messages = list(map(openai_message, raw))

@@ -219,7 +219,7 @@ def test_a_rank_of_srun_counts_the_ranks_before_it_imports_anything_large(
 
 def test_prompts_that_are_too_long_are_counted(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from model.tokenizer import load_tokenizer
-    from sampler.start import prompts_of
+    from sampler.data_source import prompts_of
 
     model = str(task / "short")
     config = config_of({"path": model}, data={"train": "t", "max_prompt_length": 99})

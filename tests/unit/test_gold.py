@@ -12,7 +12,7 @@ from rewards import answers
 from rewards.answers import is_right, same_answer, verdicts
 from rewards.built_in import acc, answer, base_acc, boxed
 from rewards.mathematics.gold import gold_kind, gold_texts, same
-from sampler.start import rows_with_gold
+from sampler.row_checks import rows_with_gold
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES
 from tests.support.speed import overdue
@@ -198,8 +198,8 @@ def test_gold_answers_are_what_a_person_reads():
     ("rewards", "left", "words"),
     [
         (["answer"], [0, 2], "answer can judge 2 of 4 gold answers (row 1: it is a dict; row 3: it has 500 characters"),
-        (["boxed", "format"], [0, 2], "the others are left out, for only their form could be rewarded"),
-        (["answer", "my.py:f"], [0, 1, 2, 3], "it is None for the others, of which the other rewards decide"),
+        (["boxed", "format"], [0, 2], "skipping the other rows: no reward can check their answer"),
+        (["answer", "my.py:f"], [0, 1, 2, 3], "it is None for the other rows"),
         (["format"], [0, 1, 2, 3], ""),
         (["my.py:f"], [0, 1, 2, 3], ""),
     ],

@@ -13,9 +13,9 @@ from common.paths import ROOT
 from common.types import Problem
 from launcher import check_rewards, plan
 from model.tokenizer import load_tokenizer
+from sampler.data_source import prompts_of
 from sampler.prompts.many_prompts import make_prompts
 from sampler.prompts.prompts import make_prompt
-from sampler.start import prompts_of
 from tests.support.configs import config_of
 from tests.support.tiny import tiny_model
 from tests.support.vision import byte_tokenizer

@@ -19,7 +19,7 @@ from common.types import Problem
 from environments.pool import EnvironmentPool
 from rewards.load import Load
 from rewards.pool import RewardFailure, RewardPool
-from sampler.start import try_rewards
+from sampler.row_checks import try_rewards
 from tests.support.configs import config_of
 from tests.support.python_file import python_file
 from tests.support.speed import is_gone, limit, overdue, until

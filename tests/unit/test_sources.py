@@ -1,11 +1,11 @@
 """Several data sets in one run: who asks which problem, by which settings, scored by what."""
 
-import contextlib
 import json
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from common.wire.wire import Envelope, decode, encode
 from launcher.evaluation import main as evaluation
 from report.main import source_lines
 from rewards.pool import RewardPool
-from sampler import start
+from sampler.data_source import columns_for_rewards, load_sources
 from sampler.engine.completions import Completion, SamplingParams
-from sampler.prompts.dataset import by_source, load_data, mixed_index, permutation, problem_index
+from sampler.prompts.dataset import by_source, load_data, mixed_index, permutation
 from sampler.turns.mixed_turns import MixedTurns, turns_of
 from sampler.turns.task import parts_of
 from tests.support.configs import config_of
@@ -77,11 +77,6 @@ def test_the_first_source_keeps_the_order_that_it_had_before_others_had_their_ow
     parts = [(size, size), (other, other)]
     found = [mixed_index(g, seed, parts) for g in range(epoch * (size + other), (epoch + 1) * (size + other))]
     assert [row for row in found if row < size] == without_source.tolist()
-
-
-@given(st.integers(0, 10**9), st.integers(), st.integers(1, 99), st.booleans())
-def test_one_source_asks_what_it_always_asked(group_id: int, seed: int, size: int, shuffle: bool) -> None:
-    assert mixed_index(group_id, seed, [(size, size)], shuffle) == problem_index(group_id, seed, size, shuffle)
 
 
 def test_without_weights_rows_count() -> None:
@@ -190,26 +185,22 @@ def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, mo
     games = write(tmp_path / "games.jsonl", [{"question": "Guess.", "answer": "7", "level": 2}])
     train: list[dict[str, Any]] = [{"path": math, "rewards": ["answer"]}, {"path": games, "rewards": ["near"]}]
     rewards = {"reward_funcs": ["answer", f"{tmp_path}/own.py:near"]}
-    seen: dict[str, list[str]] = {}
-
-    def opened(config: Config, tokenizer: Any, problem: Problem, columns: list[str]) -> Any:
-        seen[problem.source] = columns
-        if len(seen) >= 2:
-            raise LookupError("enough")
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(start, "open_multi_turn", opened)
-    for name in ("tokenizer_of", "require_downloaded", "prompts_of"):
-        monkeypatch.setattr(start, name, lambda *_: None)
-    with pytest.raises(LookupError, match="enough"):
-        start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
-    assert seen == {"math": ["question", "answer"], "games": ["question", "answer", "level"]}
-    monkeypatch.setattr(evaluation, "tokenizer_of", lambda *_: opened(*[None, None, Problem(0, {}), []]))
-    with pytest.raises(LookupError, match="enough"):
-        evaluation.run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), None)  # type: ignore[arg-type]
+    settings = config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards)
+    sources = load_sources(settings)
+    names = {"math": ["question", "answer"], "games": ["question", "answer", "level"]}
+    assert {source.name: source.columns for source in sources} == names
+    with RewardPool(settings.rewards, columns_for_rewards(settings, sources)):
+        pass  # `near` is never called with a row of math
+    stopped = Mock(side_effect=LookupError("the rewards are open"))
+    monkeypatch.setattr(evaluation, "tokenizer_of", stopped)
+    with pytest.raises(LookupError, match="the rewards are open"):
+        evaluation.run(settings, None)  # type: ignore[arg-type]
     train[0].pop("rewards")  # now `near` scores what is held out, too
-    with pytest.raises(UserError, match=r"reward near wants .level.; the data set gives question, answer"):
-        start._run(config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards), "sampler-0")
+    settings = config_of(data={"train": train, "eval": {"math": math}}, rewards=rewards)
+    columns = columns_for_rewards(settings, load_sources(settings))
+    said = r"reward near wants .level.; the data set gives question, answer"
+    with pytest.raises(UserError, match=said), RewardPool(settings.rewards, columns):
+        pass
 
 
 # ---- one engine for all
