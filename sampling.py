@@ -1,6 +1,7 @@
 """The sampler process: `python sampling.py --config configs/quickstart.yaml [key=value …]`.
 
-Settings, data, prompts and rewards are checked before vLLM is imported, so that a mistake costs seconds.
+Settings, data, prompts and rewards are checked before vLLM is imported, so that a mistake costs
+seconds.
 """
 
 import argparse

@@ -82,7 +82,7 @@ def load_sources(config: Config) -> list[DataSource]:
     Raises UserError, also for a source without rows.
     """
     train_rows = load_data("data.train", config.data.train, config.data)
-    held_out_rows = []
+    held_out_rows: list[Problem] = []
     if config.data.eval:
         held_out_rows = load_data("data.eval", config.data.eval, config.data)
     parts_of(config, train_rows)  # raises UserError for a source without rows

@@ -27,8 +27,13 @@ def rows_with_gold(option: str, problems: list[Problem], config: Config) -> list
     affected. option: data.train or data.eval. Raises UserError if no gold answer can be read.
     """
     reward_names = config.rewards.reward_funcs
-    judges = [name for name in reward_names if name in JUDGES]
-    gold_columns = list(dict.fromkeys(JUDGES[name] for name in judges))
+    judges = []
+    gold_columns = []
+    for name in reward_names:
+        if name in JUDGES:
+            judges.append(name)
+            gold_columns.append(JUDGES[name])
+    gold_columns = list(dict.fromkeys(gold_columns))  # each once
     readable = []
     unreadable_rows = []
     for problem in problems:

@@ -179,7 +179,7 @@ def _fitting_form(
             text = _apply(tokenizer, read_template(path), messages, form, json.loads(options))
         except _FAILURES:
             continue
-        hidden = []
+        hidden: list[str] = []
         for message in messages[history:]:
             hidden += _hidden_parts(message, text)
         if not hidden:

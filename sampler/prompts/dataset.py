@@ -46,10 +46,10 @@ def load_data(option: str, spec: Rows, data: Data) -> list[Problem]:
     """
     problems, errors = load_rows(entries(spec), data)
     if data.image_key is not None:
-        with_images_found = [problem for problem in problems if problem.index not in errors]
-        if with_images_found:
-            check_images(option, with_images_found, data)
-        errors |= unreadable(option, with_images_found)
+        readable = [problem for problem in problems if problem.index not in errors]
+        if readable:
+            check_images(option, readable, data)
+        errors |= unreadable(option, readable)
     for problem in problems:
         for name in (data.prompt_key or "", "answer"):
             if not all_whole(problem.columns.get(name)):
@@ -86,58 +86,61 @@ def _with_answers(option: str, problems: list[Problem], data: Data) -> list[Prob
     return answered
 
 
-def load_rows(given: Sequence[RowSource], data: Data) -> tuple[list[Problem], dict[int, str]]:
+def load_rows(row_sources: Sequence[RowSource], data: Data) -> tuple[list[Problem], dict[int, str]]:
     """Returns the problems of all rows, and why a row's images cannot be used, keyed by row index.
 
-    given: the data sets, whose notation is in sources.py. A problem's columns are the whole row,
+    row_sources: data sets, in the notation of sources.py. A problem's columns are the whole row,
     after `data.rename`, with the values of prompt_key and answer_key under the names prompt_key and
     `answer`. Rows of several data sets have the columns of all, None where their own data set lacks
-    one. Raises UserError, also for a missing column. Only one of the data sets must have image_key.
+    one. Raises UserError, also for a missing column.
     """
-    if not given:
+    tables = _read_tables(row_sources, data)
+    columns: dict[str, None] = {}
+    for table in tables:
+        columns |= dict.fromkeys(table[0])
+    if data.image_key is not None:
+        columns.pop(data.image_key, None)
+    scored_by = {}
+    for entry in [*entries(data.eval), *entries(data.train)]:
+        scored_by[entry.label] = tuple(entry.rewards or ())
+    problems: list[Problem] = []
+    errors: dict[int, str] = {}
+    for source, table in zip(row_sources, tables, strict=True):
+        folder = folder_of(source.path)
+        rewards = scored_by.get(source.label, ())
+        for row in table:
+            index = len(problems)
+            images: tuple[ImageFile, ...] = ()
+            if data.image_key is not None:
+                try:
+                    images = sources(look_up(row, data.image_key), folder)
+                except ValueError as error:
+                    errors[index] = f"data.image_key {data.image_key!r}: {error}"
+            full_row = _with_columns(row, columns)
+            problems.append(Problem(index, full_row, images, source.label, rewards))
+    return problems, errors
+
+
+def _read_tables(row_sources: Sequence[RowSource], data: Data) -> list[list[Row]]:
+    """Returns the rows of each data set, with renamed columns.
+
+    Raises UserError, also for a missing column. Only one of the data sets must have data.image_key.
+    """
+    if not row_sources:
         raise UserError(
             "data: an empty list of data sets; name one, for example openai/gsm8k:main@train"
         )
-    for source in given:
+    for source in row_sources:
         require_source(source.path)  # all paths are checked before the first is read
     tables = []
-    for source in given:
+    for source in row_sources:
         rename = {**data.rename, **source.rename}
         rows = read_rows(source.path)
         tables.append(with_named_columns(rows, source.path, data, rename))
     image_key = data.image_key
     if image_key is not None and not any(has_column(table, image_key) for table in tables):
-        require_column("data.image_key", image_key, tables[0], given[0].path)
-    columns: dict[str, None] = {}
-    for table in tables:
-        columns |= dict.fromkeys(table[0])
-    if image_key is not None:
-        columns.pop(image_key, None)
-    scored_by = {}
-    for entry in [*entries(data.eval), *entries(data.train)]:
-        scored_by[entry.label] = tuple(entry.rewards or ())
-    problems: list[Problem] = []
-    errors: dict[int, str] = {}  # keyed by row index
-    for source, table in zip(given, tables, strict=True):
-        folder = folder_of(source.path)
-        for row in table:
-            index = len(problems)
-            images: tuple[ImageFile, ...] = ()
-            if image_key is not None:
-                try:
-                    images = sources(look_up(row, image_key), folder)
-                except ValueError as error:
-                    errors[index] = f"data.image_key {image_key!r}: {error}"
-            problems.append(
-                Problem(
-                    index,
-                    _with_columns(row, columns),
-                    images,
-                    source.label,
-                    scored_by.get(source.label, ()),
-                )
-            )
-    return problems, errors
+        require_column("data.image_key", image_key, tables[0], row_sources[0].path)
+    return tables
 
 
 def _with_columns(row: Row, columns: Mapping[str, None]) -> Row:
@@ -149,10 +152,10 @@ def _with_columns(row: Row, columns: Mapping[str, None]) -> Row:
 
 def by_source(problems: Iterable[Problem], config: Config) -> list[tuple[Config, list[Problem]]]:
     """Returns the problems of each source, in order, with the settings that apply to them."""
-    rows: dict[str, list[Problem]] = {}
+    by_name: dict[str, list[Problem]] = {}
     for problem in problems:
-        rows.setdefault(problem.source, []).append(problem)
-    return [(config.for_source(source), own) for source, own in rows.items()]
+        by_name.setdefault(problem.source, []).append(problem)
+    return [(config.for_source(name), of_source) for name, of_source in by_name.items()]
 
 
 def whole_row(problem: Problem, image_key: str | None) -> Mapping[str, Any]:

@@ -61,17 +61,17 @@ class Prompts(Sequence[Prompt]):
         return cls([], np.array([], np.int64), make)
 
     @classmethod
-    def joined(cls, of_sources: Mapping[str, Prompts]) -> Prompts:
+    def joined(cls, by_source: Mapping[str, Prompts]) -> Prompts:
         """Returns the prompts of several sources, keyed by their names, as one sequence."""
         problems: list[Problem] = []
         largest_ids = []
-        for prompts in of_sources.values():
+        for prompts in by_source.values():
             problems += prompts.problems
             largest_ids.append(prompts.largest_ids)
         return cls(
             problems,
             np.concatenate(largest_ids),
-            lambda problem: of_sources[problem.source].make(problem),
+            lambda problem: by_source[problem.source].make(problem),
         )
 
     def only(self, indices: Sequence[int] | NDArray[np.int64]) -> Prompts:

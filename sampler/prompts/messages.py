@@ -84,11 +84,11 @@ def tools_of(problem: Problem) -> list[Any] | None:
 
     Returns None if there are none, and for a column of another kind.
     """
-    given = from_json(problem.columns.get("tools"))
-    if not isinstance(given, list | tuple):
+    column = from_json(problem.columns.get("tools"))
+    if not isinstance(column, list | tuple):
         return None
     schemas = []
-    for item in given:
+    for item in column:
         schema = without_nulls(from_json(item))
         if not isinstance(schema, Mapping) or not ("function" in schema or "name" in schema):
             return None
@@ -101,10 +101,10 @@ def arguments_of(problem: Problem) -> dict[str, Any]:
 
     Returns {} if there are none, and for a column of another kind.
     """
-    given = from_json(problem.columns.get("chat_template_kwargs"))
-    if not isinstance(given, Mapping):
+    column = from_json(problem.columns.get("chat_template_kwargs"))
+    if not isinstance(column, Mapping):
         return {}
-    return dict(without_nulls(given))
+    return dict(without_nulls(column))
 
 
 def _formatted(messages: list[Message], problem: Problem, path: Path | str) -> list[Message]:
@@ -136,8 +136,8 @@ def _formatted(messages: list[Message], problem: Problem, path: Path | str) -> l
 
 
 @functools.lru_cache(maxsize=4)
-def _format_template(given: Path | str) -> Template:
-    text = given if isinstance(given, str) else read("prompt.format_prompt", given)
+def _format_template(source: Path | str) -> Template:
+    text = source if isinstance(source, str) else read("prompt.format_prompt", source)
     # Chat templates run in this sandbox too: files of both kinds come with data and models.
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
 
@@ -145,7 +145,8 @@ def _format_template(given: Path | str) -> Template:
 def _messages_of_row(raw: Any, problem: Problem, data: Data) -> list[Message]:
     """Returns a row's chat messages, without a last one that the model is to write itself.
 
-    A text is a user's message. Raises UserError unless each message has a role, and content or tool calls.
+    A text is a user's message. Raises UserError unless each message has a role, and content or
+    tool calls.
 
         [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
         -> [{"role": "user", "content": "2+2?"}]
@@ -237,8 +238,8 @@ def with_image_places(
     num_images = len(problem.images)
     num_marks = sum(message["content"].count(IMAGE) for message in row)
     if num_marks == 0 and row:
-        places = [i for i, message in enumerate(row) if message["role"] == "user"]
-        first = min(places, default=0)
+        user_messages = [i for i, message in enumerate(row) if message["role"] == "user"]
+        first = min(user_messages, default=0)
         row[first] = row[first] | {"content": IMAGE * num_images + row[first]["content"]}
     elif num_marks != num_images:
         raise UserError(

@@ -49,11 +49,14 @@ def sources(value: Any, folder: Path) -> tuple[ImageFile, ...]:
         return ()
     if not isinstance(value, list | tuple):
         value = [value]
-    return tuple(_image_file(item, folder) for item in value)
+    files = []
+    for item in value:
+        files.append(_image_file(item, folder))
+    return tuple(files)
 
 
-def _image_file(given: Any, folder: Path) -> ImageFile:
-    value = given
+def _image_file(item: Any, folder: Path) -> ImageFile:
+    value = item
     while isinstance(value, Mapping):
         candidates = [value[key] for key in _KEYS if value.get(key) is not None]
         value = candidates[0] if candidates else None
@@ -66,7 +69,7 @@ def _image_file(given: Any, folder: Path) -> ImageFile:
     elif isinstance(value, bytes | memoryview):
         num_bytes = len(value)
     else:
-        raise ValueError(f"{shorten(given)[:80]} is no image: expected {_EXPECTED}")
+        raise ValueError(f"{shorten(item)[:80]} is no image: expected {_EXPECTED}")
     if num_bytes > MAX_BYTES:
         raise ValueError(f"a file of more than {MAX_BYTES >> 20} MiB")
     return value
@@ -113,15 +116,15 @@ def _find_file(text: str, folder: Path) -> Path | None:
     return None
 
 
-def _decoded(encoded: str, given: str) -> bytes:
-    """Returns the bytes of base64 text. Raises ValueError, which quotes the given text."""
+def _decoded(encoded: str, cell: str) -> bytes:
+    """Returns the bytes of base64 text. Raises ValueError, which quotes the cell of the row."""
     encoded = "".join(unquote(encoded).split()).translate(_URL_SAFE).rstrip("=")
     padding = "=" * (-len(encoded) % 4)
     try:
         return base64.b64decode(encoded + padding, validate=True)
     except ValueError:
         raise ValueError(
-            f"{given[:40]!r}… of {len(given):,} characters is no path and no base64"
+            f"{cell[:40]!r}… of {len(cell):,} characters is no path and no base64"
         ) from None
 
 

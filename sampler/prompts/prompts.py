@@ -16,7 +16,7 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.outcomes import is_whole
-from common.types import Problem, Prompt
+from common.types import EncodedImage, Problem, Prompt
 from environments import Message
 from model.files.images import Vision
 from sampler.prompts.bad_rows import HALF
@@ -61,15 +61,17 @@ def make_prompt(
     vision: the model's image format, if rows have images. tools: JSON schemas for the chat
     template, unless the row has some in its column `tools`. Raises UserError.
     """
-    images = ()
+    images: tuple[EncodedImage, ...] = ()
     if vision is not None:
         images = encode_problem(problem, vision.form, config.data)
-    made = render_problem(problem, tokenizer, config, vision, tools)
-    token_ids = tokenizer(made.text, add_special_tokens=False)["input_ids"]
+    rendered = render_problem(problem, tokenizer, config, vision, tools)
+    token_ids = tokenizer(rendered.text, add_special_tokens=False)["input_ids"]
     token_ids = np.asarray(token_ids, dtype=np.int32)
     if vision is not None:
         token_ids = vision.expanded(token_ids, images)
-    return Prompt(problem, made.for_rewards, made.text, token_ids, images, made.turn_prefix)
+    return Prompt(
+        problem, rendered.for_rewards, rendered.text, token_ids, images, rendered.turn_prefix
+    )
 
 
 def render_problem(

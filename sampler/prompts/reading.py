@@ -135,9 +135,10 @@ def reader(config: Config, tokenizer: Any) -> Reader:
 
 def logged_reader(config: Config, tokenizer: Any) -> Reader:
     """Returns `reader`, and logs which special tokens it keeps and which end tokens are missing."""
-    made = reader(config, tokenizer)
-    if made.kept:
-        say(f"texts keep the special tokens {', '.join(made.kept)} (rewards.special_tokens)")
+    text_reader = reader(config, tokenizer)
+    if text_reader.kept:
+        kept = ", ".join(text_reader.kept)
+        say(f"texts keep the special tokens {kept} (rewards.special_tokens)")
     advice = unwritten_end(config, tokenizer)
     if advice is not None:
         say(advice)
@@ -151,7 +152,7 @@ def logged_reader(config: Config, tokenizer: Any) -> Reader:
             "and so that of final/: before you serve it, write there "
             f'"eos_token_id": {json.dumps(list(ends))}'
         )
-    return made
+    return text_reader
 
 
 def _looked_for(tokens: Mapping[int, str], config: Config) -> dict[int, str]:

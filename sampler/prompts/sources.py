@@ -245,7 +245,7 @@ def _select_split(splits: Mapping[str, Table], data_set: _DataSet) -> list[Table
             f'split "{split}" of {data_set.name}: {error}. Slices look like train[:512] or '
             "train[10%:20%]"
         ) from None
-    tables = []
+    tables: list[Table] = []
     for piece in pieces:
         rows = _without_dates(splits[piece.splitname], data_set)
         end = max(piece.from_, piece.to)

@@ -27,7 +27,7 @@ def rows_of_table(table: Dataset) -> Iterator[dict[str, Any]]:
     starts = range(0, len(table), _NUM_AT_ONCE)
     for start in counted(starts, "reading rows", len(table), _NUM_AT_ONCE):
         batch = slice(start, start + _NUM_AT_ONCE)
-        columns = dict.fromkeys(table.column_names)
+        columns: dict[str, Any] = dict.fromkeys(table.column_names)
         if without_bytes.column_names:  # a table without columns cannot be sliced
             columns |= without_bytes[batch]
         if with_bytes:
