@@ -25,7 +25,7 @@ from sampler.turns.tool_calls import FORMS, CallReader, parser_of
 from sampler.turns.turns import TurnTemplate
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
-from tests.unit.test_chat_template import ASK, NO_TRL, REAL, with_its_tokens
+from tests.unit.sampler.prompts.test_chat_template import ASK, NO_TRL, REAL, with_its_tokens
 
 KINDS = {"a": "string", "b": "integer", "c": "number", "d": "boolean", "e": "array", "f": "object"}
 G = {"type": "object", "properties": {"g": {"type": "array", "items": {"type": "integer"}}}}  # Gemma's have no types

@@ -16,7 +16,7 @@ from sampler.prompts.chat_template import render
 from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.episode import Episode
 from sampler.turns.turns import TurnTemplate
-from tests.unit.test_chat_template import NO_TRL, REAL
+from tests.unit.sampler.prompts.test_chat_template import NO_TRL, REAL
 from tests.unit.test_episodes import turn
 
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}

@@ -240,6 +240,8 @@ def test_few_rows_are_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFix
     assert [p.problem.index for p in prompts] == [i for i in range(40) if i not in (7, 12)]
     assert "2 prompts of data.train hold a token" in (said := capsys.readouterr().err)
     assert "such as '<added>' (rows 7, 12): they are left out" in said
+    assert len(prompts_of("data.train", rows(3), tokenizer, config)) == 3
+    assert capsys.readouterr().err == "", "no row has the token"
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -260,9 +262,3 @@ def test_plan_and_check_say_it_too(tmp_path: Path, command: Callable[..., Any]) 
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"4 prompts of data\.train.* hold a token"):
         command(config, rows(4))
-
-
-def test_a_token_too_many_is_no_trouble_while_no_row_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer, config = added(tmp_path)
-    assert len(prompts_of("data.train", rows(3), tokenizer, config)) == 3
-    assert capsys.readouterr().err == ""

@@ -2,20 +2,20 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from common.config import load
+from common.paths import ROOT
 from model.tokenizer import load_tokenizer
 from rewards.built_in import answer, format
 from sampler.prompts.dataset import load_data
 from sampler.prompts.many_prompts import make_prompts
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+SHARED = ROOT.parent / "shared"
 GSM8K = SHARED / "data" / "gsm8k"
 QWEN = SHARED / "models" / "qwen2.5-tokenizer"
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+CONFIG = ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml"
 SIZES = {"train": 7473, "test": 1319}
 
 pytestmark = pytest.mark.skipif(not (GSM8K.is_dir() and QWEN.is_dir()), reason="no rows and tokenizer in ../shared")

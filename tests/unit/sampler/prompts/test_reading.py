@@ -1,7 +1,6 @@
 """From a row to the text that rewards read, on the way of a run: rendered, tokenised, decoded, with what was begun."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer
 
 CHATML, THINKING = ROOT / "configs/templates/chatml.jinja", ROOT / "tests/support/templates/qwen3_thinking.jinja"
-QWEN = Path(__file__).resolve().parents[3] / "shared/models/qwen2.5-tokenizer"
+QWEN = ROOT.parent / "shared/models/qwen2.5-tokenizer"
 ASK = {"role": "user", "content": "2+2?"}
 
 
@@ -171,9 +170,6 @@ def test_prompts_begin_as_the_model_was_trained_once_and_it_is_said(tmp_path, ca
     config = config_of(prompt={"chat_template": CHATML})
     make_prompts([Problem(0, {"question": "2+2?", "answer": "4"})], tokenizer, config)
     assert "prompts begin with <s>, as the tokenizer's texts do" in capsys.readouterr().err
-    tokenizer.chat_template = CHATML.read_text()
-    make_prompts([Problem(0, {"question": "2+2?", "answer": "4"})], tokenizer, config_of())
-    assert "prompts do not begin with <s>" in capsys.readouterr().err
 
 
 def test_marks_of_thoughts_are_text_for_who_judges_answers():

@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.types import Problem
 from sampler.prompts.columns import look_up
 from sampler.prompts.dataset import load_data, load_rows, permutation, problem_index, sampling_seed
+from sampler.prompts.pictures import read_file, sources
 from sampler.prompts.sources import read_rows, require_source
 
 ODD = [{"question": f"{i}+1?", "answer": answer} for i, answer in enumerate(["1", "007", "None", "NA", "null", "1e5"])]
@@ -309,6 +310,7 @@ def test_files_in_a_table_are_not_read_with_it(tmp_path, saved):
     views = [first["image"]["bytes"], first["many"][0]["bytes"], first["in"]["image"]["bytes"], first["raw"]]
     assert all(isinstance(view, memoryview) for view in views) and views[3] == b"ab"
     assert views[0] == views[1] == views[2] and bytes(views[0][1:4]) == b"PNG"
+    assert [*map(read_file, sources(first["many"], tmp_path))] == [bytes(views[0])], "as images of a row"
     assert (first["in"]["x"], first["a"], first["other"]) == (None, [[1.0, None]], {"n": 1})
 
 

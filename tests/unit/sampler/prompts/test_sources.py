@@ -99,14 +99,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_rows_know_their_source_and_columns_are_those_of_all(tmp_path: Path) -> None:
+def test_rows_know_their_source_what_scores_them_and_its_own_renames(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
     b = write(tmp_path / "b.jsonl", [{"ask": "Guess.", "answer": "7", "level": 2}])
     given = config([a, {"path": b, "name": "games", "rename": {"ask": "question"}, "rewards": ["format"]}])
     first, second = load_data("data.train", given.data.train, given.data)
-    assert (first.source, first.scored_by, first.columns["level"]) == ("a", (), None)
-    assert (second.source, second.scored_by) == ("games", ("format",))
-    assert second.columns == {"question": "Guess.", "answer": "7", "level": 2}
+    assert (first.source, first.scored_by) == ("a", ())
+    assert (second.source, second.scored_by, second.columns["question"]) == ("games", ("format",), "Guess.")
     scored = [(c.rewards.names, len(own)) for c, own in by_source([first, second], given)]
     assert scored == [(["answer", "format"], 1), (["format"], 1)]
 
