@@ -18,7 +18,7 @@ from common.types import EvalFailure, EvalRequest, EvalResult, EvalSample
 from rewards import Scores
 from sampler.engine.engine_arguments import max_num_seqs
 from sampler.link import Link
-from sampler.turns.episodes import Sampled
+from sampler.turns.sampled import Sampled
 from sampler.turns.task import EvalKey, GroupKey, Key, sampling_params
 
 

@@ -32,9 +32,9 @@ from sampler.engine.reload import reload
 from sampler.held_out import HeldOut
 from sampler.link import Link
 from sampler.turns.episode import as_rollout
-from sampler.turns.episodes import MAX_REASON, Sampled, SingleTurns, submit_rewards, too_few_reason
 from sampler.turns.failures import with_failures
-from sampler.turns.mixed_turns import Turns
+from sampler.turns.sampled import MAX_REASON, Sampled, submit_rewards, too_few_reason
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
 _REDRAW_AFTER_S = (1.0, 5.0, 25.0)  # of a prompt whose rollouts the machine lost, each time it did
@@ -54,7 +54,7 @@ class Sampler:
     ):
         self.config, self.task, self.engine, self.link = config, task, engine, link
         self.pool, self.reference = pool, reference
-        self.turns = turns or SingleTurns(engine)
+        self.turns = turns or Turns(engine)
         self.phase, self.progress = "ready", 0
         self.stats: dict[str, float] = collections.defaultdict(float)
         self._working: dict[Key, Sampled | None] = {}  # leased and not sent; completions once generated

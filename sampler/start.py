@@ -126,7 +126,7 @@ def _sample(
     from sampler.engine.fetch import remove_scratch
     from sampler.loop import Sampler
     from sampler.rehearsal import rehearse
-    from sampler.turns.mixed_turns import turns_of
+    from sampler.turns.scheduler import Turns
 
     remove_scratch(config)
     remove_orphans()  # shared memory of an engine that was killed
@@ -141,7 +141,7 @@ def _sample(
         engine = Engine(config, devices.count())
         rehearse(config, task, engine, reference)
         multi_turns = {source.name: source.multi_turn for source in sources}
-        turns = turns_of(engine, task.decode, multi_turns)
+        turns = Turns(engine, task.decode, multi_turns)
     try:
         Sampler(config, task, engine, link, pool, reference, turns).run()
     finally:

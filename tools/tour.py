@@ -31,7 +31,7 @@ from sampler.prompts.dataset import load_data
 from sampler.prompts.prompts import make_prompt
 from sampler.prompts.reading import reader, stop_conditions
 from sampler.turns.episode import as_rollout
-from sampler.turns.episodes import Sampled, submit_rewards
+from sampler.turns.sampled import Sampled, submit_rewards
 from trainer.algorithm.losses import loss, token_objective
 from trainer.data.tensors import micro_batch, step_denominator
 from trainer.data.training_group import TrainingGroup, set_advantages_from_rewards
@@ -72,7 +72,7 @@ def sampled_group(model: Any, tokenizer: Any, config: Config) -> Group:
     completions = sample(model, prompt, config, stop_conditions(config, tokenizer).ids)
     read = reader(config, tokenizer)
     texts = read([c.token_ids.tolist() for c in completions])
-    stop("3. completions", "sampler/engine/engine.py, completions.py, sampler/turns/episodes.py",
+    stop("3. completions", "sampler/engine/engine.py, completions.py, sampler/turns/scheduler.py",
          *(f"{text!r}, {len(c.token_ids)} tokens, Σ log π_old {c.logprobs.sum():.2f}, {c.finish_reason}"
            for text, c in zip(texts, completions, strict=True)))  # fmt: skip
     with RewardPool(config.rewards, columns=list(problem.columns)) as pool:

@@ -34,10 +34,10 @@ from sampler.prompts.dataset import by_source, load_data
 from sampler.prompts.many_prompts import Prompts
 from sampler.prompts.reading import logged_reader
 from sampler.row_checks import rows_with_gold
-from sampler.turns.episodes import Sampled, submit_rewards, too_few_reason
 from sampler.turns.failures import with_failures
-from sampler.turns.mixed_turns import Turns, turns_of
 from sampler.turns.multi_turn import open_multi_turn
+from sampler.turns.sampled import Sampled, submit_rewards, too_few_reason
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import Decode, held_out_params
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z_]+)*=")
@@ -143,7 +143,7 @@ def run(config: Config, target: Target) -> None:
             with raising_permanent_errors(f"{target.model}: these adapters do not fit the model", remedy):
                 engine.weights.load(Path(target.model).absolute())
         decode = logged_reader(config, tokenizer)
-        turns = turns_of(engine, decode, multi_turns)
+        turns = Turns(engine, decode, multi_turns)
         samples, failures = sample(config, prompts, pool, decode, turns)
     if not samples:
         raise UserError(f"none of the {len(prompts)} problems could be scored; the first: {failures[0]}")

@@ -20,16 +20,16 @@ from model.files.folder import vocabulary
 from sampler.prompts.chat_template import read_template, render
 from sampler.prompts.messages import as_messages
 from sampler.prompts.prompts import turn_prefix_of
-from sampler.turns.agents import Agents
+from sampler.turns.agent import Agents
 from sampler.turns.chat import Chat
-from sampler.turns.episodes import Episodes
+from sampler.turns.dialogues import Dialogues
+from sampler.turns.generator import Environments, Generator
 from sampler.turns.task import Decode
 from sampler.turns.tool_calls import PART_MARKS, CallReader, parser_of
 from sampler.turns.turns import REMEDY, TurnTemplate
 
 if TYPE_CHECKING:
     from environments.pool import EnvironmentPool
-    from sampler.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,17 @@ class MultiTurn:
             _say_or_refuse(template, asked, tokenizer, config)
         return cls(config, tokenizer, pool, template)
 
-    def episodes(self, engine: Engine, decode: Decode) -> Episodes:
+    def player(
+        self, generator: Generator, environments: Environments, decode: Decode
+    ) -> Dialogues | Agents:
+        """Returns what plays the rollouts of this source."""
         if self.config.rollout.agent is not None:
             chat = Chat(self.tokenizer, self.config, self.template, decode)
-            return Agents(self.config, engine, self.pool, chat, decode, self._asked_with)
+            return Agents(self.config, generator, environments, chat)
         if self.template.reader:
             self.template.reader.start(self.pool.tools)
-        return Episodes(self.config, engine, self.pool, self.template, decode, self._asked_with)
+        template, reprompt = self.template, self._asked_with
+        return Dialogues(self.config, generator, environments, template, decode, reprompt)
 
     def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Returns the prompt with the messages of reset. Raises ValueError if it is too long or has images."""

@@ -31,9 +31,10 @@ from sampler.engine.completions import Completion
 from sampler.engine.engine_arguments import looks_for_texts
 from sampler.prompts.prompts import make_prompt
 from sampler.turns.episode import as_rollout
-from sampler.turns.episodes import Sampled
 from sampler.turns.failures import with_failures
 from sampler.turns.multi_turn import open_multi_turn
+from sampler.turns.sampled import Sampled
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import held_out_params
 from tests.support.configs import config_in
 from tests.support.speed import limit, until
@@ -125,7 +126,7 @@ def played(given: Config, model: Any, problem: Problem = PROBLEM, decode: Any = 
     with open_multi_turn(given, tokenizer(), problem, problem.columns) as multi_turn:
         assert multi_turn is not None
         prompt = make_prompt(problem, tokenizer(), given, tools=multi_turn.pool.tools)
-        agents = multi_turn.episodes(model, decode)
+        agents = Turns(model, decode, {"": multi_turn})
         agents.start("key", prompt, held_out_params(given, 0))
         while not (over := agents.step()):
             pass

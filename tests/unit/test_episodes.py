@@ -15,8 +15,10 @@ from common.wire.wire import Envelope, decode, encode
 from environments import Done, Failed, Turn
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
+from sampler.turns.dialogues import Dialogues
 from sampler.turns.episode import Episode, PlayedCompletion, as_rollout
-from sampler.turns.episodes import Episodes, Sampled, too_few_reason
+from sampler.turns.sampled import Sampled, too_few_reason
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 
@@ -85,32 +87,40 @@ class Pool:
 
 
 class Played2:
-    """Episodes of one group of two rollouts, whose prompt is [10, 11]; what an observation says is [50, 51, 52]."""
+    """The dialogues of one group of two rollouts, whose prompt is [10, 11]; what an observation says is [50, 51, 52]."""
 
-    def __init__(self, folder: Path, **rollout: Any) -> None:
+    def __init__(self, folder: Path, reward_funcs: Any = None, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
         config = make_config(folder, rollout={"tools": ["my.py:tool"], "max_turns": 3, **rollout})
+        if reward_funcs is not None:
+            rewards = config.rewards.model_copy(update={"reward_funcs": reward_funcs})
+            config = config.model_copy(update={"rewards": rewards})
         template = SimpleNamespace(turn_prefix="later ", rewrites="", tools=(), calls=lambda *_: ("", ()))
         template.continuation = lambda last, messages: np.array([50, 51, 52], np.int32)
         template.of_row = lambda row: template
         decode = lambda ids: [" ".join(str(i) for i in one if i != END) for one in ids]  # noqa: E731
-        parts: list[Any] = [self.engine, self.pool, template, decode]
-        self.episodes = Episodes(config, *parts, self._asked_with)
+
+        def player(*parts: Any) -> Dialogues:
+            generator, environments, decode = parts
+            return Dialogues(config, generator, environments, template, decode, self._asked_with)
+
+        tools: Any = SimpleNamespace(config=config, pool=self.pool, player=player)
+        self.turns = Turns(self.engine, decode, {"": tools})  # type: ignore[arg-type]
         self.out = dict[Any, Sampled]()
         asked = [{"role": "user", "content": "?"}]
         prompt = Prompt(Problem(0, {"question": "?"}), asked, "?", np.array([10, 11], np.int32), turn_prefix="first ")
-        self.episodes.start(KEY, prompt, PARAMS)
+        self.turns.start(KEY, prompt, PARAMS)
 
     def _asked_with(self, prompt: Prompt, messages: Any) -> Prompt:
         return Prompt(prompt.problem, prompt.for_rewards, "", np.array([len(messages[0]["content"])], np.int32))
 
     def reply(self, rollout: int, what: Any) -> None:
         self.pool.reply((KEY, rollout), what)
-        self.out |= dict(self.episodes.step())
+        self.out |= dict(self.turns.step())
 
     def sampled(self, rollout: int, completion: Completion) -> None:
         self.engine.finished.append(((KEY, rollout), [completion]))
-        self.out |= dict(self.episodes.step())
+        self.out |= dict(self.turns.step())
 
     def begin(self) -> None:
         self.reply(0, Turn())
@@ -163,7 +173,7 @@ def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(pl
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "assistant"]
     assert [m["content"] for m in first.messages] == ["first 30", "408", "later 40 41"]
     assert second.tool_errors == 1
-    assert play.episodes.num_running == 0
+    assert play.turns.num_running == 0
 
 
 def test_tokens_of_all_turns_and_observations_share_one_budget(play: Played2) -> None:
@@ -215,10 +225,7 @@ def test_a_rollout_that_fails_after_its_first_token_trains_with_what_it_has(play
 
 
 def test_a_rollout_whose_environment_owes_its_only_reward_fails(tmp_path: Path) -> None:
-    play = Played2(tmp_path, environment="my.py:Game", tools=[])
-    play.episodes._config = play.episodes._config.model_copy(
-        update={"rewards": play.episodes._config.rewards.model_copy(update={"reward_funcs": ["environment"]})}
-    )
+    play = Played2(tmp_path, ["environment"], environment="my.py:Game", tools=[])
     play.begin()
     for rollout, reward in ((0, None), (1, 1.0)):
         play.sampled(rollout, turn(30, END))
@@ -247,7 +254,7 @@ def test_a_rollout_that_the_machine_lost_ends_its_group_which_is_sampled_again(p
         play.sampled(0, turn(30, END))
     play.reply(0, Failed("lost", "the process that environments are forked from was killed"))
     sampled = play.out[KEY]
-    assert "was killed" in sampled.lost and not sampled.completions and not play.episodes.num_running
+    assert "was killed" in sampled.lost and not sampled.completions and not play.turns.num_running
     assert (KEY, 1) in play.pool.closed, "its other rollouts are given up"
 
 
@@ -407,13 +414,13 @@ def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
 def test_a_group_that_another_sampler_delivered_ends_its_environments_and_a_new_trainer_ends_all(play: Played2) -> None:
     play.begin()
     other = GroupKey(8, 0, 0)
-    play.episodes.start(other, Prompt(Problem(1, {}), [], "?", np.array([12], np.int32)), PARAMS)
-    play.episodes.abort([KEY])
+    play.turns.start(other, Prompt(Problem(1, {}), [], "?", np.array([12], np.int32)), PARAMS)
+    play.turns.abort([KEY])
     assert play.engine.num_running == 0 and sorted(play.pool.closed) == [(KEY, 0), (KEY, 1)]
-    assert play.episodes.num_running == 1 and (other, 0) in play.pool.owed
+    assert play.turns.num_running == 1 and (other, 0) in play.pool.owed
     for rollout in (0, 1):
         play.pool.reply((other, rollout), Turn())
-    play.episodes.step()
+    play.turns.step()
     assert play.engine.num_running == 2
-    play.episodes.abort([other])
-    assert (play.episodes.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)
+    play.turns.abort([other])
+    assert (play.turns.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)

@@ -14,8 +14,8 @@ from common.errors import UserError
 from common.types import Problem, sequences
 from sampler.prompts.prompts import make_prompt
 from sampler.turns.episode import PlayedCompletion
-from sampler.turns.mixed_turns import turns_of
 from sampler.turns.multi_turn import open_multi_turn
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import held_out_params
 from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
 from tests.unit.test_agents import config as without_code
@@ -174,7 +174,7 @@ def test_rows_of_one_turn_and_of_several_share_an_engine(tmp_path: Path) -> None
     with open_multi_turn(given, tokenizer(), PROBLEM, PROBLEM.columns) as multi_turn:
         assert multi_turn is not None
         decode = functools.partial(tokenizer().batch_decode, skip_special_tokens=True)
-        turns = turns_of(engine, decode, {"tools": multi_turn, "plain": None})
+        turns = Turns(engine, decode, {"tools": multi_turn, "plain": None})
         for source, key, shown in (("tools", "calls", multi_turn.pool.tools), ("plain", "plain", None)):
             problem = dataclasses.replace(PROBLEM, source=source)
             turns.start(key, make_prompt(problem, tokenizer(), given, tools=shown), held_out_params(given, 0))

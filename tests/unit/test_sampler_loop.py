@@ -28,7 +28,8 @@ from rewards.pool import RewardFailure
 from sampler.engine.completions import Completion
 from sampler.loop import Sampler, Task
 from sampler.turns.episode import PlayedCompletion
-from sampler.turns.episodes import Sampled, SingleTurns
+from sampler.turns.sampled import Sampled
+from sampler.turns.scheduler import Turns as RealTurns
 from sampler.turns.task import EvalKey, GroupKey
 from tests.support.protocol_helpers import make_config
 from tests.support.raising import raising
@@ -230,7 +231,7 @@ def test_the_images_of_a_prompt_go_to_the_engine_to_the_reference_and_with_the_g
     # an evaluation without a trainer shows them, too
     engine, pool = OneStepEngine(), Pool()
     pool.submit = lambda key, *_, **__: pool.answers.append((key, SCORED))  # type: ignore[method-assign]
-    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], SingleTurns(engine)]  # type: ignore[arg-type]
+    parts: list[Any] = [pool, lambda ids: ["text" for _ in ids], RealTurns(engine)]  # type: ignore[arg-type]
     samples, failures = sample(make_config(tmp_path), [PROMPT, replace(PROMPT, images=images)], *parts)
     assert engine.shown == {0: (), 1: images} and (len(samples), failures) == (2, [])
 

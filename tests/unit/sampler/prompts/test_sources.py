@@ -24,7 +24,8 @@ from rewards.pool import RewardPool
 from sampler.data_source import columns_for_rewards, load_sources
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import by_source, load_data, mixed_index, permutation
-from sampler.turns.mixed_turns import MixedTurns, turns_of
+from sampler.turns.sampled import Sampled
+from sampler.turns.scheduler import Turns
 from sampler.turns.task import parts_of
 from tests.support.configs import config_of
 from tests.unit.test_episodes import Engine
@@ -206,27 +207,21 @@ def test_a_source_that_is_not_held_out_has_columns_of_its_own(tmp_path: Path, mo
 
 
 class OfOne:
-    """Stands for a source's Episodes: an engine request for each rollout, and the group is over when all are."""
+    """Plays the rollouts of a source: an engine request for each, here one."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.num_events = engine, 0
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
 
-    def start(self, key: Any, prompt: Prompt, params: SamplingParams) -> None:
-        self.engine.submit((key, 0), prompt.token_ids, params, ())
-
-    def step(self, done: Any) -> list[Any]:
-        self.num_events = len(done)
-        return [(key, completions) for (key, _), completions in done]
-
-    def abort(self, keys: Any) -> None:
-        self.engine.abort({(key, 0) for key in keys})
+    async def play(self, key: Any, prompt: Prompt, params: SamplingParams) -> Sampled:
+        return Sampled(prompt, await self.generator.generate((key, 0), prompt.token_ids, params))
 
 
 def test_turns_of_two_sources_get_what_is_theirs_of_one_engine() -> None:
     engine = Engine()
-    games: Any = SimpleNamespace(episodes=lambda share, _: OfOne(share))
-    turns = turns_of(engine, str, {"math": None, "games": games})  # type: ignore[arg-type]
-    assert isinstance(turns, MixedTurns)
+    pool = SimpleNamespace(ready=lambda timeout_s: [], pending=0)
+    settings = SimpleNamespace(rollout=SimpleNamespace(timeout_s=1.0))
+    games: Any = SimpleNamespace(player=lambda generator, *_: OfOne(generator), pool=pool, config=settings)
+    turns = Turns(engine, str, {"math": None, "games": games})  # type: ignore[arg-type]
     params, ids = SamplingParams(1.0, 9, 2, 0), np.array([5], np.int32)
     prompts = {s: Prompt(Problem(0, {}, source=s), "?", "?", ids) for s in ("math", "games")}
     for key, source in [(7, "math"), (8, "games"), (9, "games"), (10, "math")]:
