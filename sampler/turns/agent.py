@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from common.config import Config
 from common.types import Failure, Prompt
-from environments import Done, Failed
+from environments import Done, Failed, Message
 from environments.chat_completions import RequestError
 from environments.endpoint import PendingRequest
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 from sampler.turns.chat import AgentTurn, Chat, RenderedRequest
 from sampler.turns.dialogues import start_environments
-from sampler.turns.episode import Episode, PlayedCompletion, shared
+from sampler.turns.episode import Episode, shared
 from sampler.turns.generator import Environment, Environments, Generator
 from sampler.turns.sampled import MAX_REASON, Missing, Sampled, failure_of, of_rollouts
 
@@ -83,9 +83,7 @@ class Agents:
         return replace(prompt, token_ids=prompt_ids), completions
 
 
-def _after_prompt(
-    ended: EndedAgent | Missing, prompt_ids: Ids, limit: int
-) -> PlayedCompletion | Missing:
+def _after_prompt(ended: EndedAgent | Missing, prompt_ids: Ids, limit: int) -> Completion | Missing:
     """Returns a rollout as a completion of its group's prompt."""
     if isinstance(ended, Missing):
         return ended
@@ -343,7 +341,7 @@ class EndedAgent:
             firsts = [asked[0].ids]
         return max(firsts, key=lambda ids: (len(ids), ids.tolist()))
 
-    def played(self, prompt_ids: Ids, limit: int) -> PlayedCompletion | None:
+    def played(self, prompt_ids: Ids, limit: int) -> Completion | None:
         """Returns the completion without the last tokens that exceed the limit; None if none fits.
 
         It may be longer than the tokens that the rollout was allowed, because the tokens in which
@@ -368,10 +366,10 @@ class EndedAgent:
             rollout = replace(rollout, turns=tuple(turns))
         return None
 
-    def _whole(self, prompt_ids: Ids) -> PlayedCompletion:
+    def _whole(self, prompt_ids: Ids) -> Completion:
         """Returns the completion of all turns.
 
-        Each turn follows the one with which it shares the longest prefix.
+        Each turn follows the turn with which it shares the longest prefix.
         """
         turns = self.turns
         first = self.first
@@ -395,7 +393,7 @@ class EndedAgent:
             environment_s=self.done.seconds,
         )
 
-    def _messages(self) -> list[Mapping[str, object]]:
+    def _messages(self) -> list[Message]:
         """Returns the last request and its answer, without the messages of the first request."""
         last = self.turns[-1]
         messages = [*last.asked.ask.messages, last.message]

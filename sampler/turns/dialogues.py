@@ -21,7 +21,7 @@ from common.config import Config
 from common.types import Failure, Prompt
 from environments import Done, Failed, Message, Reply, Turn, prompt_of
 from sampler.engine.completions import Completion, SamplingParams
-from sampler.turns.episode import Episode, PlayedCompletion
+from sampler.turns.episode import Episode
 from sampler.turns.generator import Environment, Environments, Generator
 from sampler.turns.sampled import MAX_REASON, Missing, Sampled, failure_of, of_rollouts
 from sampler.turns.task import Decode
@@ -167,7 +167,7 @@ class _Player:
         reason = f"the next turn fails on what the environment answered: {error}"
         return self._ended(episode, Failed("error", reason))
 
-    def _ended(self, episode: Episode, reply: Done | Failed) -> PlayedCompletion:
+    def _ended(self, episode: Episode, reply: Done | Failed) -> Completion:
         """Returns the completion of a rollout whose environment has ended it."""
         if isinstance(reply, Failed):
             episode = replace(episode, seconds=episode.seconds + reply.seconds)

@@ -1,43 +1,29 @@
-"""Defines a rollout of several turns: its tokens so far, its limits, and the Completion that it becomes, without I/O.
+"""The tokens of a rollout of several turns, its limits, and the completion that it becomes.
 
     prompt ─► turn ─► observation ─► turn ─► … ─► turn
               sampled  environment   sampled       sampled
 
-An observation that no turn follows is not part of the completion: its tokens would have no use. A turn may be requested
-after other tokens than the present ones: at the first difference the sequence forks (`Episode.asked`).
+An observation that no turn follows is not part of the completion, because its tokens would have no
+use. A turn may be requested after other tokens than the present ones. The sequence then forks at
+the first difference (`Episode.asked`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import Failure, FinishReason, Forks, Rollout, sequences
+from common.types import FinishReason, Forks, Rollout, sequences
 from environments import Done, Message, Turn, conversation
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 
 EpisodePart = Completion | NDArray[np.int32]  # a turn, or the token ids of an observation after one
-_SAME_IN_ROLLOUT = {f.name for f in fields(Completion)} & {f.name for f in fields(Rollout)}
-
-
-@dataclass(frozen=True)
-class PlayedCompletion(Completion):
-    """A completion of several turns: token_ids are all sampled and observed tokens, without the prompt."""
-
-    messages: tuple[Message, ...] = ()  # after the prompt, as reward functions get them
-    environment_reward: float | None = None  # sum over all turns and the end
-    environment_state: Mapping[str, Any] = field(default_factory=dict)  # the environment's public attributes at the end
-    turn_rewards: tuple[float, ...] = ()  # sum is environment_reward; () = all of it at the end
-
-    def failed(self, failure: Failure) -> PlayedCompletion:
-        """Returns the completion as one that failed: what the environment gave so far counts no more."""
-        return replace(self, failure=failure, environment_reward=None, turn_rewards=())
 
 
 @dataclass(frozen=True)
@@ -47,84 +33,131 @@ class Episode:
     max_turns: int
     max_tokens: int  # limit for all turns and observations together
     parts: tuple[EpisodePart, ...] = ()
-    replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # (text, environment's reply) of each turn
+    replies: tuple[tuple[str, Turn | Done | None], ...] = ()  # (text, reply to it) of each turn
     seconds: float = 0.0  # time spent in the environment
     finish_reason: FinishReason = "stop"
     rewards: tuple[tuple[int, float], ...] = ()  # (turn, its reward), the one at the end included
-    state: Mapping[str, Any] = field(default_factory=dict)  # the environment's public attributes at its end
+    state: Mapping[str, Any] = field(default_factory=dict)  # attributes of the ended environment
     forks: Forks = ()  # as Rollout.forks
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """Returns the sampled and observed tokens in their order, [C]."""
-        return np.concatenate([np.array([], np.int32), *map(_ids, self.parts)]).astype(np.int32)
+        nothing: NDArray[np.int32] = np.array([], np.int32)
+        return np.concatenate([nothing, *map(_ids, self.parts)]).astype(np.int32)
 
     def sequence(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Returns the tokens that the next one follows, [K]: prompt and all after it, or what forks kept of that."""
-        whole = np.concatenate([prompt_ids, self.token_ids])
-        return whole[sequences(len(prompt_ids), len(self.token_ids), self.forks)[-1]]
+        """Returns the tokens that the next token follows, [K].
+
+        These are the prompt and all tokens after it, or what the forks kept of them.
+        """
+        token_ids = self.token_ids
+        prompt_and_completion = np.concatenate([prompt_ids, token_ids])
+        positions = sequences(len(prompt_ids), len(token_ids), self.forks)[-1]
+        return prompt_and_completion[positions]
 
     def said(self) -> list[tuple[str, list[Message], NDArray[np.int32]]]:
         """Returns (text, messages of the environment's reply, sampled ids) of each turn."""
-        sampled = [part.token_ids for part in self.parts if isinstance(part, Completion)]
-        answers = [reply.messages if reply else [] for _, reply in self.replies]
-        return list(zip([text for text, _ in self.replies], answers, sampled, strict=True))
+        said = []
+        for (text, reply), turn in zip(self.replies, _turns(self.parts), strict=True):
+            messages: list[Message] = []
+            if reply is not None:
+                messages = reply.messages
+            said.append((text, messages, turn.token_ids))
+        return said
 
     @property
     def num_turns(self) -> int:
+        """Returns the number of turns that the model has had."""
         return len(self.replies)
 
     def params(self, first: SamplingParams, rollout: int) -> SamplingParams:
-        """Returns the next turn's sampling parameters. The first turn has a single-turn run's seed: seed + rollout."""
+        """Returns the next turn's sampling parameters.
+
+        first: those of the prompt. rollout: the number of the rollout in its group. The first turn
+        has the seed of a run of single turns, which is the prompt's seed + rollout.
+        """
         seed = first.seed
         if seed is not None:
-            seed = seed + rollout if self.num_turns == 0 else sampling_seed(seed + rollout, self.num_turns)
+            seed += rollout
+            if self.num_turns > 0:
+                seed = sampling_seed(seed, self.num_turns)
         room = self.max_tokens - len(self.token_ids)
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:
-        """Returns the episode with a turn appended; if the turn has used up the tokens, finish_reason is "length"."""
-        parts, replies = (*self.parts, turn), (*self.replies, (text, None))
-        return replace(self, parts=parts, replies=replies, finish_reason=turn.finish_reason)
+        """Returns the episode with a turn appended.
+
+        Its finish_reason is "length" if the turn has used up the tokens.
+        """
+        return replace(
+            self,
+            parts=(*self.parts, turn),
+            replies=(*self.replies, (text, None)),
+            finish_reason=turn.finish_reason,
+        )
 
     def answered(self, reply: Turn | Done) -> Episode:
         """Returns the episode with the environment's reply to the last turn, or to its end."""
         *earlier, (text, before) = self.replies
-        replies = (*earlier, (text, before if isinstance(before, Turn) else reply))
-        given = () if reply.reward is None else ((self.num_turns - 1, reply.reward),)
-        going = replace(self, replies=replies, seconds=self.seconds + reply.seconds, rewards=self.rewards + given)
-        return replace(going, state=reply.state) if isinstance(reply, Done) else going
+        last = reply
+        if isinstance(before, Turn):
+            last = before
+        rewards = self.rewards
+        if reply.reward is not None:
+            rewards = (*rewards, (self.num_turns - 1, reply.reward))
+        state = self.state
+        if isinstance(reply, Done):
+            state = reply.state
+        return replace(
+            self,
+            replies=(*earlier, (text, last)),
+            seconds=self.seconds + reply.seconds,
+            rewards=rewards,
+            state=state,
+        )
 
     def asked(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> Episode:
         """Returns the episode before a turn that follows exactly `token_ids`, prompt included.
-        It extends the present sequence, or forks from it after the common prefix; the last of `token_ids` is always
-        observed, because a turn follows an observation. It ends as `observed` does."""
+
+        It extends the present sequence, or forks from it after the common prefix. The last of
+        `token_ids` is always observed, because a turn follows an observation. It ends as `observed`
+        does.
+        """
         present = self.sequence(prompt_ids)
         kept = shared(present, token_ids[:-1])
-        return self.observed(token_ids[kept:], () if kept == len(present) else ((len(self.token_ids), kept),))
+        fork: Forks = ()
+        if kept < len(present):
+            fork = ((len(self.token_ids), kept),)
+        return self.observed(token_ids[kept:], fork)
 
     def observed(self, token_ids: NDArray[np.int32], fork: Forks = ()) -> Episode:
-        """Returns the episode with the observation that the next turn follows, or ended if no turn fits after it."""
+        """Returns the episode with the observation that the next turn follows.
+
+        If no turn fits after it, the observation is left out and finish_reason is "length".
+        """
         fits = len(self.token_ids) + len(token_ids) < self.max_tokens
         if self.num_turns >= self.max_turns or not fits:
             return replace(self, finish_reason="length")
         return replace(self, parts=(*self.parts, token_ids), forks=self.forks + fork)
 
-    def played(self) -> PlayedCompletion:
-        """Returns the completion that is trained on: all tokens, with log-prob 0 for observed ones."""
-        turns = [part for part in self.parts if isinstance(part, Completion)]
+    def played(self) -> Completion:
+        """Returns the completion that is trained on, in which observed tokens have log-prob 0."""
         replies = [reply for _, reply in self.replies if reply is not None]
-        ends = np.cumsum([len(_ids(part)) for part in self.parts]).tolist()
-        spans = zip([0, *ends], ends, self.parts, strict=False)
-        by_turn = [math.fsum(reward for at, reward in self.rewards if at == turn) for turn in range(self.num_turns)]
-        logprobs = [p.logprobs if isinstance(p, Completion) else np.zeros(len(p), np.float32) for p in self.parts]
-        return PlayedCompletion(
-            self.token_ids,
-            np.concatenate(logprobs),
-            self.finish_reason,
-            _joined_masks(self.parts),
-            sum(turn.incomplete_support for turn in turns),
-            observed=tuple((start, end) for start, end, part in spans if not isinstance(part, Completion)),
+        rewards = self._rewards_by_turn()
+        turn_rewards: tuple[float, ...] = ()
+        if any(rewards[:-1]):
+            turn_rewards = tuple(rewards)
+        environment_reward = None
+        if self.rewards:
+            environment_reward = math.fsum(rewards)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=np.concatenate([_logprobs(part) for part in self.parts]),
+            finish_reason=self.finish_reason,
+            sampling_mask=_joined_masks(self.parts),
+            incomplete_support=sum(turn.incomplete_support for turn in _turns(self.parts)),
+            observed=self._observed_spans(),
             turns=self.num_turns,
             tool_calls=sum(reply.num_calls for reply in replies),
             tool_errors=sum(reply.num_call_errors for reply in replies),
@@ -132,10 +165,28 @@ class Episode:
             routing=_joined_routing(self.parts, self.forks),
             forks=self.forks,
             messages=tuple(conversation(self.replies)),
-            environment_reward=math.fsum(by_turn) if self.rewards else None,
+            environment_reward=environment_reward,
             environment_state=self.state,
-            turn_rewards=tuple(by_turn) if any(by_turn[:-1]) else (),
+            turn_rewards=turn_rewards,
         )
+
+    def _rewards_by_turn(self) -> list[float]:
+        """Returns the sum of the environment's rewards for each turn."""
+        given: list[list[float]] = [[] for _ in range(self.num_turns)]
+        for turn, reward in self.rewards:
+            given[turn].append(reward)
+        return [math.fsum(rewards) for rewards in given]
+
+    def _observed_spans(self) -> tuple[tuple[int, int], ...]:
+        """Returns the half-open spans of token_ids that the environment wrote."""
+        spans = []
+        start = 0
+        for part in self.parts:
+            end = start + len(_ids(part))
+            if not isinstance(part, Completion):
+                spans.append((start, end))
+            start = end
+        return tuple(spans)
 
 
 def as_rollout(
@@ -146,57 +197,108 @@ def as_rollout(
     prompt: int = 0,
     weight: float = 1.0,
 ) -> Rollout:
-    """Returns the Rollout that is sent. The reference's log-probs of observed tokens mean nothing, and are set to 0.
+    """Returns the Rollout that is sent.
 
-    prompt: number of its tokens. weight: weight of the environment's reward among the rewards.
+    ref_logprobs: [C] of the reference; those of observed tokens mean nothing, and are set to 0.
+    prompt: the number of its tokens. weight: of the environment's reward among the rewards.
     """
-    c = completion
-    if ref_logprobs is not None and c.observed:
+    if ref_logprobs is not None and completion.observed:
         ref_logprobs = ref_logprobs.copy()
-        for start, end in c.observed:
+        for start, end in completion.observed:
             ref_logprobs[start:end] = 0.0
-    turn_rewards = c.turn_rewards if isinstance(c, PlayedCompletion) and weight else ()
-    same: dict[str, Any] = {name: getattr(c, name) for name in _SAME_IN_ROLLOUT} | {
-        "routing": None if c.routing is None else c.routing[prompt:],
-        "turn_rewards": tuple(weight * given for given in turn_rewards),
-    }
-    return Rollout(c.token_ids, c.logprobs, ref_logprobs, rewards, reward, **same)
+    routing = completion.routing
+    if routing is not None:
+        routing = routing[prompt:]
+    turn_rewards: tuple[float, ...] = ()
+    if weight:
+        turn_rewards = tuple(weight * given for given in completion.turn_rewards)
+    return Rollout(
+        completion_ids=completion.token_ids,
+        old_logprobs=completion.logprobs,
+        ref_logprobs=ref_logprobs,
+        rewards=rewards,
+        reward=reward,
+        finish_reason=completion.finish_reason,
+        sampling_mask=completion.sampling_mask,
+        observed=completion.observed,
+        turns=completion.turns,
+        tool_calls=completion.tool_calls,
+        tool_errors=completion.tool_errors,
+        environment_s=completion.environment_s,
+        version_spans=completion.version_spans,
+        routing=routing,
+        turn_rewards=turn_rewards,
+        forks=completion.forks,
+        failure=completion.failure,
+    )
 
 
 def shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """Returns the length of the common prefix of two token sequences."""
-    both = min(len(one), len(other))
-    return int(next(iter(np.flatnonzero(one[:both] != other[:both])), both))
+    length = min(len(one), len(other))
+    differences = np.flatnonzero(one[:length] != other[:length])
+    if len(differences):
+        return int(differences[0])
+    return length
+
+
+def _turns(parts: Sequence[EpisodePart]) -> list[Completion]:
+    return [part for part in parts if isinstance(part, Completion)]
 
 
 def _ids(part: EpisodePart) -> NDArray[np.int32]:
-    return part.token_ids if isinstance(part, Completion) else part
+    if isinstance(part, Completion):
+        return part.token_ids
+    return part
+
+
+def _logprobs(part: EpisodePart) -> NDArray[np.float32]:
+    if isinstance(part, Completion):
+        return part.logprobs
+    return np.zeros(len(part), np.float32)
 
 
 def _joined_masks(parts: Sequence[EpisodePart]) -> NDArray[np.int32] | None:
-    """Returns the sampling masks of all parts as one, [C, K], -1 fills. An observed token is its own only choice."""
-    masks = [part.sampling_mask if isinstance(part, Completion) else part[:, None] for part in parts]
-    if any(mask is None for mask in masks):
-        return None
-    width = max(mask.shape[1] for mask in masks if mask is not None)
-    padded = [np.pad(m, ((0, 0), (0, width - m.shape[1])), constant_values=-1) for m in masks if m is not None]
+    """Returns the sampling masks of all parts as one, [C, K], filled with -1; None without masks.
+
+    An observed token is its own only choice.
+    """
+    masks = []
+    for part in parts:
+        if not isinstance(part, Completion):
+            masks.append(part[:, None])
+        elif part.sampling_mask is None:
+            return None
+        else:
+            masks.append(part.sampling_mask)
+    width = max(mask.shape[1] for mask in masks)
+    padded = []
+    for mask in masks:
+        missing = width - mask.shape[1]
+        padded.append(np.pad(mask, ((0, 0), (0, missing)), constant_values=-1))
     return np.concatenate(padded).astype(np.int32)
 
 
 def _joined_routing(parts: Sequence[EpisodePart], forks: Forks) -> NDArray[Any] | None:
-    """Returns each token's experts in the turn that first ran it: later turns rerun tokens after the last whole block.
+    """Returns each token's experts in the turn that first ran it; None if they are not recorded.
 
-    The last token before a fork was never run; the value in its position is never read.
+    Later turns run again the tokens after the last block that the prefix cache has as a whole. The
+    last token before a fork was never run, and the value in its position is never read.
     """
-    found, known, kept, end = list[NDArray[Any]](), 0, dict(forks), 0
+    joined: list[NDArray[Any]] = []
+    num_known = 0  # tokens of the present sequence whose experts are in `joined`
+    kept_at = dict(forks)
+    end = 0
     for part in parts:
-        if end in kept:
-            found.append(found[0][:1])
-            known = kept.pop(end)
+        if end in kept_at:
+            joined.append(joined[0][:1])
+            num_known = kept_at.pop(end)
         if isinstance(part, Completion):
             if part.routing is None:
                 return None
-            found.append(part.routing[known:])
-            known = len(part.routing)
+            joined.append(part.routing[num_known:])
+            num_known = len(part.routing)
         end += len(_ids(part))
-    return np.concatenate(found) if found else None
+    if not joined:
+        return None
+    return np.concatenate(joined)

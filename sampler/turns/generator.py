@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from common.types import EncodedImage
 from environments import Done, Failed, Reply
-from environments.endpoint import PendingRequest
 from environments.tools import Calls
 from sampler.engine.completions import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from environments.endpoint import PendingRequest
     from environments.pool import EnvironmentPool
     from sampler.engine.engine import Engine
 
@@ -34,7 +34,7 @@ class Generator:
 
     @property
     def num_running(self) -> int:
-        """The number of requests in the engine."""
+        """Returns the number of requests in the engine."""
         return self._engine.num_running
 
     async def generate(

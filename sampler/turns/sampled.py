@@ -10,7 +10,6 @@ from common.types import Failure, Prompt
 from environments import Failed
 from sampler.engine.completions import Completion
 from sampler.prompts.dataset import whole_row
-from sampler.turns.episode import PlayedCompletion
 from sampler.turns.task import Decode, GroupKey
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Sampled:
 
     @property
     def to_score(self) -> list[Completion]:
-        """The completions that reward functions score, which are all that did not fail."""
+        """Returns the completions that reward functions score, which are all that did not fail."""
         return [completion for completion in self.completions if not completion.failure]
 
 
@@ -89,7 +88,7 @@ def submit_rewards(
     ids = [completion.token_ids.tolist() for completion in completions]
     columns = whole_row(prompt.problem, pool.image_key)
     extra: dict[str, Sequence[Any]] = {"scored_by": prompt.problem.scored_by}
-    played = [c for c in completions if isinstance(c, PlayedCompletion)]
+    played = [c for c in completions if c.messages]
     outputs: list[Any]
     if played:
         outputs = [list(c.messages) for c in played]

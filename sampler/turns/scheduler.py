@@ -125,12 +125,12 @@ class Turns:
 
     @property
     def num_running(self) -> int:
-        """The number of prompts with a rollout that has not ended."""
+        """Returns the number of prompts with a rollout that has not ended."""
         return len(self._running)
 
     @property
     def phase(self) -> str:
-        """What the rollouts do at the moment, for people."""
+        """Says what the rollouts do at the moment."""
         num_prompts = dict.fromkeys(self._sources, 0)
         for running in self._running.values():
             num_prompts[running.source] += 1
@@ -146,10 +146,9 @@ class Turns:
 
     def start(self, key: Hashable, prompt: Prompt, params: SamplingParams) -> None:
         """Starts the rollouts of a prompt. Raises what the engine raises if it refuses it."""
-        [*names] = self._sources
-        name = names[0]
-        if len(names) > 1:
-            name = prompt.problem.source
+        name = prompt.problem.source
+        if len(self._sources) == 1:
+            [name] = self._sources
         task = self._loop.create_task(self._sources[name].player.play(key, prompt, params))
         task.add_done_callback(lambda _: self._ended.append(key))
         self._running[key] = _Running(prompt, name, task)
@@ -217,10 +216,9 @@ class Turns:
                 continue
             del self._running[key]
             if running.lost:
-                sampled = Sampled(running.prompt, (), lost=running.lost)
+                ended.append((key, Sampled(running.prompt, (), lost=running.lost)))
             else:
-                sampled = running.task.result()
-            ended.append((key, sampled))
+                ended.append((key, running.task.result()))
         self._ended.clear()
         return ended
 

@@ -16,7 +16,7 @@ from environments import Done, Failed, Turn
 from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 from sampler.turns.dialogues import Dialogues
-from sampler.turns.episode import Episode, PlayedCompletion, as_rollout
+from sampler.turns.episode import Episode, as_rollout
 from sampler.turns.sampled import Sampled, too_few_reason
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import EvalKey, GroupKey
@@ -87,7 +87,7 @@ class Pool:
 
 
 class Played2:
-    """The dialogues of one group of two rollouts, whose prompt is [10, 11]; what an observation says is [50, 51, 52]."""
+    """Dialogues of a group of two rollouts, whose prompt is [10, 11]. An observation is [50, 51, 52]."""
 
     def __init__(self, folder: Path, reward_funcs: Any = None, **rollout: Any) -> None:
         self.engine, self.pool = Engine(), Pool()
@@ -164,7 +164,6 @@ def test_a_rollout_of_two_turns_becomes_one_completion_with_its_observed_span(pl
         assert play.out == {}
         play.reply(rollout, Done(0.25, seconds=0.25, state={"left": 3}))
     first, second = play.out[KEY].completions
-    assert isinstance(first, PlayedCompletion) and isinstance(second, PlayedCompletion)
     assert first.token_ids.tolist() == [30, END, 50, 51, 52, 40, 41, END]
     assert first.logprobs.tolist() == [-1, -2, 0, 0, 0, -1, -2, -3]
     assert first.observed == ((2, 5),) and first.num_sampled == 5
@@ -218,7 +217,7 @@ def test_a_rollout_that_fails_after_its_first_token_trains_with_what_it_has(play
     assert failed.token_ids.tolist() == [30, END, 50, 51, 52, 40, END]
     assert failed.observed == ((2, 5),)
     assert failed.failure == Failure(kind, "no answer within 30 s, killed") and failed.environment_s >= 30
-    assert isinstance(failed, PlayedCompletion) and failed.environment_reward is None
+    assert failed.environment_reward is None
     assert failed.turn_rewards == (), "what its environment gave before does not count"
     assert ended.failure is None and sampled.to_score == [ended] and sampled.failures == ()
     assert too_few_reason(KEY, sampled) is None and too_few_reason(EvalKey("v0", 0, 0, 0, 0), sampled) is None
@@ -404,7 +403,7 @@ def test_each_token_has_the_experts_of_the_turn_that_first_ran_it(goes_on: Any, 
 
 
 def test_what_is_sent_has_no_reference_where_it_was_observed() -> None:
-    played = PlayedCompletion(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2)
+    played = Completion(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", observed=((1, 3),), turns=2)
     rollout = as_rollout(played, np.full(4, -0.5, np.float32), {"a": 1.0}, 1.0)
     assert isinstance(rollout, Rollout) and rollout.ref_logprobs is not None
     assert rollout.ref_logprobs.tolist() == [-0.5, 0, 0, -0.5]

@@ -13,7 +13,6 @@ from common.config import Config
 from common.errors import UserError
 from common.types import Problem, sequences
 from sampler.prompts.prompts import make_prompt
-from sampler.turns.episode import PlayedCompletion
 from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import held_out_params
@@ -48,7 +47,6 @@ def test_a_call_is_answered_by_the_tool_and_the_model_goes_on_behind_the_answer(
     engine = Scripted([CALL, "<answer>159294</answer>"], ["<answer>7</answer>"])
     sampled = played(config(tmp_path), engine)
     called, direct = sampled.completions
-    assert isinstance(called, PlayedCompletion)
     assert (called.turns, called.tool_calls, called.tool_errors, direct.turns) == (2, 1, 0, 1)
     first, second = engine.asked
     assert '"name": "calculator"' in first, "the template offers the tool"

@@ -27,7 +27,6 @@ from launcher.evaluation.main import sample
 from rewards.pool import RewardFailure
 from sampler.engine.completions import Completion
 from sampler.loop import Sampler, Task
-from sampler.turns.episode import PlayedCompletion
 from sampler.turns.sampled import Sampled
 from sampler.turns.scheduler import Turns as RealTurns
 from sampler.turns.task import EvalKey, GroupKey
@@ -374,8 +373,8 @@ def test_weights_are_not_loaded_while_an_environment_answers(tmp_path: Path, mon
     assert loop.sampler.phase == "waiting for 2 environments" and turns.num_running == 1, "group 1 waits for version 1"
 
 
-def played(*ids: int, **more: Any) -> PlayedCompletion:
-    return PlayedCompletion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", **more)
+def played(*ids: int, **more: Any) -> Completion:
+    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", **more)
 
 
 def test_rewards_get_the_conversation_and_what_the_environment_said(tmp_path: Path) -> None:
