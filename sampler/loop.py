@@ -4,8 +4,8 @@
       ▲                                                     │
       └───────────── trainer commits a step ◄───────────────┘
 
-The trainer's window bounds every queue: the engine's, the environments', the rewards' and the outbox. Held-out problems
-wait for gaps between groups, and are at most those of data.eval.
+The trainer's window bounds every queue: the engine's, the environments', the rewards' and the
+outbox. Held-out problems wait for gaps between groups, and are at most those of data.eval.
 """
 
 import collections
@@ -25,23 +25,26 @@ from common.wire import wire
 from model.reference import Reference
 from rewards import Scores
 from rewards.pool import RewardFailure, RewardPool
-from sampler.engine import in_flight
 from sampler.engine.engine import Engine
 from sampler.engine.fetch import Fetcher
 from sampler.engine.reload import reload
 from sampler.held_out import HeldOut
 from sampler.link import Link
-from sampler.turns.episode import as_rollout
+from sampler.scored import group_of, reference_logprobs
 from sampler.turns.failures import with_failures
 from sampler.turns.sampled import MAX_REASON, Sampled, submit_rewards, too_few_reason
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import EvalKey, GroupKey, Key, Task, sampling_params
 
-_REDRAW_AFTER_S = (1.0, 5.0, 25.0)  # of a prompt whose rollouts the machine lost, each time it did
-_VISIBLE_WITHIN_S = 120.0  # NFS caches what was absent for up to 60 s, and a busy server adds to that
+# Pauses before a prompt is sampled again of which the machine has lost something, in their order.
+_REDRAW_AFTER_S = (1.0, 5.0, 25.0)
+# NFS caches for up to 60 s that a file was absent, and a busy server adds to that.
+_VISIBLE_WITHIN_S = 120.0
 
 
 class Sampler:
+    """The sampling loop, and the work that is leased to this sampler."""
+
     def __init__(
         self,
         config: Config,
@@ -52,24 +55,33 @@ class Sampler:
         reference: Reference | None,
         turns: Turns | None = None,
     ):
-        self.config, self.task, self.engine, self.link = config, task, engine, link
-        self.pool, self.reference = pool, reference
+        """Starts without work. turns: by default those of single turns."""
+        self.config = config
+        self.task = task
+        self.engine = engine
+        self.link = link
+        self.pool = pool
+        self.reference = reference
         self.turns = turns or Turns(engine)
-        self.phase, self.progress = "ready", 0
+        self.phase = "ready"  # what the sampler does, for people
+        self.progress = 0
         self.stats: dict[str, float] = collections.defaultdict(float)
-        self._working: dict[Key, Sampled | None] = {}  # leased and not sent; completions once generated
+        # What is leased and not sent, with its completions once they are sampled.
+        self._working: dict[Key, Sampled | None] = {}
         self._may_say_failures = every(10.0)
-        self._num_lost: dict[Any, int] = collections.Counter()  # by group or held-out problem, until it has a result
-        self._waits_until = 0.0  # time before which nothing is started, because the machine has lost something
+        # How often the machine lost a group or held-out problem, until that has a result.
+        self._num_lost: dict[Any, int] = collections.Counter()
+        self._waits_until = 0.0  # nothing starts before, because the machine lost something
         self._held_out = HeldOut(config, engine.on_cpu, task.decode, link)
         self._fetcher = Fetcher(config)
         self._bad_weights = 0
-        self._invisible_since: float | None = None  # when the first announced version since the last reload was absent
+        # When the first version that was announced since the last reload was absent.
+        self._invisible_since: float | None = None
         self._num_trainers = 0  # trainers that this sampler has served so far
         self._served: wire.Credit | None = None  # the credit whose leases are all in work
 
     def run(self) -> None:
-        """Runs the loop until the trainer says goodbye (PeerEnded) or another exception ends the process."""
+        """Runs the loop until an exception ends the process, such as PeerEnded by the trainer."""
         while True:
             report_progress(self.phase)
             self.wait_for_credit_or_work()
@@ -84,21 +96,26 @@ class Sampler:
             self._beat()
 
     def wait_for_credit_or_work(self) -> None:
+        """Handles messages of the trainer. Without work, it waits a moment for one."""
         start = time.monotonic()
-        busy = self.turns.num_running or self.pool.pending
-        if self.link.receive(timeout_s=0.0 if busy else 0.1):
+        is_busy = bool(self.turns.num_running or self.pool.pending)
+        timeout_s = 0.1
+        if is_busy:
+            timeout_s = 0.0
+        if self.link.receive(timeout_s=timeout_s):
             self._forget_everything()
-        if not busy and self.engine.version is not None:
+        if not is_busy and self.engine.version is not None:
             self.phase = "idle, no work assigned"
             self.stats["total/idle_s"] += time.monotonic() - start
 
     def abort_unleased_work(self) -> None:
-        """Aborts groups whose lease another sampler got, because the trainer had not heard this one for long."""
+        """Aborts groups whose lease another sampler got, as the trainer did not hear this one."""
         credit = self.link.credit
         if credit is None or credit is self._served:
             return
         leased = set(credit.lease)
-        unleased = [key for key in self._decoding if isinstance(key, GroupKey) and key.group_id not in leased]
+        groups = [key for key in self._decoding if isinstance(key, GroupKey)]
+        unleased = [key for key in groups if key.group_id not in leased]
         if unleased:
             self.turns.abort(unleased)
             self.stats["total/aborted"] += len(unleased)
@@ -107,23 +124,23 @@ class Sampler:
 
     @property
     def _decoding(self) -> list[Key]:
+        """Returns what is leased and has no completions yet."""
         return [key for key, sampled in self._working.items() if sampled is None]
 
     def reload_if_credited(self) -> None:
+        """Loads the weights of the credited version, unless the engine holds them."""
         credit = self.link.credit
         if credit is None or credit.version == self.engine.version:
             return
         published = Published(credit.version, credit.weights_dir, credit.manifest_sha256)
-        # held-out problems keep to one version; without the setting a group does, from its first turn to its last
-        evaluates = any(isinstance(key, EvalKey) for key in self._decoding)
-        may_load = self.config.sampler.in_flight_updates and not evaluates and self._fetcher.has(published)
-        if self.turns.num_running and not may_load:
+        if self.turns.num_running and not self._may_load_in_flight(published):
             self._fetcher.start(published)
             return
         try:
             with progress_heard_by(self._beat_at_work):
                 self.stats.update(reload(self.engine, published, self.config, self._fetcher))
-            self._bad_weights, self._invisible_since = 0, None
+            self._bad_weights = 0
+            self._invisible_since = None
             self.progress += 1
             if self.turns.num_running:
                 self.stats["total/in_flight_updates"] += 1
@@ -136,11 +153,24 @@ class Sampler:
             self.phase = f"refused version {credit.version}: {error}"
             self._beat(now=True)
             if self._bad_weights >= 3:
-                raise permanent_error(self.phase) if credit.version == 0 else Retryable(self.phase) from None
+                if credit.version == 0:
+                    raise permanent_error(self.phase) from None
+                raise Retryable(self.phase) from None
             time.sleep(1.0)
 
+    def _may_load_in_flight(self, published: Published) -> bool:
+        """Returns whether weights may be loaded while something decodes.
+
+        Held-out problems keep to one version, and groups without sampler.in_flight_updates do, too.
+        """
+        if not self.config.sampler.in_flight_updates:
+            return False
+        if any(isinstance(key, EvalKey) for key in self._decoding):
+            return False
+        return self._fetcher.has(published)
+
     def _beat_at_work(self, doing: str) -> None:
-        """Counts one piece of work as progress and sends a beat if due, so that beats alone prove nothing."""
+        """Counts a piece of work as progress, because beats alone prove nothing, and beats."""
         self.progress += 1
         self.phase = doing
         self._beat()
@@ -149,18 +179,20 @@ class Sampler:
         self.link.beat(self.phase, self.progress, self.engine.version, self.stats, now)
 
     def _wait_for_the_file_system(self, version: int, absent: str) -> None:
-        """Waits for files that a shared folder shows late. The loop goes on, so the link stays alive and says why."""
+        """Notes that a shared folder shows files late. The loop goes on, so the link says why."""
         now = time.monotonic()
         if self._invisible_since is None:
             self._invisible_since = now
         waited_s = now - self._invisible_since
-        self.phase = f"waiting {waited_s:.0f} s for the file system to show version {version}: {absent}"
+        waiting = f"waiting {waited_s:.0f} s for the file system to show version {version}"
+        self.phase = f"{waiting}: {absent}"
         if waited_s > _VISIBLE_WITHIN_S:
             raise Retryable(f"{self.phase}. Is weights.dir on a file system that both hosts share?")
         if not self.turns.num_running:  # sequences that decode under the old weights go on
             time.sleep(0.2)
 
     def start_leased_work(self) -> None:
+        """Starts the groups that the trainer has leased to this sampler, and queues evaluations."""
         credit = self.link.credit
         if credit is None or credit is self._served or credit.version != self.engine.version:
             return
@@ -168,76 +200,94 @@ class Sampler:
             return
         self._served = credit
         working = {key.group_id for key in self._working if isinstance(key, GroupKey)}
-        new = [group_id for group_id in credit.lease if not self.link.has_result(group_id) and group_id not in working]
-        self._submit_all([GroupKey(group_id, credit.version, self._num_trainers) for group_id in new])
+        new = [i for i in credit.lease if i not in working and not self.link.has_result(i)]
+        self._submit_all([GroupKey(i, credit.version, self._num_trainers) for i in new])
         for request in credit.evals:
             self._held_out.ask(request, credit.version, self._num_trainers)
 
     def start_evaluation(self) -> None:
+        """Starts held-out problems, if the groups leave room for them."""
         if time.monotonic() < self._waits_until:
             return
         self._submit_all(self._held_out.to_start(self.engine.version, self._decoding))
 
     def _submit_all(self, keys: Sequence[Key]) -> None:
+        """Starts groups or held-out problems. One that the engine refuses fails with the reason."""
         self.task.begin(keys, self.config)
         for key in keys:
             if isinstance(key, GroupKey):
                 failpoint("sampler.leased")
             report_progress(self.phase)
-            self._working[key], prompt = None, self.task.prompt(key, self.config)
+            prompt = self.task.prompt(key, self.config)
+            self._working[key] = None
             try:
                 self.turns.start(key, prompt, sampling_params(key, self.config))
             except Exception as error:
                 if not would_repeat(error):
                     raise
                 self._working[key] = Sampled(prompt, ())
-                self._finish(key, f"the engine refuses its prompt: {with_type(error)}"[:MAX_REASON])
+                reason = f"the engine refuses its prompt: {with_type(error)}"
+                self._finish(key, reason[:MAX_REASON])
 
     def generate(self) -> None:
-        """Runs one engine step and submits finished prompts for rewards, which run while the engine goes on."""
+        """Runs one engine step, and submits finished prompts for rewards, which run meanwhile."""
         if not self.turns.num_running:
             return
         self.phase = self.turns.phase
         start = time.monotonic()
-        # a step reports its tokens, on a CPU also its layers: it may hold thousands of prompt tokens
+        # A step reports its tokens, on a CPU also its layers: it may hold thousands of tokens.
         with progress_heard_by(lambda _: self._beat_at_work(self.phase)):
             finished = self.turns.step()
         for key, sampled in finished:
             self._working[key] = sampled
-            if self.config.sampler.truncates:
-                self.stats["total/incomplete_support"] += sum(c.incomplete_support for c in sampled.completions)
-            self.stats["total/completion_tokens"] += sum(c.num_sampled for c in sampled.completions)
-            if sampled.unread:
-                self.stats["total/unread"] += sampled.unread
+            self._count(sampled)
             failpoint("sampler.generated")
             self._say_failures(sampled)
-            if sampled.lost:
-                self._draw_again(key, sampled.lost)
-            elif (reason := too_few_reason(key, sampled)) is not None:
-                self._finish(key, reason)
-            elif sampled.to_score:
-                submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
-            else:
-                self._finish(key, [])
+            self._score(key, sampled)
         self.progress += self.turns.num_events
         self.stats["total/generate_s"] += time.monotonic() - start
 
+    def _count(self, sampled: Sampled) -> None:
+        """Adds the completions of a prompt to the statistics."""
+        completions = sampled.completions
+        if self.config.sampler.truncates:
+            num_incomplete = sum(c.incomplete_support for c in completions)
+            self.stats["total/incomplete_support"] += num_incomplete
+        self.stats["total/completion_tokens"] += sum(c.num_sampled for c in completions)
+        if sampled.unread:
+            self.stats["total/unread"] += sampled.unread
+
+    def _score(self, key: Key, sampled: Sampled) -> None:
+        """Submits the completions of a prompt for rewards, if enough of them can be scored."""
+        if sampled.lost:
+            self._draw_again(key, sampled.lost)
+            return
+        reason = too_few_reason(key, sampled)
+        if reason is not None:
+            self._finish(key, reason)
+        elif sampled.to_score:
+            submit_rewards(self.pool, key, sampled, self.task.decode, key.policy_version)
+        else:
+            self._finish(key, [])
+
     def _say_failures(self, sampled: Sampled) -> None:
         """Says why a rollout failed, at most every 10 s."""
-        reasons = [*sampled.failures, *(c.failure.reason for c in sampled.completions if c.failure)]
+        reasons = sampled.failure_reasons
         if reasons and self._may_say_failures():
             row = sampled.prompt.problem.index
             say(f"row {row}: {len(reasons)} of its rollouts failed; the first: {reasons[0]}")
 
     def _draw_again(self, key: Key, reason: str) -> None:
-        """Frees a prompt of which the machine lost rollouts or rewards, so that it is started again.
+        """Frees a prompt of which the machine lost rollouts or rewards, so that it starts again.
 
-        That happens after a pause, if it is still leased, by the weights of then. It is given up after several times.
+        That happens after a pause, if the prompt is still leased, by the weights of then. A prompt
+        that was lost several times is given up.
         """
-        work = _without_version(key)
+        work = key.work
         num_lost = self._num_lost[work]
         if num_lost == len(_REDRAW_AFTER_S):
-            self._finish(key, f"it was lost {1 + num_lost} times; the last time: {reason}"[:MAX_REASON])
+            reason = f"it was lost {1 + num_lost} times; the last time: {reason}"
+            self._finish(key, reason[:MAX_REASON])
             return
         self._num_lost[work] += 1
         self._waits_until = time.monotonic() + _REDRAW_AFTER_S[num_lost]
@@ -249,16 +299,18 @@ class Sampler:
             self._held_out.waiting.append(key)
 
     def rest_if_done(self) -> None:
-        """Frees the engine's cache before the last groups are sent, after which the trainer works alone."""
+        """Frees an idle engine's cache before the last groups are sent, for the trainer."""
         sleeps = self.config.vllm.get("enable_sleep_mode")
         if sleeps and not self.turns.num_running and not self._held_out.waiting:
             self.engine.rest()
 
     def send_scored(self) -> None:
         """Sends every group whose rewards arrived. With an idle engine it waits a moment for them."""
-        patience = 0.05 if self.pool.pending and not self.turns.num_running else 0.0
+        timeout_s = 0.0
+        if self.pool.pending and not self.turns.num_running:
+            timeout_s = 0.05
         finished = False
-        for key, scores in self.pool.ready(timeout_s=patience):
+        for key, scores in self.pool.ready(timeout_s=timeout_s):
             if key not in self._working:
                 continue  # requested by a trainer that is gone
             report_progress("sending groups")
@@ -270,14 +322,15 @@ class Sampler:
             else:
                 self.stats["total/reward_failures"] += 1
                 self._finish(key, scores.reason)
-        self.stats.update({f"logged/{name}": value for name, value in self.pool.logged.items()})
+        for name, value in self.pool.logged.items():
+            self.stats[f"logged/{name}"] = value
         if finished and not self._working:  # the trainer's step metrics read these
             self._beat(now=True)
 
     def _finish(self, key: Key, outcome: Scores | str) -> None:
-        """Sends a prompt's result. `outcome`: the scores of completions that did not fail, or why there are none."""
+        """Sends a prompt's scores, which lack those of failed completions, or why it has none."""
         sampled = self._working.pop(key)
-        self._num_lost.pop(_without_version(key), None)
+        self._num_lost.pop(key.work, None)
         assert sampled is not None, "what has an outcome was sampled"
         problem = sampled.prompt.problem
         if isinstance(outcome, str):
@@ -292,28 +345,17 @@ class Sampler:
             self.link.send_result(self._group(key, sampled, outcome))
 
     def _group(self, key: GroupKey, sampled: Sampled, scores: Scores) -> Group:
+        """Returns a group as it is sent."""
         failpoint("sampler.scored")
-        prompt, completions = sampled.prompt, sampled.completions
         start = time.monotonic()
-        ref_logprobs: list[Any] = [None] * len(completions)
+        ref_logprobs = reference_logprobs(self.reference, sampled)
         if self.reference is not None:
-            ids, masks, forks = zip(*[(c.token_ids, c.sampling_mask, c.forks) for c in completions], strict=True)
-            ref_logprobs = self.reference.logprobs(prompt.token_ids, ids, masks, prompt.images, forks)
             self.stats["total/reference_s"] += time.monotonic() - start
-        weight = self.config.for_source(prompt.problem.source).rewards.environment_weight
-        rollouts = tuple(
-            as_rollout(c, ref, rewards, reward, len(prompt.token_ids), weight)
-            for c, ref, (rewards, reward) in zip(completions, ref_logprobs, scores, strict=True)
-        )
-        version, rollouts = in_flight.with_oldest_version(key.policy_version, rollouts)
-        index = prompt.problem.index
-        routing = completions[0].routing  # the other completions have the same if equal rows are computed equally
-        routing = None if routing is None else routing[: len(prompt.token_ids)]
-        of_prompt = prompt.images, sampled.failures, routing, prompt.problem.source
-        return Group(key.group_id, version, index, prompt.token_ids, rollouts, *of_prompt)
+        rewards = self.config.for_source(sampled.prompt.problem.source).rewards
+        return group_of(key, sampled, scores, ref_logprobs, rewards.environment_weight)
 
     def _forget_everything(self) -> None:
-        """Drops all work after the trainer was restarted: no request of its predecessor is wanted."""
+        """Drops all work after the trainer was restarted, because its predecessor asked for it."""
         self._num_trainers += 1
         self.turns.abort(self._decoding)
         self.stats["total/aborted"] += len(self._working)
@@ -321,8 +363,3 @@ class Sampler:
         self._num_lost.clear()
         self._held_out.forget()
         self.engine.version = None  # the same number may now name other weights
-
-
-def _without_version(key: Key) -> Any:
-    """Returns what names a prompt's work, by whatever weights it is done."""
-    return key.group_id if isinstance(key, GroupKey) else (key.eval_id, key.problem)

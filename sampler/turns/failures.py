@@ -1,10 +1,12 @@
-"""The reward of a rollout that failed after its first sampled token, which no function can score. Pure functions.
+"""The reward of a rollout that failed after its first sampled token. No function can score it.
 
-    reward = rollout.failure_reward,  or by default  min(0, lowest reward of the group's other rollouts)
+    reward = rollout.failure_reward
+    reward = min(0, lowest reward of the group's other rollouts), by default
 
-Often it failed because of what the model wrote: a call that never ends, an answer that an agent cannot parse. Left out
-of its group it would cost nothing, and a model that failed more and more would look better and better. At most 0, and
-the lowest: where a wrong answer has reward −1, a 0 for failing would teach to fail.
+Often a rollout fails because of what the model wrote: a call that never ends, or an answer that an
+agent cannot parse. If it were left out of its group, it would cost nothing, and a model that failed
+more and more would look better and better. The reward is the lowest of the group, because where a
+wrong answer has reward -1, a reward of 0 for failing would teach to fail.
 """
 
 import math
@@ -16,11 +18,14 @@ from rewards import Scores
 from sampler.engine.completions import Completion
 
 
-def with_failures(completions: Sequence[Completion], scores: Scores, config: Config, problem: Problem) -> Scores:
-    """Returns the scores of all completions of a prompt, in their order. scores: of those that did not fail.
+def with_failures(
+    completions: Sequence[Completion], scores: Scores, config: Config, problem: Problem
+) -> Scores:
+    """Returns the scores of all completions of a prompt, in their order.
 
-    By function, a failed completion has the lowest score that the function gave in the group, and at most 0; with a
-    negative weight the highest, and at least 0. Functions that do not apply to the row have NaN, as ever.
+    scores: those of the completions that did not fail. For each function, a failed completion has
+    the lowest score that the function gave in the group, and at most 0; with a negative weight the
+    highest, and at least 0. Functions that do not apply to the row have NaN, as ever.
 
         answer 1, −1 and a failure  →  1, −1, −1        answer 1, 1 and a failure  →  1, 1, 0
     """
@@ -28,16 +33,19 @@ def with_failures(completions: Sequence[Completion], scores: Scores, config: Con
         return scores
     reward = config.for_source(problem.source).rollout.failure_reward
     if reward is None:
-        reward = _lowest(total for _, total in scores)
+        reward = _lowest([total for _, total in scores])
     by_function = {}
     for name, weight in zip(config.rewards.names, config.rewards.weights, strict=True):
-        sign = -1.0 if weight < 0 else 1.0
+        sign = 1.0
+        if weight < 0:
+            sign = -1.0
         scores_of_others = [rewards[name] for rewards, _ in scores]
         applies = not problem.scored_by or name in problem.scored_by
         if scores_of_others and all(map(math.isnan, scores_of_others)):
             applies = False
-        lowest = sign * _lowest(sign * score for score in scores_of_others)
-        by_function[name] = lowest if applies else math.nan
+        by_function[name] = math.nan
+        if applies:
+            by_function[name] = sign * _lowest([sign * score for score in scores_of_others])
     remaining_scores = iter(scores)
     scores_of_all: Scores = []
     for completion in completions:
@@ -49,4 +57,5 @@ def with_failures(completions: Sequence[Completion], scores: Scores, config: Con
 
 
 def _lowest(scores: Iterable[float]) -> float:
-    return min([0.0, *(score for score in scores if not math.isnan(score))])
+    known = [score for score in scores if not math.isnan(score)]
+    return min([0.0, *known])

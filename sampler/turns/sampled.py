@@ -34,6 +34,15 @@ class Sampled:
         """Returns the completions that reward functions score, which are all that did not fail."""
         return [completion for completion in self.completions if not completion.failure]
 
+    @property
+    def failure_reasons(self) -> list[str]:
+        """Returns why rollouts failed, before their first token or after it."""
+        reasons = list(self.failures)
+        for completion in self.completions:
+            if completion.failure:
+                reasons.append(completion.failure.reason)
+        return reasons
+
 
 @dataclass(frozen=True)
 class Missing:
