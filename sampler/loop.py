@@ -124,7 +124,6 @@ class Sampler:
 
     @property
     def _decoding(self) -> list[Key]:
-        """Returns what is leased and has no completions yet."""
         return [key for key, sampled in self._working.items() if sampled is None]
 
     def reload_if_credited(self) -> None:
@@ -305,7 +304,7 @@ class Sampler:
             self.engine.rest()
 
     def send_scored(self) -> None:
-        """Sends every group whose rewards arrived. With an idle engine it waits a moment for them."""
+        """Sends groups whose rewards arrived. With an idle engine it waits a moment for them."""
         timeout_s = 0.0
         if self.pool.pending and not self.turns.num_running:
             timeout_s = 0.05

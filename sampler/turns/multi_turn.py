@@ -1,4 +1,4 @@
-"""Prepares rollouts of several turns: the environments, the chat template between turns, the tokenizer."""
+"""Prepares rollouts of several turns: environments, the chat template between turns, tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """The settings of a source's rollouts of several turns, made before vLLM is imported: errors cost seconds."""
+    """The settings of a data source's rollouts of several turns.
+
+    They are made before vLLM is imported, so that an error in them costs only seconds.
+    """
 
     config: Config
     tokenizer: Any
@@ -42,22 +45,33 @@ class MultiTurn:
     template: TurnTemplate
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem) -> MultiTurn:
-        """Returns the settings, tried on a problem of the run. Raises UserError for a template that cannot serve."""
+    def of(
+        cls, config: Config, tokenizer: Any, pool: EnvironmentPool, problem: Problem
+    ) -> MultiTurn:
+        """Returns the settings, tried on a problem of the run.
+
+        Raises UserError for a chat template that cannot be used for several turns.
+        """
         rendered = functools.partial(render, tokenizer, prompt=config.prompt, tools=pool.tools)
         tokenize = functools.partial(_tokenize, tokenizer, config.model)
         if config.rollout.agent is not None:  # an agent makes its own conversations
             return cls(config, tokenizer, pool, TurnTemplate(rendered, tokenize))
         messages = as_messages(problem, config.data, config.prompt)
-        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # the row may begin the answer
-        template = TurnTemplate.of(rendered, tokenize, asked, ["tool" if pool.tools else "user"])
+        if messages[-1]["role"] == "assistant":  # the row begins the answer
+            messages = messages[:-1]
+        role = "user"
+        if pool.tools:
+            role = "tool"
+        template = TurnTemplate.of(rendered, tokenize, messages, [role])
         parser = ""
         if pool.tools:
-            source = tokenizer.get_chat_template(read_template(config.prompt.chat_template), list(pool.tools))
+            given = read_template(config.prompt.chat_template)
+            source = tokenizer.get_chat_template(given, list(pool.tools))
             parser = parser_of(source, config.rollout.tool_parser)
-        template = replace(template, tools=pool.tools, reader=CallReader(tokenizer, parser, template.splits_thoughts))
+        reader = CallReader(tokenizer, parser, template.splits_thoughts)
+        template = replace(template, tools=pool.tools, reader=reader)
         if template.rewrites:
-            _say_or_refuse(template, asked, tokenizer, config)
+            _say_or_refuse(template, messages, tokenizer, config)
         return cls(config, tokenizer, pool, template)
 
     def player(
@@ -69,35 +83,64 @@ class MultiTurn:
             return Agents(self.config, generator, environments, chat)
         if self.template.reader:
             self.template.reader.start(self.pool.tools)
-        template, reprompt = self.template, self._asked_with
-        return Dialogues(self.config, generator, environments, template, decode, reprompt)
+        return Dialogues(
+            self.config, generator, environments, self.template, decode, self._reprompted
+        )
 
-    def _asked_with(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Returns the prompt with the messages of reset. Raises ValueError if it is too long or has images."""
+    def _reprompted(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        """Returns the prompt with the messages of reset.
+
+        Raises ValueError if it is too long or has images.
+        """
         if prompt.images:
-            raise ValueError("reset gave a prompt for a row with images; give the prompt in the row, and return None")
+            raise ValueError(
+                "reset gave a prompt for a row with images; "
+                "give the prompt in the row, and return None"
+            )
         text = self.template.of_row(prompt.problem).render(messages)
         ids: NDArray[np.int32] = np.asarray(self.template.tokenize(text), np.int32)
-        if len(ids) > (limit := self.config.data.max_prompt_length):
-            raise ValueError(f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}")
-        return replace(prompt, text=text, token_ids=ids, turn_prefix=turn_prefix_of(text, messages))
+        limit = self.config.data.max_prompt_length
+        if len(ids) > limit:
+            raise ValueError(
+                f"reset gave a prompt of {len(ids)} tokens, and data.max_prompt_length is {limit}"
+            )
+        turn_prefix = turn_prefix_of(text, messages)
+        return replace(prompt, text=text, token_ids=ids, turn_prefix=turn_prefix)
 
 
-def _say_or_refuse(template: TurnTemplate, asked: Sequence[Message], tokenizer: Any, config: Config) -> None:
+def _say_or_refuse(
+    template: TurnTemplate, messages: Sequence[Message], tokenizer: Any, config: Config
+) -> None:
+    """Says that the template rewrites earlier turns of a conversation.
+
+    Raises UserError if rollouts of this run cannot follow what it rewrites. messages: a prompt.
+    """
     what = f"the chat template rewrites earlier turns of a conversation: {template.rewrites}"
     if config.data.image_key is not None:
-        raise UserError(f"{what}. Of prompts with images that cannot be followed; {REMEDY}, or data.image_key=null")
-    opening = template.opening(asked)
-    if lost := [token for token in tokenizer.all_special_tokens if token in opening and token not in PART_MARKS]:
-        raise UserError(f"{what}. The text of a turn lacks {lost[0]}, with which the template opens it; {REMEDY}")
+        raise UserError(
+            f"{what}. Of prompts with images that cannot be followed; "
+            f"{REMEDY}, or data.image_key=null"
+        )
+    opening = template.opening(messages)
+    for token in tokenizer.all_special_tokens:
+        if token in opening and token not in PART_MARKS:
+            raise UserError(
+                f"{what}. The text of a turn lacks {token}, with which the template opens it; "
+                f"{REMEDY}"
+            )
     say(f"{what}. A rollout becomes several sequences: docs/environments.md#rewritten-histories")
 
 
 def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
-    """Returns the token ids of a text. Raises ValueError for a token that the model does not have."""
+    """Returns the token ids of a text.
+
+    Raises ValueError for a token that the model does not have.
+    """
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if (unknown := max(ids, default=0)) >= vocabulary(model):
-        raise ValueError(f"the model's embedding has no row for {tokenizer.convert_ids_to_tokens(unknown)!r}")
+    largest = max(ids, default=0)
+    if largest >= vocabulary(model):
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ValueError(f"the model's embedding has no row for {token!r}")
     return ids
 
 
@@ -105,12 +148,18 @@ def _tokenize(tokenizer: Any, model: Model, text: str) -> list[int]:
 def open_multi_turn(
     config: Config, tokenizer: Any, problem: Problem, columns: Iterable[str]
 ) -> Iterator[MultiTurn | None]:
-    """Yields a MultiTurn while the environments' processes run; None for a run of single turns. Raises UserError."""
+    """Yields a MultiTurn while the processes of environments run, or None for single turns.
+
+    columns: the names of those of the data set. Raises UserError if an environment cannot be used.
+    """
     if not config.rollout.is_multi_turn:
         yield None
         return
     from environments.pool import EnvironmentPool
 
-    law = {name: float(getattr(config.sampler, name) or 0) for name in ("temperature", "top_p", "top_k", "min_p")}
-    with EnvironmentPool(config.rollout, list(columns), law | {"top_k": max(0.0, law["top_k"])}) as pool:
+    law = {}  # the sampling settings in force, which agents may not change
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        law[name] = float(getattr(config.sampler, name) or 0)
+    law["top_k"] = max(0.0, law["top_k"])
+    with EnvironmentPool(config.rollout, list(columns), law) as pool:
         yield MultiTurn.of(config, tokenizer, pool, problem)
