@@ -17,7 +17,7 @@ from sampler.engine.completions import Completion
 from sampler.engine.in_flight import spans_of, with_oldest_version
 from sampler.turns.task import EvalKey
 from tests.support.protocol_helpers import make_config, make_group, make_rollout, received
-from tests.unit.test_sampler_loop import Loop, OneStepEngine
+from tests.unit.sampler.test_sampler_loop import Loop, OneStepEngine
 from tests.unit.trainer.test_step import START, Run
 from tests.unit.trainer.test_step import config as batch_config
 from trainer.link.ledger import Ledger

@@ -28,7 +28,7 @@ from sampler.turns.sampled import Sampled
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import parts_of
 from tests.support.configs import config_of
-from tests.unit.test_episodes import Engine
+from tests.unit.sampler.turns.test_episodes import Engine
 from trainer.record.stats import rollout_metrics, source_metrics, turn_metrics
 
 TWO = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "name": "games", "weight": 1}]

@@ -16,8 +16,16 @@ from sampler.prompts.prompts import make_prompt
 from sampler.turns.multi_turn import open_multi_turn
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import held_out_params
-from tests.unit.test_agents import CALL, PROBLEM, ROOT, Model, _with_a_row_for_each_token, played, tokenizer  # noqa: F401
-from tests.unit.test_agents import config as without_code
+from tests.unit.sampler.turns.test_agents import (  # noqa: F401
+    CALL,
+    PROBLEM,
+    ROOT,
+    Model,
+    _with_a_row_for_each_token,
+    played,
+    tokenizer,
+)
+from tests.unit.sampler.turns.test_agents import config as without_code
 
 TOOL = f"{ROOT}/examples/calculator_tool.py:calculator"
 pytestmark = pytest.mark.usefixtures("_with_a_row_for_each_token")

@@ -17,7 +17,7 @@ from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.episode import Episode
 from sampler.turns.turns import TurnTemplate
 from tests.unit.sampler.prompts.test_chat_template import NO_TRL, REAL
-from tests.unit.test_episodes import turn
+from tests.unit.sampler.turns.test_episodes import turn
 
 TEMPLATES = {path.stem: path for path in (ROOT / "tests" / "support" / "templates").glob("*.jinja")}
 TEMPLATES |= {path.stem: path for path in REAL if path.stem.startswith("qwen3_5")}
