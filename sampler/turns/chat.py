@@ -1,11 +1,12 @@
-"""Translates between an agent's chat messages and its model's tokens: a TurnTemplate that gets all messages each time.
+"""Translates between an agent's chat messages and its model's tokens.
 
-An assistant message that repeats an answer of this rollout keeps that turn's sampled ids if its text is unchanged.
+The chat template gets all messages of each request. An assistant message that repeats an answer of
+this rollout keeps the sampled ids of that turn if its text is unchanged.
 """
 
 import functools
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,49 +43,71 @@ class AgentTurn:
     completion: Completion
     text: str  # decoded completion, without `asked.turn_prefix`
     message: Message  # as it was sent to the agent
-    calls: list[Call]
-    is_parted: bool  # its message has fields for the chat template, not the plain text
+    calls: list[Call]  # those that could not be read included
+    is_parted: bool  # whether its message has fields for the chat template, not the plain text
     written: tuple[str, NDArray[np.int32]]  # (text, ids) as TurnTemplate.written takes them
 
     @property
     def ids(self) -> NDArray[np.int32]:
+        """Returns the tokens of the request and of the answer."""
         return np.concatenate([self.asked.ids, self.completion.token_ids])
 
     def is_repeated_by(self, message: Message) -> bool:
-        """Returns whether a message is this turn's answer; clients may drop fields that OpenAI's API lacks."""
-        return message in (self.message, {n: v for n, v in self.message.items() if n != "reasoning_content"})
+        """Returns whether a message is this turn's answer.
+
+        Clients may drop the reasoning_content, because OpenAI's API lacks that field.
+        """
+        without_reasoning = dict(self.message)
+        without_reasoning.pop("reasoning_content", None)
+        return message in (self.message, without_reasoning)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders an agent's requests with the run's turn template and reads its turns; `decode` decodes as rewards do."""
+    """Renders an agent's requests with the run's turn template, and reads its turns."""
 
     tokenizer: Any
     config: Config
     template: TurnTemplate
-    decode: Decode
+    decode: Decode  # as for rewards
 
     def asked(self, ask: ChatRequest, turns: Collection[AgentTurn]) -> RenderedRequest:
-        """Returns the request as text and ids, given earlier `turns`. Raises UserError or ValueError if impossible."""
+        """Returns the request as text and ids, given earlier `turns`.
+
+        Raises UserError or ValueError if the template does not take the messages.
+        """
         if ask.reads_calls:
             self._reader.start(ask.tools or [])
-        messages, sampled = list(ask.messages), {}
+        messages = list(ask.messages)
+        sampled = {}
         for i, message in enumerate(ask.messages):
-            equal = [turn for turn in turns if turn.is_repeated_by(message)]  # of several, the one at this position
-            if turn := max(equal, key=lambda t: t.asked.ask.messages == ask.messages[:i], default=None):
-                as_text: Message = {"role": "assistant", "content": turn.asked.turn_prefix + turn.text}
-                messages[i], (written, ids) = turn.message if turn.is_parted else as_text, turn.written
-                goes_on = i + 1 == len(messages) and self.decode([ids[-1:].tolist()]) == [""]  # without the end token
-                sampled[i] = written, ids[:-1] if goes_on else ids
-        own = {"tools": ask.tools, "arguments": ask.chat_template_kwargs or {}}
-        template = replace(self.template, render=functools.partial(self.template.render, **own))
-        text, ids = template.written(messages, sampled, [(turn.asked.text, turn.asked.ids) for turn in turns])
+            turn = _repeated_turn(message, ask.messages[:i], turns)
+            if turn is None:
+                continue
+            if turn.is_parted:
+                messages[i] = turn.message
+            else:
+                content = turn.asked.turn_prefix + turn.text
+                messages[i] = {"role": "assistant", "content": content}
+            written, ids = turn.written
+            is_last = i + 1 == len(messages)
+            if is_last and self.decode([ids[-1:].tolist()]) == [""]:
+                ids = ids[
+                    :-1
+                ]  # the model goes on with this turn, so without the token that ends it
+            sampled[i] = (written, ids)
+        arguments = ask.chat_template_kwargs or {}
+        render = functools.partial(self.template.render, tools=ask.tools, arguments=arguments)
+        template = replace(self.template, render=render)
+        known = [(turn.asked.text, turn.asked.ids) for turn in turns]
+        text, ids = template.written(messages, sampled, known)
         return RenderedRequest(ask, text, ids, turn_prefix_of(text, messages))
 
     @functools.cached_property
     def _reader(self) -> CallReader:
         """Returns the reader of tool calls. Raises UserError if the chat template writes none."""
-        template = self.tokenizer.get_chat_template(read_template(self.config.prompt.chat_template), [{}])
+        given = read_template(self.config.prompt.chat_template)
+        template = self.tokenizer.get_chat_template(given, [{}])
         parser = parser_of(template, self.config.rollout.tool_parser)
         return CallReader(self.tokenizer, parser, self.template.splits_thoughts)
 
@@ -93,37 +116,94 @@ class Chat:
         return CallReader(self.tokenizer, splits_thoughts=self.template.splits_thoughts)
 
     def said(self, asked: RenderedRequest, completion: Completion) -> tuple[AgentTurn, ModelAnswer]:
-        ask, ids = asked.ask, completion.token_ids.tolist()
+        """Returns a request's turn, and the answer that the agent gets."""
+        ask = asked.ask
+        ids = completion.token_ids.tolist()
         [text] = self.decode([ids])
-        turn_prefix, stays = asked.turn_prefix, len(self.begin(ask, ids[:-1]))
-
-        def until_a_stop(said: str) -> str:
-            return said[: min((at for stop in ask.stops if (at := said.find(stop, stays)) >= 0), default=len(said))]
-
-        content = until_a_stop(text)  # the last token may contain text after the stop
-        reader = self._reader if ask.reads_calls else self._without_calls
+        turn_prefix = asked.turn_prefix
+        num_sent = len(self.begin(ask, ids[:-1]))
+        # The last token may contain text after the stop.
+        content = _until_a_stop(text, ask.stops, num_sent)
+        reader = self._without_calls
+        if ask.reads_calls:
+            reader = self._reader
         fields, written, kept = reader.parts(text, turn_prefix, completion.token_ids)
-        is_text = fields is None and not ask.reads_calls
-        around, found = NO_CALLS if is_text else reader(turn_prefix + content, turn_prefix, ids, ask.tools or [])
-        calls = [call for call in found if not call.problem][: 1 if ask.parallel_tool_calls is False else None]
+        around, found = NO_CALLS
+        if fields is not None or ask.reads_calls:
+            around, found = reader(turn_prefix + content, turn_prefix, ids, ask.tools or [])
+        calls = [call for call in found if not call.problem]
+        if ask.parallel_tool_calls is False:
+            calls = calls[:1]
         message: Message = {"role": "assistant", "content": content, **(fields or {})}
         if calls or fields is not None:
-            message["content"] = until_a_stop(reader.words(around).removeprefix(turn_prefix))
+            words = reader.words(around).removeprefix(turn_prefix)
+            message["content"] = _until_a_stop(words, ask.stops, num_sent)
+        finish_reason: str = completion.finish_reason
         if calls:
-            made_of = f"{asked.ids.tolist()} {ids}".encode()
-            message["tool_calls"] = [
-                {"id": hashlib.blake2b(made_of, salt=b"%d" % i).hexdigest()[:9]}
-                | call.for_message()  # 9 characters, as Mistral's ids
-                for i, call in enumerate(calls)
-            ]
-        turn = AgentTurn(asked, completion, text, message, list(found), fields is not None, (written, kept))
-        usage = {"prompt_tokens": (p := len(asked.ids)), "completion_tokens": len(ids), "total_tokens": p + len(ids)}
-        return turn, ModelAnswer(message, "tool_calls" if calls else completion.finish_reason, usage)
+            finish_reason = "tool_calls"
+            message["tool_calls"] = _with_ids(calls, f"{asked.ids.tolist()} {ids}")
+        turn = AgentTurn(
+            asked,
+            completion,
+            text,
+            message,
+            calls=list(found),
+            is_parted=fields is not None,
+            written=(written, kept),
+        )
+        usage = {
+            "prompt_tokens": len(asked.ids),
+            "completion_tokens": len(ids),
+            "total_tokens": len(asked.ids) + len(ids),
+        }
+        return turn, ModelAnswer(message, finish_reason, usage)
 
     def begin(self, ask: ChatRequest, ids: list[int]) -> str:
         """Returns the beginning of an unfinished turn's text, which no later token can change.
-        It omits what may begin a stop text or a character, and is "" if the turn may have parts that are not text."""
+
+        It omits what may begin a stop text or a character. It is "" if the turn may have parts that
+        are not text.
+        """
         if self._without_calls.reads_parts:
             return ""
         text = self.decode([ids])[0].rstrip("\ufffd")
-        return text[: max(0, len(text) - max(map(len, ask.stops), default=1) + 1)]
+        longest_stop = max((len(stop) for stop in ask.stops), default=1)
+        return text[: max(0, len(text) - longest_stop + 1)]
+
+
+def _repeated_turn(
+    message: Message, before: Sequence[Message], turns: Collection[AgentTurn]
+) -> AgentTurn | None:
+    """Returns the turn whose answer this message repeats, or None.
+
+    Of several such turns it is the turn whose request had the messages `before`.
+    """
+    repeated = [turn for turn in turns if turn.is_repeated_by(message)]
+    for turn in repeated:
+        if turn.asked.ask.messages == before:
+            return turn
+    if repeated:
+        return repeated[0]
+    return None
+
+
+def _until_a_stop(text: str, stops: Sequence[str], start: int) -> str:
+    """Returns the text up to the first stop text that begins at `start` or later."""
+    end = len(text)
+    for stop in stops:
+        position = text.find(stop, start)
+        if position >= 0:
+            end = min(end, position)
+    return text[:end]
+
+
+def _with_ids(calls: Sequence[Call], content: str) -> list[Message]:
+    """Returns tool calls as messages have them, with ids of nine characters, as Mistral's have.
+
+    content: what the ids are made of.
+    """
+    messages = []
+    for i, call in enumerate(calls):
+        digest = hashlib.blake2b(content.encode(), salt=b"%d" % i).hexdigest()
+        messages.append({"id": digest[:9]} | call.for_message())
+    return messages
