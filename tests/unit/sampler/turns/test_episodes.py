@@ -1,5 +1,6 @@
 """Rollouts of several turns around an engine and environments that answer when the test says so."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 from sampler.turns.dialogues import Dialogues
 from sampler.turns.episode import Episode, as_rollout
+from sampler.turns.generator import Generator
 from sampler.turns.sampled import Sampled, too_few_reason
 from sampler.turns.scheduler import Turns
 from sampler.turns.task import EvalKey, GroupKey
@@ -423,3 +425,21 @@ def test_a_group_that_another_sampler_delivered_ends_its_environments_and_a_new_
     assert play.engine.num_running == 2
     play.turns.abort([other])
     assert (play.turns.num_running, play.pool.owed, play.engine.num_running) == (0, {}, 0)
+
+
+def test_what_the_engine_finishes_in_the_step_in_which_it_is_given_up_wakes_nobody() -> None:
+    engine: Any = Engine()
+    generator = Generator(engine)
+
+    async def give_up() -> list[Any]:
+        requests = [asyncio.create_task(generator.generate(key, [10], PARAMS)) for key in ("given up", "wanted")]
+        await asyncio.sleep(0)
+        requests[0].cancel()
+        for key in ("given up", "wanted"):
+            generator.finish(key, [turn(30, END)])
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    given_up, [wanted] = asyncio.run(give_up())
+    assert isinstance(given_up, asyncio.CancelledError) and wanted.token_ids.tolist() == [30, END]
+    assert list(engine.asked) == ["wanted"], "the engine drops what was given up"
+    generator.finish("given up", [turn(30, END)])  # it comes late, too
