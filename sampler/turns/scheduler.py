@@ -15,6 +15,7 @@ not a rollout, loses something of a group, the group ends as `Sampled.lost`.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -102,9 +103,6 @@ class Turns:
         """
         self._engine = engine
         self._generator = Generator(engine)
-        self._loop = asyncio.new_event_loop()
-        # At the end of the process, rollouts that have not ended are dropped without a message.
-        self._loop.set_exception_handler(lambda loop, context: None)
         self._sources = {"": _Source(SingleTurns(self._generator))}
         multi_turns = multi_turns or {}
         if any(multi_turns.values()):
@@ -149,7 +147,7 @@ class Turns:
         name = prompt.problem.source
         if len(self._sources) == 1:
             [name] = self._sources
-        task = self._loop.create_task(self._sources[name].player.play(key, prompt, params))
+        task = _event_loop().create_task(self._sources[name].player.play(key, prompt, params))
         task.add_done_callback(lambda _: self._ended.append(key))
         self._running[key] = _Running(prompt, name, task)
         self._let_coroutines_go_on()
@@ -205,7 +203,7 @@ class Turns:
         self._let_coroutines_go_on()
 
     def _let_coroutines_go_on(self) -> None:
-        self._loop.run_until_complete(_iterations())
+        _event_loop().run_until_complete(_iterations())
 
     def _take_ended(self) -> list[tuple[Any, Sampled]]:
         """Returns the prompts that have ended, without those that were aborted."""
@@ -221,6 +219,17 @@ class Turns:
                 ended.append((key, running.task.result()))
         self._ended.clear()
         return ended
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of this process, which is never closed.
+
+    Rollouts that have not ended when the process ends are dropped without a message.
+    """
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+    return loop
 
 
 async def _iterations() -> None:
