@@ -47,10 +47,7 @@ class Episode:
         return np.concatenate([nothing, *map(_ids, self.parts)]).astype(np.int32)
 
     def sequence(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Returns the tokens that the next token follows, [K].
-
-        These are the prompt and all tokens after it, or what the forks kept of them.
-        """
+        """Returns the tokens that the next token follows, [K]: all of them, or what forks kept."""
         token_ids = self.token_ids
         prompt_and_completion = np.concatenate([prompt_ids, token_ids])
         positions = sequences(len(prompt_ids), len(token_ids), self.forks)[-1]
@@ -86,10 +83,7 @@ class Episode:
         return replace(first, num_completions=1, seed=seed, max_tokens=room)
 
     def sampled(self, turn: Completion, text: str) -> Episode:
-        """Returns the episode with a turn appended.
-
-        Its finish_reason is "length" if the turn has used up the tokens.
-        """
+        """Returns the episode with a turn appended, which may have used up the tokens."""
         return replace(
             self,
             parts=(*self.parts, turn),
