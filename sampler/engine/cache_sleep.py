@@ -31,7 +31,9 @@ class CacheSleep:
         """Frees the cache's memory. No sequence may be queued or running."""
         if self.is_asleep:
             return
-        for _ in range(4):  # one reports what finished; each takes one of the up to two batches on their way
+        for _ in range(
+            4
+        ):  # one reports what finished; each takes one of the up to two batches on their way
             self._llm.llm_engine.step()
         self._llm.sleep(level=0, mode="keep")
         self._llm.release_kv_cache_memory()
@@ -44,7 +46,11 @@ class CacheSleep:
         try:
             is_awake = self._llm.wake_up(tags=["kv_cache"])
         except Exception as error:
-            raise Retryable(f"vLLM's cache could not wake: {error}; set vllm.enable_sleep_mode=false") from error
+            raise Retryable(
+                f"vLLM's cache could not wake: {error}; set vllm.enable_sleep_mode=false"
+            ) from error
         if not is_awake:
-            raise Retryable("vLLM's engine sleeps on after its cache was woken; set vllm.enable_sleep_mode=false")
+            raise Retryable(
+                "vLLM's engine sleeps on after its cache was woken; set vllm.enable_sleep_mode=false"
+            )
         self.is_asleep = False

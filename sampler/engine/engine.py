@@ -74,14 +74,20 @@ class Engine:
         arguments = engine_arguments(config, self.on_cpu)
         if not self.on_cpu:
             require_bfloat16(config, vllm.platforms.current_platform)
-        with raising_permanent_errors(f"vLLM {vllm.__version__} does not start with {config.model.path}"):
+        with raising_permanent_errors(
+            f"vLLM {vllm.__version__} does not start with {config.model.path}"
+        ):
             try:
                 _mend_vllm(config, arguments)
-                if self.on_cpu and not has_right_prefix_cache(vllm.EngineArgs(**arguments).create_model_config()):
+                if self.on_cpu and not has_right_prefix_cache(
+                    vllm.EngineArgs(**arguments).create_model_config()
+                ):
                     arguments = {"enable_prefix_caching": False} | arguments
                 self._llm = vllm.LLM(**arguments)
             except ValidationError as error:
-                raise UserError(f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}") from error
+                raise UserError(
+                    f"vllm: vLLM refuses these engine arguments: {error.errors()[0]['msg']}"
+                ) from error
         self._engine = self._llm.llm_engine
         vllm_insides.report_tokens(self._engine.engine_core)
         self._llm.collective_rpc("prepare", args=(self.on_cpu, config.algorithm.router_replay))
@@ -93,10 +99,14 @@ class Engine:
         self._ends = ends(config)
         self._keys: dict[str, Any] = {}
         self._hears: dict[str, Callable[[list[int]], None] | None] = {}
-        self._early: list[tuple[Any, list[Completion]]] = []  # finished during a canary; the next step returns them
+        self._early: list[
+            tuple[Any, list[Completion]]
+        ] = []  # finished during a canary; the next step returns them
         self._in_flight = InFlight(self._engine) if config.sampler.in_flight_updates else None
         self._cache = CacheSleep(self._llm) if config.vllm.get("enable_sleep_mode") else None
-        self._expanded: dict[str, list[int]] = {}  # ids of prompts with images, as the trainer gets them
+        self._expanded: dict[
+            str, list[int]
+        ] = {}  # ids of prompts with images, as the trainer gets them
         self._next_id = 0
         self.weights = WeightLoader(self._llm, config, self._in_flight)
         self.version: int | None = None
@@ -135,7 +145,9 @@ class Engine:
             skip_special_tokens=False,  # a stop text may contain one
             # vLLM draws the noise of all rows without a seed in one kernel, that of each row with one in another
             seed=params.seed if self.on_cpu or params.keeps_seed else None,
-            logprobs=min(params.top_k + TIES - 1, self._vocab_size) if params.returns_sampling_mask else 0,
+            logprobs=min(params.top_k + TIES - 1, self._vocab_size)
+            if params.returns_sampling_mask
+            else 0,
             flat_logprobs=True,
             detokenize=bool(self._ends.texts or params.stop),
             output_kind=kinds.CUMULATIVE if params.hears else kinds.FINAL_ONLY,
@@ -157,7 +169,13 @@ class Engine:
         """
         assert self._in_flight or not self._keys, "scoring waits until the engine is idle"
         parameters = self._vllm.SamplingParams(
-            temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
         )
         for i, sequence in enumerate(sequences):
             self._add(_Scored(i), sequence, parameters, images)
@@ -207,7 +225,11 @@ class Engine:
         self._early = [(key, completions) for key, completions in self._early if key not in keys]
 
     def _add(
-        self, key: Any, prompt_ids: Sequence[int] | NDArray[np.int32], parameters: Any, images: Sequence[EncodedImage]
+        self,
+        key: Any,
+        prompt_ids: Sequence[int] | NDArray[np.int32],
+        parameters: Any,
+        images: Sequence[EncodedImage],
     ) -> str:
         if self._cache:
             self._cache.wake()
@@ -219,7 +241,11 @@ class Engine:
             prompt["prompt_token_ids"] = self._vision.shortened(ids, images)
             prompt["multi_modal_data"] = {"image": [as_picture(image) for image in images]}
             self._expanded[request_id] = ids
-        of_version = self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
-        self._engine.add_request(request_id, prompt, parameters, lora_request=self.weights.adapter, **of_version)
+        of_version = (
+            self._in_flight.request(prompt, isinstance(key, _Scored)) if self._in_flight else {}
+        )
+        self._engine.add_request(
+            request_id, prompt, parameters, lora_request=self.weights.adapter, **of_version
+        )
         self._keys[request_id] = key
         return request_id

@@ -27,8 +27,12 @@ def set_environment(config: Config, on_cpu: bool) -> None:
     """Sets environment variables before vLLM is imported; the user's own values stay."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns about a chat template that is not used
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the other runner is not tested in this project
+    os.environ.setdefault(
+        "VLLM_LOGGING_LEVEL", "ERROR"
+    )  # vLLM warns about a chat template that is not used
+    os.environ.setdefault(
+        "VLLM_USE_V2_MODEL_RUNNER", "0"
+    )  # the other runner is not tested in this project
     if not on_cpu and config.model.dtype == "float32":
         # FlashAttention and FlashInfer refuse float32, and vLLM's Triton attention then multiplies in TF32: 10 bits of
         # mantissa, log-probs off by 2e-3 and more, and the canary refuses good weights. Triton reads it when imported.
@@ -38,8 +42,12 @@ def set_environment(config: Config, on_cpu: bool) -> None:
         # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
-        os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # vLLM's MLA kernels for a CPU take the sizes of one model alone
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the launcher places processes
+        os.environ.setdefault(
+            "VLLM_MLA_DISABLE", "1"
+        )  # vLLM's MLA kernels for a CPU take the sizes of one model alone
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )  # the launcher places processes
 
 
 def max_num_seqs(config: Config) -> int:
@@ -70,7 +78,9 @@ def looks_for_texts(config: Config) -> bool:
 def has_tower(config: Config) -> bool:
     """Returns whether vLLM will load a vision model; text models are recognised without a look at their files."""
     data, model = config.data, config.model
-    return data.image_key is not None or (data.limit_images == 0 and sees_images(model.path, model.revision))
+    return data.image_key is not None or (
+        data.limit_images == 0 and sees_images(model.path, model.revision)
+    )
 
 
 def require_bfloat16(config: Config, platform: Any) -> None:
@@ -99,9 +109,15 @@ def _image_arguments(config: Config) -> dict[str, Any]:
     if vision is None:
         return arguments
     token = vision.form.factor**2
-    largest = min(config.data.max_pixels, max(config.data.max_prompt_length, _CANARY_IMAGE_TOKENS) * token)
+    largest = min(
+        config.data.max_pixels, max(config.data.max_prompt_length, _CANARY_IMAGE_TOKENS) * token
+    )
     # images are resized already; the limits bound the memory of the largest
-    sizes = {"do_resize": False, "min_pixels": token, "max_pixels": max(largest, _CANARY_IMAGE_TOKENS * token)}
+    sizes = {
+        "do_resize": False,
+        "min_pixels": token,
+        "max_pixels": max(largest, _CANARY_IMAGE_TOKENS * token),
+    }
     return arguments | {"mm_processor_kwargs": sizes}
 
 
@@ -125,13 +141,23 @@ def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
         # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
-        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len(config))}
+        whole_prompts = {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, max_model_len(config)),
+        }
         arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" not in config.vllm:
+        if (
+            "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+            and "kv_cache_memory_bytes" not in config.vllm
+        ):
             arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
             arguments["kv_cache_memory_bytes"] = 16 << 30  # at most
     if config.algorithm.router_replay:
-        arguments["enforce_eager"] = True  # a CUDA graph would repeat the recorded routing and capture nothing
-    if config.sampler.in_flight_updates:  # asynchronous scheduling could run a step on old weights during a load
+        arguments["enforce_eager"] = (
+            True  # a CUDA graph would repeat the recorded routing and capture nothing
+        )
+    if (
+        config.sampler.in_flight_updates
+    ):  # asynchronous scheduling could run a step on old weights during a load
         arguments |= {"scheduling_policy": "priority", "async_scheduling": False}
     return arguments | lora.engine_arguments(config) | _image_arguments(config) | config.vllm

@@ -28,7 +28,10 @@ from model.checksum import checksum, unordered_sum
 from sampler.engine import vllm_insides
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_COLUMNS, _WORK = 8, 1 << 22  # least columns of a packed matrix that each load compares to the bit; multiplications
+_COLUMNS, _WORK = (
+    8,
+    1 << 22,
+)  # least columns of a packed matrix that each load compares to the bit; multiplications
 _TRIED = 4  # sample tensors of a kind: a rule that holds for one is tried on all; the first may be damaged
 
 
@@ -64,16 +67,28 @@ class Rule:
     turned: bool
 
     def part(self, name: str, info: TensorInfo) -> Part:
-        return Part(name, info, self.begin, int(NUMBER.findall(name)[-1]) if self.has_slots else None, self.turned)
+        return Part(
+            name,
+            info,
+            self.begin,
+            int(NUMBER.findall(name)[-1]) if self.has_slots else None,
+            self.turned,
+        )
 
 
 @dataclass
 class Layout:
     """The results of an engine's first load, which later loads must confirm."""
 
-    rules: dict[tuple[Any, ...], list[Rule]] = field(default_factory=dict)  # by kind of published tensor
-    computed: dict[str, str] = field(default_factory=dict)  # published name -> the engine's tensor computed from it
-    decays: set[str] = field(default_factory=set)  # kinds of published tensors of which the engine has −exp
+    rules: dict[tuple[Any, ...], list[Rule]] = field(
+        default_factory=dict
+    )  # by kind of published tensor
+    computed: dict[str, str] = field(
+        default_factory=dict
+    )  # published name -> the engine's tensor computed from it
+    decays: set[str] = field(
+        default_factory=set
+    )  # kinds of published tensors of which the engine has −exp
     proven: set[str] = field(default_factory=set)
     loads: int = 0  # number of compared loads
 
@@ -91,7 +106,13 @@ def layer_of(name: str) -> tuple[str, ...]:
 class EngineModel:
     """A vLLM model without adapters, and the published tensors that are in memory to be compared with it."""
 
-    def __init__(self, model: Any, expected: Mapping[str, TensorInfo], published: Mapping[str, Tensor], seed: int):
+    def __init__(
+        self,
+        model: Any,
+        expected: Mapping[str, TensorInfo],
+        published: Mapping[str, Tensor],
+        seed: int,
+    ):
         """Indexes the model's tensors; `seed` chooses the columns of packed matrices that are compared."""
         self.expected, self.published = expected, published
         self._model, self._random = model, torch.Generator().manual_seed(seed)
@@ -106,7 +127,9 @@ class EngineModel:
 
     def _value(self, name: str) -> Tensor:
         """Returns an engine tensor as it was loaded, unpacked."""
-        return vllm_insides.unpacked(self.module(name), name.rpartition(".")[2], self.tensors[name].data)
+        return vllm_insides.unpacked(
+            self.module(name), name.rpartition(".")[2], self.tensors[name].data
+        )
 
     def module(self, name: str) -> Any:
         return self.modules[name.rpartition(".")[0]]
@@ -131,11 +154,16 @@ class EngineModel:
                 whole, index = self._fused[leaf]
                 layer = ".".join(filter(None, (path.rpartition(".")[0], whole)))
                 if f"{layer}.{parameter}" in self.parameters:
-                    sizes, declared = vllm_insides.rows_of_parts(self.modules[layer]), list(self._fused.values())
+                    sizes, declared = (
+                        vllm_insides.rows_of_parts(self.modules[layer]),
+                        list(self._fused.values()),
+                    )
                     if len(sizes) != sum(of == whole for of, _ in declared):
                         return None  # parts that are published as one tensor: their number of rows tells
                     return f"{layer}.{parameter}", index, sizes
-            if given in self.tensors and parameter == name.rpartition(".")[2]:  # same leaf name: A is made from A_log
+            if (
+                given in self.tensors and parameter == name.rpartition(".")[2]
+            ):  # same leaf name: A is made from A_log
                 return given, 0, []
         return None
 
@@ -159,28 +187,44 @@ class EngineModel:
         if compute is None or matrix is None or matrix.ndim != 2 or not is_its:
             return True
         inputs = vllm_insides.matrix_shape(self.module(home))[1:] or [matrix.shape[1]]
-        forms = [(matrix, False), (matrix, True), (matrix.T, False)] if is_rearranged else [(matrix, False)]
-        return any(self._is_product(compute, w, part.begin, order) for w, order in forms if [w.shape[1]] == inputs)
+        forms = (
+            [(matrix, False), (matrix, True), (matrix.T, False)]
+            if is_rearranged
+            else [(matrix, False)]
+        )
+        return any(
+            self._is_product(compute, w, part.begin, order)
+            for w, order in forms
+            if [w.shape[1]] == inputs
+        )
 
-    def _is_product(self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool) -> bool:
+    def _is_product(
+        self, compute: Callable[[Tensor], Tensor], matrix: Tensor, begin: int, in_any_order: bool
+    ) -> bool:
         """Returns whether compute(x) is x Wᵀ from row `begin` of W on.
 
         Unit vectors x show some columns of W to the bit. A sum of all columns with random signs, which is computed in
         float32 and rounded once, shows whatever is more than rounding in the others.
         """
         rows, columns = matrix.shape
-        chosen = torch.randperm(columns, generator=self._random)[: max(_COLUMNS, _WORK // matrix.numel())]
+        chosen = torch.randperm(columns, generator=self._random)[
+            : max(_COLUMNS, _WORK // matrix.numel())
+        ]
         x = torch.nn.functional.one_hot(chosen, columns).to(matrix.dtype)
         signs = 2.0 * torch.randint(2, (1, columns), generator=self._random) - 1
         y = compute(torch.cat([x, signs.to(matrix.dtype)]))[:, begin : begin + rows].float()
-        sums = torch.cat([part.float() @ signs[0] for part in matrix.split(4096)])  # no float32 copy of a head
+        sums = torch.cat(
+            [part.float() @ signs[0] for part in matrix.split(4096)]
+        )  # no float32 copy of a head
         exact = torch.cat([matrix.T.index_select(0, chosen).float(), sums[None]])
         norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
         rounding = 4 * torch.finfo(torch.float32).eps * columns**0.5 * norms
         rounding += torch.finfo(matrix.dtype).eps * sums.abs()
         if in_any_order:
             y, exact, rounding = y.sort(dim=1).values, exact.sort(dim=1).values, rounding.max()
-        return torch.equal(y[:-1], exact[:-1]) and bool(((y[-1] - exact[-1]).abs() <= rounding).all())
+        return torch.equal(y[:-1], exact[:-1]) and bool(
+            ((y[-1] - exact[-1]).abs() <= rounding).all()
+        )
 
     def shows_product(self, home: str, name: str) -> bool:
         """Returns whether multiplies_by can check a published tensor."""
@@ -194,14 +238,19 @@ class EngineModel:
     def is_decay(self, home: str, name: str) -> bool:
         """Returns whether a tensor is −exp of a published one up to rounding, as Mamba's A is of A_log."""
         held, given = self.tensors[home].data, self.published[name]
-        return held.shape == given.shape and torch.allclose(held.cpu().float(), -given.float().exp(), rtol=1e-6, atol=0)
+        return held.shape == given.shape and torch.allclose(
+            held.cpu().float(), -given.float().exp(), rtol=1e-6, atol=0
+        )
 
     def has_whole_rows(self, engine_name: str, part: Part) -> bool:
         """Returns whether a tensor contains the first row of a part; True for a vector and for a packed matrix."""
         whole = self.value(engine_name)
         if not whole.numel() or len(part.info.shape) < 2:
             return True  # multiplies_by has compared a packed matrix in any order
-        first, rows = self.published[part.name].flatten(1)[0], whole.flatten(1) if whole.ndim > 1 else whole[:, None]
+        first, rows = (
+            self.published[part.name].flatten(1)[0],
+            whole.flatten(1) if whole.ndim > 1 else whole[:, None],
+        )
         return rows.shape[1] == len(first) and bool((rows.cpu() == first).all(1).any())
 
     def possible(self, name: str) -> Iterator[Rule]:
@@ -212,23 +261,41 @@ class EngineModel:
             if layer != layer_of(name):
                 continue
             if whole.numel():
-                has_slots = whole.ndim == len(info.shape) + 1 and len(numbers) > 1 and int(numbers[-1]) < len(whole)
+                has_slots = (
+                    whole.ndim == len(info.shape) + 1
+                    and len(numbers) > 1
+                    and int(numbers[-1]) < len(whole)
+                )
                 shape = list(whole.shape[1:] if has_slots else whole.shape)
-                yield from (Rule(kind, begin, has_slots, turned) for begin, turned in _fits(shape, info.shape))
+                yield from (
+                    Rule(kind, begin, has_slots, turned)
+                    for begin, turned in _fits(shape, info.shape)
+                )
             elif len(info.shape) == 2 and self.shows_product(home, name):
                 shape = vllm_insides.matrix_shape(self.module(home))
-                yield from (Rule(kind, begin, False, False) for begin, turned in _fits(shape, info.shape) if not turned)
+                yield from (
+                    Rule(kind, begin, False, False)
+                    for begin, turned in _fits(shape, info.shape)
+                    if not turned
+                )
 
     def misplaced(self, name: str) -> str:
         """Returns the engine's tensor of any layer that holds a published one in any slot; "" if there is none."""
         info, published = self.expected[name], self.published.get(name)
         for home in self._of_layer.values():
             whole = self.tensors[home]
-            if published is not None and not (self.value(home) == published.flatten()[0].to(whole)).any():
+            if (
+                published is not None
+                and not (self.value(home) == published.flatten()[0].to(whole)).any()
+            ):
                 continue
             slots = list(range(len(whole))) if whole.ndim == len(info.shape) + 1 else [None]
-            for begin, turned in _fits(list(whole.shape[whole.ndim - len(info.shape) :]), info.shape):
-                if any(Part(name, info, begin, slot, turned).is_in(self.value(home)) for slot in slots):
+            for begin, turned in _fits(
+                list(whole.shape[whole.ndim - len(info.shape) :]), info.shape
+            ):
+                if any(
+                    Part(name, info, begin, slot, turned).is_in(self.value(home)) for slot in slots
+                ):
                     return home
         return ""
 
@@ -237,9 +304,16 @@ def same_numbers(whole: Tensor, parts: Mapping[str, Tensor]) -> bool:
     """Returns whether a tensor holds the numbers of all parts in some order, beside zeros; experts each in its slot."""
     own = list(parts.values())
     if whole.ndim > 2 and all(part.shape[:1] == whole.shape[:1] and part.ndim > 1 for part in own):
-        return all(unordered_sum(a) == sum(map(unordered_sum, b)) % 2**64 for a, *b in zip(whole, *own, strict=True))
+        return all(
+            unordered_sum(a) == sum(map(unordered_sum, b)) % 2**64
+            for a, *b in zip(whole, *own, strict=True)
+        )
     slots = {name: int(NUMBER.findall(name)[-1]) for name in parts if len(NUMBER.findall(name)) > 1}
-    if whole.ndim > 1 and len(slots) == len(parts) and set(slots.values()) == set(range(len(whole))):
+    if (
+        whole.ndim > 1
+        and len(slots) == len(parts)
+        and set(slots.values()) == set(range(len(whole)))
+    ):
         sums = [0] * len(whole)
         for name, part in parts.items():
             sums[slots[name]] += unordered_sum(part)

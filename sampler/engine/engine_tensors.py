@@ -52,7 +52,9 @@ class Proof:
     unproven: dict[str, str] = field(default_factory=dict)  # name -> why it can not be compared
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    narrow: set[str] = field(default_factory=set)  # the engine's tensors with fewer bits than any published one
+    narrow: set[str] = field(
+        default_factory=set
+    )  # the engine's tensors with fewer bits than any published one
 
 
 def of_ranks(proofs: Sequence[Proof]) -> Proof:
@@ -92,13 +94,23 @@ def prove(
             continue
         layout.rules[kind] = rules
         for name in names:
-            found.setdefault(engine.at(rules[0], name) or "", []).append(rules[0].part(name, expected[name]))
-    aliases = {id(engine.parameters[name]): parts for name, parts in found.items() if name in engine.parameters}
-    free = [name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases]
+            found.setdefault(engine.at(rules[0], name) or "", []).append(
+                rules[0].part(name, expected[name])
+            )
+    aliases = {
+        id(engine.parameters[name]): parts
+        for name, parts in found.items()
+        if name in engine.parameters
+    }
+    free = [
+        name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases
+    ]
     rearranged = _rearranged_homes(proof, engine, homeless, free)
     _give_homes(proof, engine, homeless, free, layout)
     located = {
-        name: found.get(name) or aliases.get(id(engine.parameters.get(name))) or []  # a tied LM head is the embedding
+        name: found.get(name)
+        or aliases.get(id(engine.parameters.get(name)))
+        or []  # a tied LM head is the embedding
         for name in {**engine.parameters, **found}
     }
     differ = unlike(_expected_sums(engine, located))
@@ -124,7 +136,9 @@ def prove(
     return proof
 
 
-def _expected_sums(engine: EngineModel, located: Mapping[str, list[Part]]) -> Iterator[tuple[str, Tensor, str]]:
+def _expected_sums(
+    engine: EngineModel, located: Mapping[str, list[Part]]
+) -> Iterator[tuple[str, Tensor, str]]:
     """Yields the tensors whose checksums tell what the engine holds; a tied LM head, the embedding itself, comes once.
 
     Two questions come as a tensor that must be 0, because they then need no wait of their own: whether a tensor was
@@ -133,7 +147,11 @@ def _expected_sums(engine: EngineModel, located: Mapping[str, list[Part]]) -> It
     seen = set[str]()
     for name, parts in located.items():
         tensor, infos = engine.tensors[name], [part.info for part in parts]
-        if not parts or _key(tensor, parts[0]) in seen or _not_comparable(engine.module(name), tensor, infos):
+        if (
+            not parts
+            or _key(tensor, parts[0]) in seen
+            or _not_comparable(engine.module(name), tensor, infos)
+        ):
             continue
         whole = engine.value(name)
         held = [part.of(whole) for part in parts]
@@ -164,7 +182,9 @@ def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
     return {name for name, t in tensors if t.is_floating_point() and t.itemsize < fewest}
 
 
-def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout) -> None:
+def _give_homes(
+    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout
+) -> None:
     """Locates published tensors that the engine does not hold unchanged, and removes their engine tensors from `free`.
 
     At the first load, an engine tensor of the same layer and size, or with a slot for the expert, is taken as computed
@@ -177,15 +197,25 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
     for name in homeless:
         size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
         near = {home: engine.parameters[home] for home in free if layer_of(home) == layer_of(name)}
-        packed = [home for home, p in near.items() if not p.numel() and len(expected[name].shape) > 1]
+        packed = [
+            home for home, p in near.items() if not p.numel() and len(expected[name].shape) > 1
+        ]
         split = [home for home in near if _is_split(engine.module(home))]
         same = [home for home, p in near.items() if p.numel() == size and id(p) not in used]
-        slots = [home for home, p in near.items() if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])]
-        if name in layout.computed or (not layout.loads and not packed and not split and (same or slots)):
+        slots = [
+            home
+            for home, p in near.items()
+            if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])
+        ]
+        if name in layout.computed or (
+            not layout.loads and not packed and not split and (same or slots)
+        ):
             homes = [layout.computed.setdefault(name, (same or slots or [""])[0])]
             proof.unproven[name] = f"{homes[0]}: vLLM computes with it as it loads it"
             if homes[0] not in near or near[homes[0]].isnan().any():
-                proof.wrong.append(f"the load of the published {name} did not reach the engine's {homes[0]}")
+                proof.wrong.append(
+                    f"the load of the published {name} did not reach the engine's {homes[0]}"
+                )
         elif packed and any(engine.shows_product(home, name) for home in packed):
             proof.wrong.append(f"no packed matrix of its layer multiplies by the published {name}")
             homes = packed
@@ -200,39 +230,59 @@ def _give_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: li
     free[:] = [home for home in free if id(engine.parameters[home]) not in used]
 
 
-def _rearranged_homes(proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]) -> dict[str, list[Part]]:
+def _rearranged_homes(
+    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]
+) -> dict[str, list[Part]]:
     """Returns {engine's tensor: the unlocated published ones of its layer whose numbers together are its own}.
 
     Removes them from `homeless`, and the engine's tensors from `free`. Numbers of another layer or expert are wrong,
     and so are the remaining tensors of a kind of which others were found.
     """
     published, homes, sums = engine.published, dict[str, list[Part]](), dict[int, list[str]]()
-    whole_ones = [name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))]
+    whole_ones = [
+        name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))
+    ]
     layers = set(map(layer_of, homeless)) & set(map(layer_of, whole_ones)) if published else set()
     for layer in sorted(layers):
         kinds = defaultdict[str, list[str]](list)
         for name in homeless:
             if layer_of(name) == layer:
                 kinds[kind_of(name)].append(name)
-        of_kinds = {kind: sum(unordered_sum(published[name]) for name in names) for kind, names in kinds.items()}
-        for some in itertools.chain.from_iterable(itertools.combinations(kinds, count) for count in (1, 2, 3)):
-            sums[sum(of_kinds[kind] for kind in some) % 2**64] = [name for kind in some for name in kinds[kind]]
+        of_kinds = {
+            kind: sum(unordered_sum(published[name]) for name in names)
+            for kind, names in kinds.items()
+        }
+        for some in itertools.chain.from_iterable(
+            itertools.combinations(kinds, count) for count in (1, 2, 3)
+        ):
+            sums[sum(of_kinds[kind] for kind in some) % 2**64] = [
+                name for kind in some for name in kinds[kind]
+            ]
     for home in whole_ones if sums else ():
         whole = as_published(engine.value(home), engine.expected[homeless[0]])
         if not (chosen := sums.get(unordered_sum(whole))):
             continue
-        if layer_of(home) != layer_of(chosen[0]) or not same_numbers(whole, {n: published[n] for n in chosen}):
+        if layer_of(home) != layer_of(chosen[0]) or not same_numbers(
+            whole, {n: published[n] for n in chosen}
+        ):
             proof.wrong.append(_misplaced(home, chosen[0]))
         homes[home] = [Part(name, engine.expected[name]) for name in chosen]
         free.remove(home)
     found = {part.name for parts in homes.values() for part in parts}
-    lost = [name for name in homeless if name not in found and kind_of(name) in set(map(kind_of, found))]
-    proof.wrong += [f"the engine does not hold the published {name}, as it holds others of its kind" for name in lost]
+    lost = [
+        name for name in homeless if name not in found and kind_of(name) in set(map(kind_of, found))
+    ]
+    proof.wrong += [
+        f"the engine does not hold the published {name}, as it holds others of its kind"
+        for name in lost
+    ]
     homeless[:] = [name for name in homeless if name not in found and name not in lost]
     return homes
 
 
-def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]) -> None:
+def _judge_rearranged(
+    proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]
+) -> None:
     """Decides whether a kernel or a mistake has reordered the published numbers in the engine's tensors.
 
     vLLM treats all tensors of a kind alike. If a kind has only one tensor, unchanged rows mean that rows were swapped
@@ -240,7 +290,11 @@ def _judge_rearranged(proof: Proof, engine: EngineModel, rearranged: Mapping[str
     """
     moved = {part.name for parts in rearranged.values() for part in parts}
     kinds = Counter(map(kind_of, moved))
-    plain = {kind_of(name) for name in engine.expected.keys() - moved if name in proof.proven | proof.unproven.keys()}
+    plain = {
+        kind_of(name)
+        for name in engine.expected.keys() - moved
+        if name in proof.proven | proof.unproven.keys()
+    }
     for name, parts in rearranged.items():
         for part in parts:
             kind = kind_of(part.name)
@@ -277,25 +331,41 @@ def spoil(model: Any, layout: Layout) -> None:
         parameters[home].data.fill_(math.nan)
 
 
-def _prove_one(proof: Proof, name: str, engine: EngineModel, parts: list[Part], differ: set[str]) -> list[Part]:
+def _prove_one(
+    proof: Proof, name: str, engine: EngineModel, parts: list[Part], differ: set[str]
+) -> list[Part]:
     """Judges one of the engine's tensors by its sums that differ. Returns the parts that it holds in another order."""
     tensor = engine.tensors[name]
     if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
         proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
         if why is PACKED:
             others = [part for part in parts if not engine.multiplies_by(name, part)]
-            moved = [part for part in others if engine.multiplies_by(name, part, is_rearranged=True)]
+            moved = [
+                part for part in others if engine.multiplies_by(name, part, is_rearranged=True)
+            ]
             lost = [part.name for part in others if part not in moved]
-            proof.wrong += [f"the engine's {name} does not multiply by the published {each}" for each in lost]
+            proof.wrong += [
+                f"the engine's {name} does not multiply by the published {each}" for each in lost
+            ]
             return moved
         if name in proof.narrow:
-            proof.wrong += [_other(name, part) for part in parts if not engine.holds_rounded(name, part)]
+            proof.wrong += [
+                _other(name, part) for part in parts if not engine.holds_rounded(name, part)
+            ]
         return []
-    others = [part for part in parts if differ & {_key(tensor, part), _key(tensor, part, " widened")}]
+    others = [
+        part for part in parts if differ & {_key(tensor, part), _key(tensor, part, " widened")}
+    ]
     proof.proven |= {part.name for part in parts if part not in others}
     if others:
-        given = {part.name: engine.published[part.name] for part in parts if part.name in engine.published}
-        if len(given) == len(parts) and same_numbers(as_published(engine.value(name), parts[0].info), given):
+        given = {
+            part.name: engine.published[part.name]
+            for part in parts
+            if part.name in engine.published
+        }
+        if len(given) == len(parts) and same_numbers(
+            as_published(engine.value(name), parts[0].info), given
+        ):
             return others
         proof.wrong += [_other(name, part) for part in others]
     elif any(not engine.multiplies_by(name, part) for part in parts):
@@ -343,7 +413,9 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
     proof, seen = Proof(narrow=_narrow(model, expected)), set[tuple[str, str, int]]()
     path_of, required = dict[str, str](), list[tuple[str, Tensor, str]]()
     for name, info in expected.items():
-        path, _, which = named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
+        path, _, which = (
+            named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
+        )
         parent, _, leaf = path.rpartition(".")
         whole, part = (leaf, 0) if path in layers else fused.get(leaf, (leaf, 0))
         layer_path = ".".join(filter(None, (parent, whole)))
@@ -355,9 +427,15 @@ def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
         own = range(part + more * (part > 0), part + more + 1)
         seen |= {(layer_path, which, i) for i in own}
         own_stacks, (rows, columns) = [of_layer[i] for i in own], info.shape
-        held = [torch.cat([stack[:, :columns] for stack in own_stacks])] if which == "lora_B" else own_stacks
+        held = (
+            [torch.cat([stack[:, :columns] for stack in own_stacks])]
+            if which == "lora_B"
+            else own_stacks
+        )
         path_of[name] = layer_path
-        required += [(f"{name} {i}", stack[:rows, :columns], info.checksum) for i, stack in enumerate(held)]
+        required += [
+            (f"{name} {i}", stack[:rows, :columns], info.checksum) for i, stack in enumerate(held)
+        ]
         around = [stack[rows:] for stack in held] + [stack[:, columns:] for stack in own_stacks]
         required.append((f"around {name}", _nonzero(around), ZEROS))
         report_progress("comparing the engine's adapters")

@@ -50,15 +50,22 @@ class Fetched:
 
 
 def fetch(
-    published: Published, config: Config, progressed: Callable[[], None] = lambda: None, last: Whole | None = None
+    published: Published,
+    config: Config,
+    progressed: Callable[[], None] = lambda: None,
+    last: Whole | None = None,
 ) -> Fetched:
     """Copies and checks a version, perhaps a delta of `last`. Raises BadWeights. The caller deletes the folder."""
     start = time.monotonic()
     failpoint("sampler.reloading")
     lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")
     manifest = lineage[-1][1]
-    whole = sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
-    private = scratch_dir(config, sum(size for _, each in lineage for size in each.files.values()) + whole)
+    whole = (
+        sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
+    )
+    private = scratch_dir(
+        config, sum(size for _, each in lineage for size in each.files.values()) + whole
+    )
     try:
         manifest = _fill_folder(lineage, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
@@ -71,7 +78,10 @@ def fetch(
 
 
 def _fill_folder(
-    lineage: Sequence[tuple[Published, Manifest]], private: Path, progressed: Callable[[], None], last: Whole | None
+    lineage: Sequence[tuple[Published, Manifest]],
+    private: Path,
+    progressed: Callable[[], None],
+    last: Whole | None,
 ) -> Manifest:
     """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""
     folders = [*(private / f"{published.version}" for published, _ in lineage[:-1]), private]
@@ -84,12 +94,16 @@ def _fill_folder(
     try:
         for packed in private.glob(f"*{delta.SUFFIX}"):
             with open(private / packed.stem, "xb") as new:
-                for piece in delta.unpack([folder / packed.name for folder in folders], files[packed.stem]):
+                for piece in delta.unpack(
+                    [folder / packed.name for folder in folders], files[packed.stem]
+                ):
                     new.write(piece)
                     progressed()
             packed.unlink()
     except (ValueError, LookupError, OSError) as error:
-        raise BadWeights(f"version {manifest.version} does not follow from earlier ones: {error!r}") from None
+        raise BadWeights(
+            f"version {manifest.version} does not follow from earlier ones: {error!r}"
+        ) from None
     for folder in filter(Path.is_dir, private.iterdir()):
         shutil.rmtree(folder)
     return replace(manifest, files={path.name: path.stat().st_size for path in private.iterdir()})
@@ -118,7 +132,9 @@ class Fetcher:
             with contextlib.suppress(Exception):
                 shutil.rmtree(self._awaited().folder, ignore_errors=True)
         self._wanted, self._coming = published, Future()
-        threading.Thread(target=self._fetch, args=(published, self._coming), name="fetch", daemon=True).start()
+        threading.Thread(
+            target=self._fetch, args=(published, self._coming), name="fetch", daemon=True
+        ).start()
 
     def has(self, published: Published) -> bool:
         """Returns whether `finish` would return or raise at once for this version."""
@@ -159,7 +175,9 @@ def scratch_dir(config: Config, size: int = 0) -> Path:
 
 def vllm_dir(config: Config) -> Path:
     """Returns the folder for vLLM's sockets and the file of its process group, which it leaves behind."""
-    return Path(tempfile.gettempdir()) / f"{durable.run_tag(config.run.output_dir)}-vllm-{os.getpid()}"
+    return (
+        Path(tempfile.gettempdir()) / f"{durable.run_tag(config.run.output_dir)}-vllm-{os.getpid()}"
+    )
 
 
 def remove_scratch(config: Config) -> None:

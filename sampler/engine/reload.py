@@ -39,7 +39,9 @@ _CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
 _NARROW_BOUND = 0.01  # largest difference of an engine that has fewer bits in places, as vLLM in xIELU (Apertus)
 
 
-def reload(engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None) -> dict[str, float]:
+def reload(
+    engine: Engine, published: Published, config: Config, fetcher: Fetcher | None = None
+) -> dict[str, float]:
     """Loads a published version. Raises BadWeights (old weights untouched), or Retryable (the engine is unusable).
 
     For version 0 it raises UserError in place of Retryable. Returns its figures by their metrics (docs/metrics.md).
@@ -54,7 +56,9 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
         if proof.wrong:
             more = f" and {len(proof.wrong) - 3} more" if len(proof.wrong) > 3 else ""
             wrong, version = f"{'; '.join(proof.wrong[:3])}{more}", published.version
-            raise _refused(version, f"after its reload the engine does not hold version {version}: {wrong}")
+            raise _refused(
+                version, f"after its reload the engine does not hold version {version}: {wrong}"
+            )
         theirs, ours = _canary_logprobs(engine, fetched.manifest)
     except (Retryable, UserError):
         raise
@@ -67,7 +71,9 @@ def reload(engine: Engine, published: Published, config: Config, fetcher: Fetche
     finally:
         shutil.rmtree(fetched.folder, ignore_errors=True)
     x = theirs - ours
-    may_route_otherwise = config.model.dtype == "bfloat16" and expert_counts(config.model) is not None
+    may_route_otherwise = (
+        config.model.dtype == "bfloat16" and expert_counts(config.model) is not None
+    )
     share = 0.75 if may_route_otherwise else 1.0
     warning = _require_canary(x, config.model.dtype, published.version, share, proof.narrow)
     if warning and engine.version is None:
@@ -98,12 +104,18 @@ def expected_tensors(fetched: Fetched, config: Config) -> dict[str, TensorInfo]:
         return fetched.manifest.tensors
     from model.checksum import describe
 
-    scaled = {name: describe(t * scale) for name, t in fetched.tensors.items() if ".lora_B." in name}
+    scaled = {
+        name: describe(t * scale) for name, t in fetched.tensors.items() if ".lora_B." in name
+    }
     return fetched.manifest.tensors | scaled
 
 
 def _require_canary(
-    x: NDArray[np.float64], dtype: str, version: int, share: float = 1.0, narrow: Collection[str] = ()
+    x: NDArray[np.float64],
+    dtype: str,
+    version: int,
+    share: float = 1.0,
+    narrow: Collection[str] = (),
 ) -> str:
     """Returns a warning if log-probs differ by more than the bounds, but for a known reason and by little, else "".
 
@@ -143,7 +155,9 @@ def _largest(x: NDArray[np.float64]) -> float:
     return float(np.abs(x).max())
 
 
-def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _canary_logprobs(
+    engine: Engine, manifest: Manifest
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns the log-probs of all the canary's tokens: the trainer's and the engine's."""
     canary, images = manifest.canary, []
     if canary.image_png:
@@ -151,5 +165,9 @@ def _canary_logprobs(engine: Engine, manifest: Manifest) -> tuple[NDArray[np.flo
         images = [EncodedImage(base64.b64decode(canary.image_png), (times, rows, columns))]
     scores = engine.score(canary.token_ids, images)
     ours = [score[canary.prompt_length - 1 :] for score in scores]
-    assert [len(o) for o in ours] == [len(t) for t in canary.logprobs], "the canary's log-probs do not fit its tokens"
-    return np.concatenate(canary.logprobs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    assert [len(o) for o in ours] == [len(t) for t in canary.logprobs], (
+        "the canary's log-probs do not fit its tokens"
+    )
+    return np.concatenate(canary.logprobs).astype(np.float64), np.concatenate(ours).astype(
+        np.float64
+    )

@@ -33,15 +33,21 @@ class Routing:
             self._group, self._layer, self._block_size = lasting_cache(runner)
             mixtures = capture_experts(runner.model, self._capture)
         except ValueError as error:
-            raise UserError(f"algorithm.router_replay: vLLM: {error} Set algorithm.router_replay=false") from None
+            raise UserError(
+                f"algorithm.router_replay: vLLM: {error} Set algorithm.router_replay=false"
+            ) from None
         self._runner, self._context, self._whole = runner, context, whole
-        self._places = {layer_id: i for i, layer_id in enumerate(sorted({m.layer_id for m in mixtures}))}
+        self._places = {
+            layer_id: i for i, layer_id in enumerate(sorted({m.layer_id for m in mixtures}))
+        }
         of_token = len(self._places), mixtures[0].moe_config.experts_per_token
         dtype = torch.uint8 if mixtures[0].moe_config.num_logical_experts <= 256 else torch.int16
         slots = runner.kv_cache_config.num_blocks * self._block_size
         # padding has slot −1, the last one, which belongs to no token
         self._kept = torch.zeros((slots + 1, *of_token), dtype=dtype, device=runner.device)
-        self._step = torch.zeros((runner.max_num_tokens, *of_token), dtype=dtype, device=runner.device)
+        self._step = torch.zeros(
+            (runner.max_num_tokens, *of_token), dtype=dtype, device=runner.device
+        )
         self._forward = runner._model_forward
         runner._model_forward = self._model_forward
 
@@ -59,7 +65,11 @@ class Routing:
         """Returns the routing of a request that has just finished, [tokens up to a whole block, layers, k]."""
         blocks = self._runner.requests[request_id].block_ids[self._group]
         starts = torch.tensor(blocks, device=self._kept.device)[:, None] * self._block_size
-        found = self._kept[(starts + torch.arange(self._block_size, device=starts.device)).flatten()].cpu().numpy()
+        found = (
+            self._kept[(starts + torch.arange(self._block_size, device=starts.device)).flatten()]
+            .cpu()
+            .numpy()
+        )
         return found.view(np.uint16) if found.dtype == np.int16 else found
 
 

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}  # errors of a network file system for a file it does not know yet
+_MAY_APPEAR = {
+    errno.ENOENT,
+    errno.ESTALE,
+    errno.EIO,
+}  # errors of a network file system for a file it does not know yet
 
 
 def copy_files(
-    published: Published, manifest: Manifest, private_dir: Path, progressed: Callable[[], None] = lambda: None
+    published: Published,
+    manifest: Manifest,
+    private_dir: Path,
+    progressed: Callable[[], None] = lambda: None,
 ) -> None:
     """Copies the version's files into a new private folder, and checks their sizes.
 
@@ -35,11 +42,15 @@ def copy_files(
     Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or too short.
     """
     if manifest.version != published.version:
-        raise BadWeights(f"the manifest is of version {manifest.version}, version {published.version} was announced")
+        raise BadWeights(
+            f"the manifest is of version {manifest.version}, version {published.version} was announced"
+        )
     for name in manifest.files:
         if not _SAFE_NAME.fullmatch(name):
             raise BadWeights(f"file name {name!r} in the manifest is not allowed")
-        if not os.path.lexists(path := Path(published.weights_dir) / name):  # checked before gigabytes are copied
+        if not os.path.lexists(
+            path := Path(published.weights_dir) / name
+        ):  # checked before gigabytes are copied
             raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
     for name, expected in manifest.files.items():
@@ -81,7 +92,9 @@ def checked_tensors(
     from model import devices
     from model.checksum import Checksums
 
-    tensors = mapped_tensors(folder / name for name in manifest.files if name.endswith(".safetensors"))
+    tensors = mapped_tensors(
+        folder / name for name in manifest.files if name.endswith(".safetensors")
+    )
     missing = sorted(manifest.tensors.keys() - tensors.keys())
     extra = sorted(tensors.keys() - manifest.tensors.keys())
     if missing or extra:
@@ -89,7 +102,9 @@ def checked_tensors(
     if config.lora.publishes_adapters:
         lora.require_expected(folder, manifest.tensors, config)
     elif lora.SETTINGS in manifest.files:
-        raise BadWeights(f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config")
+        raise BadWeights(
+            f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config"
+        )
     sums = Checksums(devices.in_use(), with_finite=True)
     for name, tensor in tensors.items():
         sums.add(name, tensor)

@@ -5,7 +5,10 @@ vLLM loads it by name through `worker_cls`, unless the user sets the size of the
 
 import math
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_configs,
+    get_max_concurrency_for_kv_cache_config,
+)
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 _PART = 1 << 26  # bytes

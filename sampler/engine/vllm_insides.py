@@ -82,7 +82,10 @@ def forget_packed_experts(model: Any) -> None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+        if (
+            getattr(method, "moe_kernel", None) is not None
+            and next(module.parameters()).device.type == "cpu"
+        ):
             method.moe_kernel = None  # type: ignore[union-attr]
 
 
@@ -132,10 +135,15 @@ def tie_again(model: Any) -> None:
     log-probs are off by more than 1, without an error. The embedding is packed again: the head multiplies by its copy
     from then on, which also saves the memory of the other. The two are tied if they have the same weight.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     known = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embeddings = {id(module.weight): module for module in known if not isinstance(module, ParallelLMHead)}
+    embeddings = {
+        id(module.weight): module for module in known if not isinstance(module, ParallelLMHead)
+    }
     for head in known:
         packed = getattr(embeddings.get(id(head.weight)), "cpu_linear", None)
         if packed is not None:
@@ -147,8 +155,14 @@ def fused_layers(model: Any) -> dict[str, tuple[str, int]]:
 
     In vLLM's Qwen2-VL only the language model declares them.
     """
-    declared = [getattr(each, "packed_modules_mapping", None) for each in (model, language_model(model))]
-    fused = {whole: parts for whole, parts in (declared[0] or declared[1] or {}).items() if len(parts) > 1}
+    declared = [
+        getattr(each, "packed_modules_mapping", None) for each in (model, language_model(model))
+    ]
+    fused = {
+        whole: parts
+        for whole, parts in (declared[0] or declared[1] or {}).items()
+        if len(parts) > 1
+    }
     return {part: (whole, i) for whole, parts in fused.items() for i, part in enumerate(parts)}
 
 
@@ -186,8 +200,12 @@ def unpacked(layer: Any, name: str, tensor: Tensor) -> Tensor:
 
     Experts [E, rows, columns] and convolutions [rows, 1, columns] that vLLM packed for a CPU are permutations of it.
     """
-    experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
-    isa = "" if getattr(experts, "_use_zentorch", True) else experts.isa  # instruction set; "" without packed experts
+    experts: Any = getattr(
+        getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None
+    )
+    isa = (
+        "" if getattr(experts, "_use_zentorch", True) else experts.isa
+    )  # instruction set; "" without packed experts
     plain = getattr(layer, "_cpu_unpacked_conv_weight", None)
     if isa and name in ("w13_weight", "w2_weight"):
         order = _order_of_packed(tensor.shape[1], tensor.shape[2], tensor.dtype, isa)
@@ -210,7 +228,9 @@ def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> T
 
     places = torch.arange(rows * columns).view(rows, columns)
     parts = [(places >> 8 * i & 255).to(dtype) for i in range(4)]
-    packed = [cpu_prepack_moe_weight(x[None], isa) if isa else causal_conv1d_weight_pack(x) for x in parts]
+    packed = [
+        cpu_prepack_moe_weight(x[None], isa) if isa else causal_conv1d_weight_pack(x) for x in parts
+    ]
     return torch.stack([x.long().flatten() << 8 * i for i, x in enumerate(packed)]).sum(0)
 
 
@@ -220,7 +240,11 @@ def product(layer: Any) -> Callable[[Tensor], Tensor] | None:
     With tensor parallelism it is None, too. The function takes x [rows, in] and returns x Wᵀ [rows, out].
     """
     linear = getattr(layer, "cpu_linear", None)
-    return None if linear is None or tensor_parallel_size(layer) > 1 else lambda x: linear(x, layer.weight, None)
+    return (
+        None
+        if linear is None or tensor_parallel_size(layer) > 1
+        else lambda x: linear(x, layer.weight, None)
+    )
 
 
 def matrix_shape(layer: Any) -> list[int]:
@@ -240,7 +264,9 @@ def adapter_stacks(model: Any) -> dict[str, Mapping[str, tuple[Tensor, ...]]]:
     """
 
     def parts(stacked: Any) -> tuple[Tensor, ...]:
-        return tuple(stack[0, 0] for stack in (stacked if isinstance(stacked, tuple) else (stacked,)))
+        return tuple(
+            stack[0, 0] for stack in (stacked if isinstance(stacked, tuple) else (stacked,))
+        )
 
     return {
         path: {"lora_A": parts(layer.lora_a_stacked), "lora_B": parts(layer.lora_b_stacked)}
@@ -255,7 +281,9 @@ def capture_experts(model: Any, capture: Callable[[int, Tensor], None]) -> list[
     Raises ValueError for a model without mixtures, or if vLLM chooses experts inside a kernel.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        bind_routed_experts_capturer,
+    )
 
     bind_routed_experts_capturer(model, cast("Any", SimpleNamespace(capture=capture)))
     return [module for module in model.modules() if isinstance(module, MoERunner)]
@@ -282,7 +310,9 @@ def rotate_every_head() -> None:
     if rotate.__name__ == "flat":
         return
 
-    def flat(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def flat(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if query.dim() == 2:
             return rotate(self, positions, query, key)
         found = rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
@@ -347,8 +377,12 @@ def show_images_alone() -> None:
     _without_videos(qwen2_5_vl.Qwen2_5_VLProcessingInfo, Qwen2_5_VLProcessor)
     third: Any = qwen3_vl.Qwen3VLProcessingInfo  # Qwen3.5's, too
     _without_videos(third, Qwen3VLProcessor)
-    third.get_video_processor = third.get_image_processor  # called for a video's size even if no video is allowed
-    third.get_supported_mm_processor_kwargs = qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
+    third.get_video_processor = (
+        third.get_image_processor
+    )  # called for a video's size even if no video is allowed
+    third.get_supported_mm_processor_kwargs = (
+        qwen2_vl.Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs
+    )
 
 
 def _without_videos(info: Any, kind: Any) -> None:
@@ -356,14 +390,25 @@ def _without_videos(info: Any, kind: Any) -> None:
     from transformers.processing_utils import ProcessorMixin
 
     def start(  # transformers reads from the parameter names which parts to load
-        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any
+        self: Any,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: Any = None,
+        **_: Any,
     ) -> None:
-        for mark in ("image_pad", "video_pad", "vision_start", "vision_end"):  # Qwen3-VL reads the last two
+        for mark in (
+            "image_pad",
+            "video_pad",
+            "vision_start",
+            "vision_end",
+        ):  # Qwen3-VL reads the last two
             name = mark.removesuffix("_pad")
             setattr(self, f"{name}_token", f"<|{mark}|>")
             setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
-    processor = type("ImageTextProcessor", (kind,), {"__init__": start, "__module__": kind.__module__})
+    processor = type(
+        "ImageTextProcessor", (kind,), {"__init__": start, "__module__": kind.__module__}
+    )
     info.get_hf_processor = lambda self, **options: self.ctx.get_hf_processor(processor, **options)
     info.get_supported_mm_limits = lambda self: {"image": None}

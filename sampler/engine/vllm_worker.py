@@ -31,7 +31,9 @@ class WeightExtension:
     rank: int
     repeated_rows: RepeatedRows | None = None
     routing: Routing
-    layout: Layout | None = None  # layout of the published tensors in this model, since the first load
+    layout: Layout | None = (
+        None  # layout of the published tensors in this model, since the first load
+    )
 
     def prepare(self, on_cpu: bool, records_routing: bool) -> None:
         """Prepares the worker for the run, once the model is loaded.
@@ -62,13 +64,18 @@ class WeightExtension:
             return
         if takes_rows(decoder) and (attentions := vllm_insides.attentions_of(self)):
             block_size = settings.cache_config.block_size
-            self.repeated_rows = RepeatedRows(decoder, attentions, lambda: step_context().attn_metadata, block_size)
+            self.repeated_rows = RepeatedRows(
+                decoder, attentions, lambda: step_context().attn_metadata, block_size
+            )
 
     def routing_of(self, request_ids: Sequence[str]) -> list[NDArray[Any]]:
         return [self.routing.of_request(request_id) for request_id in request_ids]
 
     def load_weights_from(
-        self, folder: str, expected: Mapping[str, TensorInfo] | None = None, tensors: Mapping[str, Tensor] | None = None
+        self,
+        folder: str,
+        expected: Mapping[str, TensorInfo] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Proof:
         """Replaces all parameters by the safetensors files in `folder`, as WeightLoader.load says."""
         weights = tensors or mapped_tensors(sorted(Path(folder).glob("*.safetensors")))
@@ -77,14 +84,25 @@ class WeightExtension:
         if not expected:
             return Proof()
         proof = prove(self.model_runner.model, expected, self.layout, weights)
-        if self.layout.loads == 1 and self.layout.computed:  # loads once more to see whether a load reaches them
+        if (
+            self.layout.loads == 1 and self.layout.computed
+        ):  # loads once more to see whether a load reaches them
             self._load(weights, self.layout)
             proof = prove(self.model_runner.model, expected, self.layout, weights)
-        if tensors is None:  # each of the workers, which map the same files, reads its share of them once more
-            own = islice(expected.items(), self.rank, None, self.model_runner.vllm_config.parallel_config.world_size)
+        if (
+            tensors is None
+        ):  # each of the workers, which map the same files, reads its share of them once more
+            own = islice(
+                expected.items(),
+                self.rank,
+                None,
+                self.model_runner.vllm_config.parallel_config.world_size,
+            )
             read = ((name, weights[name], info.checksum) for name, info in own)
             other = sorted(unlike(read, devices.in_use()))
-            proof.wrong += [f"{folder} holds another {name} than the published one" for name in other]
+            proof.wrong += [
+                f"{folder} holds another {name} than the published one" for name in other
+            ]
         return proof
 
     def _load(self, weights: Mapping[str, Tensor], layout: Layout) -> None:

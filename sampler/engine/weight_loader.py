@@ -38,15 +38,21 @@ class WeightLoader:
         version: label of later tokens, with sampler.in_flight_updates; then sequences may be decoding.
         """
         is_idle = not self._engine.has_unfinished_requests()
-        assert self._in_flight or is_idle, "a group is sampled by one policy version: reload only between groups"
+        assert self._in_flight or is_idle, (
+            "a group is sampled by one policy version: reload only between groups"
+        )
         if self._applies_adapters:
             self._load_adapter(folder)
             proofs = self._llm.collective_rpc("compare_adapter", args=(expected,))
         else:
             given = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
-            proofs = self._llm.collective_rpc("load_weights_from", args=(str(folder), expected, given))
+            proofs = self._llm.collective_rpc(
+                "load_weights_from", args=(str(folder), expected, given)
+            )
         if not self._llm.reset_prefix_cache(reset_running_requests=self._in_flight is not None):
-            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights are in it")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: keys and values of the old weights are in it"
+            )
         if self._in_flight:
             self._in_flight.begin(version)
         if self._sees:
@@ -63,4 +69,6 @@ class WeightLoader:
         self.adapter = LoRARequest(f"adapter-{self._num_adapters}", self._num_adapters, str(folder))
         self._engine.add_lora(self.adapter)
         if (loaded := self._engine.list_loras()) != {self._num_adapters}:
-            raise RuntimeError(f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone")
+            raise RuntimeError(
+                f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone"
+            )

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config import Config
 from common.types import Failure, Prompt
@@ -26,12 +24,10 @@ from sampler.engine.completions import Completion, SamplingParams
 from sampler.prompts.dataset import sampling_seed
 from sampler.turns.chat import AgentTurn, Chat, RenderedRequest
 from sampler.turns.dialogues import start_environments
-from sampler.turns.ended_agent import EndedAgent
+from sampler.turns.ended_agent import EndedAgent, with_common_prompt
 from sampler.turns.episode import shared
 from sampler.turns.generator import Environment, Environments, Generator
 from sampler.turns.sampled import MAX_REASON, Missing, Sampled, failure_of, of_rollouts
-
-Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -57,44 +53,10 @@ class Agents:
         finally:
             for environment in environments:
                 environment.close()
-        prompt, completions = self._with_common_prompt(prompt, params.max_tokens, ended)
+        longest_prompt = self.config.data.max_prompt_length
+        prompt, completions = with_common_prompt(prompt, ended, longest_prompt, params.max_tokens)
         unread = sum(rollout.num_unread for rollout in rollouts)
         return of_rollouts(prompt, completions, unread)
-
-    def _with_common_prompt(
-        self, prompt: Prompt, limit: int, ended: Sequence[EndedAgent | Missing]
-    ) -> tuple[Prompt, Sequence[Completion | Missing]]:
-        """Returns the prompt that the rollouts have in common, and their completions after it.
-
-        A rollout whose first prompt begins with another token than most of them is missing.
-        limit: the most tokens of a completion.
-        """
-        firsts = [one.first for one in ended if isinstance(one, EndedAgent)]
-        if not firsts:
-            return prompt, [one for one in ended if isinstance(one, Missing)]
-        [(begin, _)] = Counter(int(first[0]) for first in firsts).most_common(1)
-        firsts = [first for first in firsts if first[0] == begin]
-        length = self.config.data.max_prompt_length
-        for first in firsts:
-            length = min(length, shared(firsts[0], first))
-        prompt_ids = firsts[0][:length]
-        completions = [_after_prompt(one, prompt_ids, limit) for one in ended]
-        return replace(prompt, token_ids=prompt_ids), completions
-
-
-def _after_prompt(ended: EndedAgent | Missing, prompt_ids: Ids, limit: int) -> Completion | Missing:
-    """Returns a rollout as a completion of its group's prompt."""
-    if isinstance(ended, Missing):
-        return ended
-    if ended.first[0] != prompt_ids[0]:
-        return Missing("its first prompt has no token in common with those of its group")
-    completion = ended.played(prompt_ids, limit)
-    if completion is None:
-        return Missing(
-            "its first prompt differs from those of its group, and with it the first answer "
-            f"exceeds sampler.max_completion_length {limit}"
-        )
-    return completion
 
 
 class AgentRollout:

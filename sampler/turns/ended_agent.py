@@ -4,16 +4,19 @@ The turns are sorted by their tokens, so that each turn follows the turn with wh
 longest prefix: extensions first, then forks.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import Failure
+from common.types import Failure, Prompt
 from environments import Done, Message
 from sampler.engine.completions import Completion
 from sampler.turns.chat import AgentTurn, RenderedRequest
 from sampler.turns.episode import Episode, shared
+from sampler.turns.sampled import Missing
 
 Ids = NDArray[np.int32]
 
@@ -97,3 +100,39 @@ class EndedAgent:
         if messages[: len(begin)] == begin:
             return messages[len(begin) :]
         return messages
+
+
+def with_common_prompt(
+    prompt: Prompt, ended: Sequence[EndedAgent | Missing], longest_prompt: int, limit: int
+) -> tuple[Prompt, Sequence[Completion | Missing]]:
+    """Returns the prompt that the rollouts have in common, and their completions after it.
+
+    A rollout whose first prompt begins with another token than most of them is missing.
+    longest_prompt and limit: the most tokens of a prompt and of a completion.
+    """
+    firsts = [one.first for one in ended if isinstance(one, EndedAgent)]
+    if not firsts:
+        return prompt, [one for one in ended if isinstance(one, Missing)]
+    [(begin, _)] = Counter(int(first[0]) for first in firsts).most_common(1)
+    firsts = [first for first in firsts if first[0] == begin]
+    length = longest_prompt
+    for first in firsts:
+        length = min(length, shared(firsts[0], first))
+    prompt_ids = firsts[0][:length]
+    completions = [_after_prompt(one, prompt_ids, limit) for one in ended]
+    return replace(prompt, token_ids=prompt_ids), completions
+
+
+def _after_prompt(ended: EndedAgent | Missing, prompt_ids: Ids, limit: int) -> Completion | Missing:
+    """Returns a rollout as a completion of its group's prompt."""
+    if isinstance(ended, Missing):
+        return ended
+    if ended.first[0] != prompt_ids[0]:
+        return Missing("its first prompt has no token in common with those of its group")
+    completion = ended.played(prompt_ids, limit)
+    if completion is None:
+        return Missing(
+            "its first prompt differs from those of its group, and with it the first answer "
+            f"exceeds sampler.max_completion_length {limit}"
+        )
+    return completion

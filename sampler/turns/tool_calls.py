@@ -33,9 +33,21 @@ FORMS = {
     "lfm2": (r"<\|tool_(?:call|list)_start\|>", "<|tool_call_start|>", "<|tool_call_end|>"),
     "openai": (r"<\|call\|>", "to=functions.", "<|call|>"),
     "mistral": (r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""),
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>(?s:.*)```json", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>(?!(?s:.*)```json)", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "kimi_k2": ("_calls_section_begin", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>(?s:.*)```json",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>(?!(?s:.*)```json)",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": (
+        "_calls_section_begin",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
     "minimax_m2": ("<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
     "seed_oss": ("<seed:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     "muse_glimmer": ("<atem:function_calls>", "<atem:function_calls>", ""),
@@ -43,7 +55,12 @@ FORMS = {
     "llama3_json": ('"parameters"', "", ""),
 }
 _SHARED = ["hermes", "llama3_json"]
-_SAME = {"qwen3_coder": "qwen3_xml", "glm47": "glm45", "qwen3_json": "hermes", "llama4_json": "llama3_json"}
+_SAME = {
+    "qwen3_coder": "qwen3_xml",
+    "glm47": "glm45",
+    "qwen3_json": "hermes",
+    "llama4_json": "llama3_json",
+}
 _THOUGHT = (
     r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
@@ -51,13 +68,20 @@ _THOUGHT = (
 )
 _HEADS = ("<|channel|>", "<|message|>")  # marks around names and contents
 _TAGS = ("[THINK]", "<think>", "<seed:think>")  # text for templates if a reward reads them
-PART_MARKS = (*_HEADS, "<|channel>", "<channel|>", *_TAGS)  # marks of parts that templates take as fields of a message
+PART_MARKS = (
+    *_HEADS,
+    "<|channel>",
+    "<channel|>",
+    *_TAGS,
+)  # marks of parts that templates take as fields of a message
 _AROUND_THOUGHTS = (
     r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
     r"|</?(?:seed:)?think>|\[/?THINK\]"
 )
 _WORDS = re.compile(r"<\|message\|>((?s:.)*?)(?=<\|(?:end|eom|start|call|return)\|>|\Z)")
-_CPU_S = 2.0  # limit for one turn: endless repetitions take some parsers time quadratic in the length
+_CPU_S = (
+    2.0  # limit for one turn: endless repetitions take some parsers time quadratic in the length
+)
 _OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # follows the mark of a call without an end; words follow a mere mention
 
 
@@ -67,9 +91,14 @@ def parser_of(template: str, given: str) -> str:
     written = [name for name in found if name not in _SHARED] or found
     if given == "auto" and (len(written) == 1 or written == _SHARED):
         return written[0]
-    name, vllm = _SAME.get(given, given), importlib.util.find_spec("vllm")  # an import takes many seconds
+    name, vllm = (
+        _SAME.get(given, given),
+        importlib.util.find_spec("vllm"),
+    )  # an import takes many seconds
     parsers = Path(vllm.origin or "").with_name("tool_parsers") / "__init__.py" if vllm else Path()
-    listed = re.findall(r'^    "([\w-]+)": \(', parsers.read_text() if parsers.is_file() else "", re.MULTILINE)
+    listed = re.findall(
+        r'^    "([\w-]+)": \(', parsers.read_text() if parsers.is_file() else "", re.MULTILINE
+    )
     if name in written or (name in listed and (name not in FORMS or not written)):
         return name
     raise UserError(
@@ -86,8 +115,12 @@ class CallReader:
         """Compiles the patterns. Without a parser it reads no calls. splits_thoughts: as of TurnTemplate."""
         self._tokenizer, self._parser, self._splits = tokenizer, parser, splits_thoughts
         _, self._begin, self._end = FORMS.get(parser, ("", "", ""))
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        added = {
+            i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._special = added | dict(
+            zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        )
         self._marks = [t for t in self._special.values() if t in PART_MARKS or t in self._begin]
         self._no_words = [mark for mark in self._marks if mark not in _TAGS]
         begin, end = re.escape(self._begin), re.escape(self._end)
@@ -96,7 +129,9 @@ class CallReader:
             rf"(?P<thought>{_THOUGHT})|{begin}(?P<call>{body}?){end}|{begin}(?P<cut>(?={_OPENING}){body})\Z"
         )
 
-    def __call__(self, text: str, turn_prefix: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Calls:
+    def __call__(
+        self, text: str, turn_prefix: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> Calls:
         """Returns (content, calls) of a turn. text: as rewards read it, turn_prefix included.
 
         tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
@@ -112,7 +147,10 @@ class CallReader:
             content = content if token in text else content.replace(token, "")
         names = [tool.get("function", tool)["name"] for tool in tools]
         lost = f"not found. There are: {', '.join(names)}."
-        known = [c if c.problem or c.name in names else replace(c, problem=f"Tool {c.name} {lost}") for c in calls]
+        known = [
+            c if c.problem or c.name in names else replace(c, problem=f"Tool {c.name} {lost}")
+            for c in calls
+        ]
         return content, known
 
     @property
@@ -129,12 +167,20 @@ class CallReader:
         tokens that the text lacks mark its parts.
         """
         body = self._body(ids)
-        written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False) if self.reads_parts else text
+        written = (
+            self._tokenizer.decode(body.tolist(), skip_special_tokens=False)
+            if self.reads_parts
+            else text
+        )
         seen, whole = turn_prefix + text, turn_prefix + written
-        marks = [mark for mark in self._marks if self._is_no_word(mark, seen)] + ["<think>"] * self._splits
+        marks = [mark for mark in self._marks if self._is_no_word(mark, seen)] + [
+            "<think>"
+        ] * self._splits
         if not any(mark in whole for mark in marks):
             return None, text, ids
-        thoughts = [t for t in re.findall(_THOUGHT, whole) if self._splits or self._is_no_word(t, seen)]
+        thoughts = [
+            t for t in re.findall(_THOUGHT, whole) if self._splits or self._is_no_word(t, seen)
+        ]
         thought = re.sub(_AROUND_THOUGHTS, "", "\n".join(thoughts)).strip()
         return {"reasoning_content": thought} if thought else {}, written, body
 
@@ -155,13 +201,17 @@ class CallReader:
             thoughts, rest = "".join(re.findall(_THOUGHT, text)), re.sub(_THOUGHT, "", text).strip()
             calls = self._calls(rest.removeprefix("<|python_tag|>").strip(), tools)
             return (thoughts, calls) if calls else (text.strip(), [])
-        bodies = [m["call"] or m["cut"] or "" for m in self._call.finditer(text) if m["thought"] is None]
+        bodies = [
+            m["call"] or m["cut"] or "" for m in self._call.finditer(text) if m["thought"] is None
+        ]
         content = self._call.sub(lambda found: found["thought"] or "", text).strip()
         return content, [call for body in bodies for call in self._calls(body, tools)]
 
     def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         """Returns the calls in the text between two marks, or in the whole turn."""
-        if not self._parser or (self._parser == "llama3_json" and not body.startswith("{")):  # it has no text around it
+        if not self._parser or (
+            self._parser == "llama3_json" and not body.startswith("{")
+        ):  # it has no text around it
             return []
         if self._parser in _SHARED:
             return [_read(body)]
@@ -185,12 +235,19 @@ def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # the error is reported to the model and counted
-    schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in json.loads(tools)]
+    logging.getLogger("vllm.tool_parsers").setLevel(
+        logging.CRITICAL
+    )  # the error is reported to the model and counted
+    schemas = [
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in json.loads(tools)
+    ]
     request = ChatCompletionRequest(messages=[], tools=schemas or None)
     make: Any = ToolParserManager.get_tool_parser(name)
     parser = make(tokenizer, request.tools)
-    if hasattr(parser, "_parser_engine"):  # otherwise it reads all arguments again after each ">" in them
+    if hasattr(
+        parser, "_parser_engine"
+    ):  # otherwise it reads all arguments again after each ">" in them
         parser._parser_engine._stream_arg_deltas = False
     return functools.partial(parser.extract_tool_calls, request=request)
 
@@ -201,7 +258,9 @@ def _read(given: Any, name: str | None = None) -> Call:
         found = json.loads(given) if isinstance(given, str) else given
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
-        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate cannot be sent to another process
+        json.dumps(
+            found, ensure_ascii=False
+        ).encode()  # a lone surrogate cannot be sent to another process
     except (ValueError, RecursionError) as error:
         return Call(name or "", problem=f"the call is not valid JSON: {error}")
     if name is not None:
