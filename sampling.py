@@ -14,9 +14,8 @@ from common.processes import exits
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
-    parser.add_argument(
-        "--id", default=os.environ.get("TANDEM_SAMPLER_ID", "sampler-0"), help="unique per sampler"
-    )
+    default_id = os.environ.get("TANDEM_SAMPLER_ID", "sampler-0")
+    parser.add_argument("--id", default=default_id, help="unique per sampler")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     exits.end_in_time()
