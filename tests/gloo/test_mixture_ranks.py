@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.types import Group
 from tests.support import gloo_data
 from tests.support.gloo_data import REWARDS, Item
 from tests.support.mixtures import mixture_folder
@@ -45,7 +44,6 @@ RUNS += [pytest.param(family, name, id=f"{family}-{name}") for family in HYBRIDS
 def group(group_id: int) -> Item:
     """Tokens of one group meet experts 0 to 3, those of the next 4 to 7: no expert has work on every rank."""
     made = random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=0.0)
-    assert isinstance(made, Group)
     rng = np.random.default_rng(group_id)
 
     def experts(tokens: int) -> np.ndarray:

@@ -4,78 +4,54 @@ One process has the device and another has none; both run every case. What is as
 show (speed, memory, what runs at once), is in tests/support/simulated_device.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import subprocess
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from common.config import Config
 from common.paths import ROOT
-from model.files.images import image_format
+from tests.gloo.test_mixture_ranks import MIXTURE
+from tests.gloo.test_mixture_ranks import group as routed
+from tests.gloo.test_sequence_parallel_ranks import with_sets
+from tests.gloo.test_vision_ranks import FAMILY
+from tests.gloo.test_vision_ranks import stream as with_images_in
 from tests.support import simulated_device
-from tests.support.gloo_data import CONSTANT_RATE, GAE, OWN, REWARDS, SCORED, Item, Stream, bare, group, settings
+from tests.support.gloo_data import CONSTANT_RATE, GAE, OWN, SCORED, Item, Stream, bare, group, settings
 from tests.support.mixtures import mixture_folder
 from tests.support.rank import Worker, master_weights
 from tests.support.speed import limit
 from tests.support.tier import ALL
-from tests.support.tiny import VOCAB_SIZE, difference, in_forks, random_group, tiny_model, tiny_reward_model
-from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model
+from tests.support.tiny import difference, in_forks, tiny_model, tiny_reward_model
+from tests.support.tiny_vision import tiny_vision_model
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def replayed(group_id: int) -> Item:
-    """A group of a mixture with eight experts in each of four layers, two of which each token was sent to."""
-    made = random_group(group_id, VOCAB_SIZE, REWARDS[group_id % len(REWARDS)], beta=0.0)
-    rng = np.random.default_rng(group_id)
-
-    def experts(tokens: int) -> Any:
-        first = rng.integers(0, 8, (tokens, 4, 1))
-        return np.concatenate([first, (first + 3) % 8], -1).astype(np.uint8)
-
-    rollouts = tuple(dataclasses.replace(r, routing=experts(len(r.completion_ids) - 1)) for r in made.rollouts)
-    return dataclasses.replace(made, rollouts=rollouts, routing=experts(len(made.prompt_ids)))
+def forked(group_id: int) -> Item:
+    """Their histories were rewritten."""
+    return in_forks(group(group_id))
 
 
-def with_sets(made: Any) -> Item:
-    """The same group, each token of which was sampled among itself and its two neighbours."""
-
-    def sets(rollout: Any) -> Any:
-        ids = rollout.completion_ids
-        near = [(ids + step) % VOCAB_SIZE for step in (0, 1, 2)]
-        return dataclasses.replace(rollout, sampling_mask=np.stack(near, 1).astype(np.int32))
-
-    return dataclasses.replace(made, rollouts=tuple(map(sets, made.rollouts)))
-
-
-def with_images(folder: Path) -> Stream:
-    form = image_format(str(folder / "qwen2_5_vl"))
-
-    def at(group_id: int) -> Item:
-        made = random_group(group_id, WORDS, REWARDS[group_id % len(REWARDS)])
-        rng = np.random.default_rng(group_id)
-        images = (random_image(rng, form, 2, 3), random_image(rng, form, 1, 2))
-        prompt = np.array(image_prompt(rng, images, form, 4), np.int32)
-        return dataclasses.replace(made, prompt_ids=prompt, images=images)
-
-    return at
+def filtered(group_id: int) -> Item:
+    """From a sampler with top_k."""
+    return with_sets(group(group_id))
 
 
 # ---- the cases
+
+
+COMPILES, OLD = (9, 0), (7, 5)  # compute capabilities: functions are compiled for the first, nothing for the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,56 +62,47 @@ class Start:
     sections: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: str = "model"
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)  # more of deepspeed.zero_optimization
-    deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    capability: tuple[int, int] | None = None  # of the device, by default one for which functions are compiled
-    change: Callable[[Any], Item] | None = None  # of every group
+    capability: tuple[int, int] = COMPILES
+    stream: Stream = group
 
     def config(self, folder: Path, name: str) -> Config:
-        given = {section: dict(values) for section, values in self.sections.items()}
-        given["trainer"] = CONSTANT_RATE | given.get("trainer", {})
-        given["model"] = {"path": str(folder / self.model)} | given.get("model", {})
-        zero = {"zero_optimization": {"stage": self.stage} | self.zero}
-        given["deepspeed"] = zero | self.deepspeed
-        given["data"] = {"max_prompt_length": 16}  # of the rehearsal
-        if self.model == "qwen2_5_vl":
-            given["data"] |= {"image_key": "image"}
-        if self.model == "qwen2_5_vl" or "router_replay" in given.get("algorithm", {}):
-            given["algorithm"] = {"beta": 0.0} | given.get("algorithm", {})
-        return settings(folder, name, self.stage, **given)
+        ours: dict[str, Any] = {
+            "trainer": CONSTANT_RATE,
+            "model": {"path": str(folder / self.model)},
+            "data": {"max_prompt_length": 16},  # of the rehearsal
+            "deepspeed": {"zero_optimization": {"stage": self.stage} | self.zero},
+        }
+        both = self.sections | {section: given | self.sections.get(section, {}) for section, given in ours.items()}
+        return settings(folder, name, self.stage, **both)
 
-    def stream(self, folder: Path) -> Stream:
-        if self.model == "qwen2_5_vl":
-            return with_images(folder)
-        if self.sections.get("algorithm", {}).get("router_replay"):
-            return replayed
-        plain = bare if "reference" in self.sections else group
-        change = self.change
-        return plain if change is None else lambda group_id: change(plain(group_id))
 
+SEEING = {"data": {"image_key": "image"}, "algorithm": {"beta": 0.0}}
+REPLAY = {"algorithm": {"router_replay": True, "beta": 0.0}}
+sees = functools.partial(Start, model=FAMILY, stream=with_images_in(range(64), range(64)))
+replays = functools.partial(Start, model=MIXTURE, stream=routed)
 
 WANTED = "TANDEM_TEST_CASES"  # names of the cases that the processes run
-OLD = (7, 5)  # for which nothing is compiled
 HALF = {"model": {"dtype": "bfloat16"}}
 RECOMPUTED = {"model": {"gradient_checkpointing": True}}
 SEPARATE = {"trainer": {"packing": "separate"}}
-REPLAY = {"algorithm": {"router_replay": True}}
 LORA = {"lora": {"r": 4}}
 MERGED = {"lora": {"r": 4, "sync": "merged", "alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
 BASE = LORA | {"reference": {"on": "trainer"}}
-FROZEN = {"model": {"freeze_vision_tower": True}}
+FROZEN = SEEING | {"model": {"freeze_vision_tower": True}}
 OFF = {"offload_optimizer": {"device": "cpu"}}
-SGD = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
+ALL_OFF = OFF | {"offload_param": {"device": "cpu"}}
+SGD = {"deepspeed": {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}}
 SCHEDULE = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
 SCHEDULE |= {"learning_rate": 3e-3, "max_steps": 7, "warmup_steps": 0}
 
 CASES: dict[str, Start] = {
     **{f"ZeRO {stage} float32": Start(stage) for stage in (0, 1, 2, 3)},
     **{f"ZeRO {stage} bfloat16": Start(stage, HALF) for stage in (1, 2, 3)},
-    **{f"router_replay ZeRO {stage}": Start(stage, REPLAY, "qwen3_moe") for stage in (0, 1, 2, 3)},
-    "router_replay recomputed": Start(3, REPLAY | RECOMPUTED, "qwen3_moe"),
-    "router_replay bfloat16": Start(3, REPLAY | HALF, "qwen3_moe"),
-    "router_replay of a hybrid": Start(3, REPLAY, "qwen3_5_moe_text"),
-    "router_replay with sinks": Start(3, REPLAY, "gpt_oss"),
+    **{f"router_replay ZeRO {stage}": replays(stage, REPLAY) for stage in (0, 1, 2, 3)},
+    "router_replay recomputed": replays(3, REPLAY | RECOMPUTED),
+    "router_replay bfloat16": replays(3, REPLAY | HALF),
+    "router_replay of a hybrid": replays(3, REPLAY, model="qwen3_5_moe_text"),
+    "router_replay with sinks": replays(3, REPLAY, model="gpt_oss"),
     **{f"adapters ZeRO {stage}": Start(stage, LORA) for stage in (0, 3)},
     "merged adapters": Start(1, MERGED | HALF),
     "recomputed": Start(1, RECOMPUTED),
@@ -146,34 +113,32 @@ CASES: dict[str, Start] = {
     "layers not compiled": Start(1, {"trainer": {"compile_layers": False}}),
     "entropy": Start(1, {"algorithm": {"entropy_coef": 0.5}}),
     "own loss": Start(1, {"algorithm": {"adv_estimator": f"{OWN}:above_the_mean", "loss": f"{OWN}:clipped"}}),
-    "turns that fork": Start(1, change=in_forks),
-    "turns that fork ZeRO 3": Start(3, change=in_forks),
-    "sampling sets": Start(1, change=with_sets),
+    "turns that fork": Start(1, stream=forked),
+    "turns that fork ZeRO 3": Start(3, stream=forked),
+    "sampling sets": Start(1, stream=filtered),
     "an old card": Start(1, capability=OLD),
     "an old card, sinks": Start(1, {}, "gpt_oss", capability=OLD),
-    "an old card, images": Start(1, {}, "qwen2_5_vl", capability=OLD),
-    "an old card, forks": Start(1, change=in_forks, capability=OLD),
+    "an old card, images": sees(1, SEEING, capability=OLD),
+    "an old card, forks": Start(1, stream=forked, capability=OLD),
     "no decay, clipped": Start(0, {"trainer": {"weight_decay": 0.0, "max_grad_norm": 0.1}}),
     "schedule": Start(1, {"trainer": SCHEDULE}),
-    "images": Start(1, {}, "qwen2_5_vl"),
-    "images ZeRO 3": Start(3, {}, "qwen2_5_vl"),
-    "frozen tower": Start(1, FROZEN, "qwen2_5_vl"),
-    "frozen tower ZeRO 3": Start(3, FROZEN, "qwen2_5_vl"),
+    "images": sees(1, SEEING),
+    "images ZeRO 3": sees(3, SEEING),
+    "frozen tower": sees(1, FROZEN),
+    "frozen tower ZeRO 3": sees(3, FROZEN),
     "logits with a cap": Start(1, {}, "gemma2"),
     "logits with a cap ZeRO 3": Start(3, {}, "gemma2"),
     "windows": Start(1, HALF, "gemma3_text"),
     "sinks": Start(1, {}, "gpt_oss"),
     "optimizer off the device": Start(2, {}, zero=OFF),
     "optimizer off the device bfloat16": Start(1, HALF, zero=OFF),
-    "weights off the device": Start(3, {}, zero=OFF | {"offload_param": {"device": "cpu"}}),
-    "weights off the device, router_replay": Start(
-        3, REPLAY, "qwen3_moe", zero=OFF | {"offload_param": {"device": "cpu"}}
-    ),
-    "another optimizer": Start(0, {}, deepspeed=SGD),
+    "weights off the device": Start(3, {}, zero=ALL_OFF),
+    "weights off the device, router_replay": replays(3, REPLAY, zero=ALL_OFF),
+    "another optimizer": Start(0, SGD),
     **{f"critic ZeRO {stage}": Start(stage, GAE) for stage in (0, 1, 3)},
     "critic bfloat16": Start(1, GAE | HALF),
-    **{f"reference ZeRO {stage}": Start(stage, {"reference": SCORED}) for stage in (0, 3)},
-    **{f"reference is the base ZeRO {stage}": Start(stage, BASE) for stage in (1, 3)},
+    **{f"reference ZeRO {stage}": Start(stage, {"reference": SCORED}, stream=bare) for stage in (0, 3)},
+    **{f"reference is the base ZeRO {stage}": Start(stage, BASE, stream=bare) for stage in (1, 3)},
 }
 
 if not ALL:  # those that differ from another case in the stage of ZeRO or the dtype alone
@@ -269,6 +234,7 @@ class Reads:
 
 def work(worker: Worker) -> None:
     """Runs every case, also after one that failed."""
+    import torch
     import torch.nn.functional as F
 
     reads = Reads()
@@ -276,14 +242,14 @@ def work(worker: Worker) -> None:
     for name, start in CASES.items():
         if name not in os.environ[WANTED].split("|"):
             continue
-        begin = time.monotonic()
         try:
-            # ZeRO 3 replaces F.linear for the rest of the process
-            with card(start.capability), mock.patch.object(F, "linear", F.linear):
+            with (
+                mock.patch.object(torch.cuda, "get_device_capability", return_value=start.capability),
+                mock.patch.object(F, "linear", F.linear),  # which ZeRO 3 replaces for the rest of the process
+            ):
                 worker.seen[name] = run(worker, folder_of(name), start)
         except Exception:
             worker.seen[name] = {"error": traceback.format_exc()}
-        worker.seen[name]["s"] = round(time.monotonic() - begin, 1)
     worker.seen["read"] = sorted(reads.names)
     worker.tell()
 
@@ -302,7 +268,7 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
     from trainer.save import checkpoint, resume
 
     config = start.config(worker.folder, name)
-    trainer = worker.trainer(config, start.stream(worker.folder))
+    trainer = worker.trainer(config, start.stream)
     engine, rows = trainer.engine, list[Any]()
     rehearse(trainer)
     backward = engine.backward
@@ -312,11 +278,12 @@ def run(worker: Worker, name: str, start: Start) -> dict[str, Any]:
     if "optimizer" not in config.deepspeed:
         worker.write_models(name, "gradient", trainer)
 
-    engine.backward(tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm))
+    filler = tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm)
+    engine.backward(filler)
     is_filler_applied = engine.step().applied
     trainer.saver.save_if_due(trainer.run_state)
     saved = weights_of(engine)
-    engine.backward(tensors.micro_batch([], tensors.step_denominator([], 1, config), config.algorithm))
+    engine.backward(filler)
     engine.step()
     moved = weights_of(engine)
     found = resume.newest_valid(config.run.output_dir / "checkpoints", worker.collectives, print)
@@ -355,18 +322,6 @@ def weights_of(engine: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().clone() for name, tensor in master_weights(engine).items()}
 
 
-@contextlib.contextmanager
-def card(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Lets the device be of this compute capability in the context."""
-    import torch
-
-    if capability is None:
-        yield
-        return
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
-        yield
-
-
 def folder_of(name: str) -> str:
     return name.replace(" ", "-").replace(",", "")
 
@@ -400,9 +355,9 @@ def write_models(folder: Path) -> None:
     for name in ("model", "critic", "reference"):
         tiny_model(folder / name)
     tiny_reward_model(folder / "critic", folder / "model")
-    for family in sorted({start.model for start in CASES.values()} - {"model", "qwen2_5_vl"}):
+    for family in sorted({start.model for start in CASES.values()} - {"model", FAMILY}):
         mixture_folder(folder / family, family)
-    tiny_vision_model(folder / "qwen2_5_vl", "qwen2_5_vl")
+    tiny_vision_model(folder / FAMILY, FAMILY)
 
 
 def started_in(place: Path, wanted: str, *device: str) -> subprocess.Popen[bytes]:

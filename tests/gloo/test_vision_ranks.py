@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from common.types import Group
-from model.files.images import image_format
 from model.logprobs import load_causal_lm
 from tests.gloo.test_exact_resume import EVERY_FORWARD, TWO_KILLS, require_exact_resume
 from tests.support.gloo_data import CONSTANT_RATE, DEAD, GAE, REWARDS, Item, Stream
@@ -20,6 +19,7 @@ from tests.support.replay_worker import RankReports, Trainers
 from tests.support.tier import ALL
 from tests.support.tiny import difference, random_group
 from tests.support.tiny_vision import WORDS, image_prompt, random_image, tiny_vision_model, write_tokenizer
+from tests.support.vision import PLAIN
 from trainer.link.recording import Recorder
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,26 +44,26 @@ LAYOUTS = [(kind, stage) for kind, (stages, *_) in KINDS.items() for stage in st
 OF_MIXED = ("recomputed", "frozen")  # whose gradient is that of "mixed", or a part of it
 
 
-def with_images(made: Group, model: Path) -> Group:
+def with_images(made: Group) -> Group:
     """Image tokens among the words: a group that has images has none too few and none too many."""
-    rng, form = np.random.default_rng(made.group_id), image_format(str(model))
-    images = (random_image(rng, form, 2, 3), random_image(rng, form, 1, 2))
-    prompt = np.array(image_prompt(rng, images, form, 4), np.int32)
+    rng = np.random.default_rng(made.group_id)
+    images = (random_image(rng, PLAIN, 2, 3), random_image(rng, PLAIN, 1, 2))
+    prompt = np.array(image_prompt(rng, images, PLAIN, 4), np.int32)
     return dataclasses.replace(made, prompt_ids=prompt, images=images)
 
 
-def stream(folder: Path, seeing: Sequence[int], alive: Sequence[int]) -> Stream:
+def stream(seeing: Sequence[int], alive: Sequence[int]) -> Stream:
     """seeing: groups with images. alive: those that train."""
 
     def at(group_id: int) -> Item:
         rewards = REWARDS[group_id % len(REWARDS)] if group_id in alive else DEAD
         made = random_group(group_id, WORDS, rewards)
-        return with_images(made, folder / "model") if group_id in seeing else made
+        return with_images(made) if group_id in seeing else made
 
     return at
 
 
-def case_of(folder: Path, kind: str, stage: int) -> Case:
+def case_of(kind: str, stage: int) -> Case:
     _, seeing, alive, sections = KINDS[kind]
     ours = {
         "data": {"image_key": "image"},
@@ -71,14 +71,14 @@ def case_of(folder: Path, kind: str, stage: int) -> Case:
         "trainer": CONSTANT_RATE | {"max_grad_norm": 1e9},
     }
     both = sections | {name: given | sections.get(name, {}) for name, given in ours.items()}
-    return Case(f"{kind}{stage}", stage, stream(folder, seeing, alive), both)
+    return Case(f"{kind}{stage}", stage, stream(seeing, alive), both)
 
 
 def work(folder: Path) -> None:
     worker = Worker(folder)
     for kind, stage in LAYOUTS:
         if worker.collectives.world_size > 1 or (stage == 1 and kind not in OF_MIXED):
-            worker.one_batch(case_of(folder, kind, stage))
+            worker.one_batch(case_of(kind, stage))
     worker.tell()
 
 
@@ -112,7 +112,7 @@ def test_a_run_with_images_interrupted_at_two_points_equals_a_straight_one(train
     folder = trainers.folder / "images"
     write_tokenizer(tiny_vision_model(folder / "model", FAMILY))
     recorder = Recorder(folder / "groups", cursor=0)
-    at = stream(folder, seeing=range(0, 64, 3), alive=range(64))
+    at = stream(seeing=range(0, 64, 3), alive=range(64))
     recorder.append([received(at(group_id)) for group_id in range(64)])
     recorder.close()
     sections = EVERY_FORWARD | {

@@ -1,7 +1,6 @@
 """Checkpoints that take longer than any deadline, on a disk that takes a piece at a time."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from tests.unit.trainer.save.test_checkpoint_faults import (
     progress,
     save,
 )
+from tests.unit.trainer.test_memory_that_runs_out import Ranks
 from trainer.save import checkpoint, disk, intact_checkpoints, resume
 from trainer.save.disk import DiskTrouble, sharing_disk_trouble
 from trainer.save.model_files import write_safetensors
@@ -65,19 +65,12 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return begin
 
 
-class Ranks:
-    """Ranks of Collectives that are threads of this process."""
+class Rank:
+    """A rank of Collectives that is a thread of this process."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]):
-        self.rank, self.world_size, self.stall_timeout_s = rank, barrier.parties, 0.4
-        self._barrier, self._told = barrier, told
-
-    def _all(self, value: Any) -> list[Any]:
-        self._told[self.rank] = value
-        self._barrier.wait(60)
-        found = list(self._told)
-        self._barrier.wait(60)
-        return found
+    def __init__(self, rank: int, ranks: Ranks):
+        self.rank, self.world_size, self.stall_timeout_s = rank, ranks.count, 0.4
+        self._all = partial(ranks.gather, rank)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return [sum(of) for of in zip(*self._all(values), strict=True)]
@@ -93,9 +86,8 @@ class Ranks:
 
 
 def on_ranks(count: int, work: Callable[[Any], Any]) -> list[Any]:
-    barrier, told = threading.Barrier(count), [None] * count
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(lambda rank: work(Ranks(rank, barrier, told)), range(count)))
+    ranks = Ranks(count)
+    return ranks.run(lambda rank: work(Rank(rank, ranks)))
 
 
 @pytest.fixture
