@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils import cpp_extension
 
 from common.errors import UserError
 from common.paths import ROOT
-from tests.support.speed import limit
+from tests.support.speed import limit, until
 from trainer.engine.build_locks import KernelLock, guard_ops, require_ops_folder
 
 BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".venv/torch_extensions")) / "deepspeed_shm_comm"
@@ -28,7 +27,7 @@ def test_who_waits_for_a_killed_builder_knows_it_and_goes_on(tmp_path: Path, cap
     if not builder:
         KernelLock(path).try_acquire()
         os.write(writes, b"has it")
-        time.sleep(60)
+        signal.pause()
     os.read(reads, 10)
     waiter = os.fork()
     if not waiter:
@@ -36,12 +35,13 @@ def test_who_waits_for_a_killed_builder_knows_it_and_goes_on(tmp_path: Path, cap
         assert lock.try_acquire()
         lock.release()
         os._exit(7)
-    time.sleep(0.1)
-    assert os.waitpid(waiter, os.WNOHANG) == (0, 0), "it waits"
-    os.kill(builder, signal.SIGKILL)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (waiter, builder)] == [7, -9]
     who = f"waiting for pid {builder} of {os.uname().nodename}, which compiles or loads DeepSpeed's op: {path}.kernel"
-    assert who in capfd.readouterr().err
+    try:
+        until(lambda: who in capfd.readouterr().err)
+        assert os.waitpid(waiter, os.WNOHANG) == (0, 0), "it waits"
+    finally:
+        os.kill(builder, signal.SIGKILL)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (waiter, builder)] == [7, -9]
 
 
 def test_another_users_lock_is_taken_for_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,13 +298,14 @@ def test_a_sampler_with_other_problems_is_sent_away_with_the_reason_and_the_firs
 def test_a_trainer_waits_while_a_sampler_works_on_its_rows(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """300,000 rows, or as many pictures, take longer than channel.connect_timeout_s."""
     monkeypatch.setattr("sampler.link._SILENT_S", 0.0)
-    link.config = changed(link.config, channel={"connect_timeout_s": 0.5})
+    timeout_s = limit(0.5)
+    link.config = changed(link.config, channel={"connect_timeout_s": timeout_s})
     sampler = link.bare()
 
     def prepare() -> None:
         for _ in range(20):
             sampler.prepare("making prompts")
-            time.sleep(0.1)
+            time.sleep(timeout_s / 5)
         sampler.beat("starting", 0, None, {}, now=True)
 
     with link.inbox() as inbox:
@@ -364,7 +365,7 @@ def test_a_wait_lasts_as_long_as_a_restarted_sampler_gets_further(
 
 
 def test_a_missing_sampler_is_awaited_aloud_until_a_deadline(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.05)
+    monkeypatch.setattr("trainer.link.inbox._SAY_EVERY_S", 0.0)
     said: list[str] = []
     link.config = changed(link.config, channel={"connect_timeout_s": 0.3})
     missing = r"a sampler to connect; no sampler on ipc://.*sampling.py.* running"

@@ -17,6 +17,7 @@ from common.files import pieces, run_folder
 from common.processes import watchdog
 from common.processes.watchdog import Watchdog, report_progress
 from tests.support.configs import config_of
+from tests.support.speed import overdue
 from tests.unit.trainer.save.test_checkpoint_faults import (
     ONE_RANK,
     TOKENIZER,
@@ -31,6 +32,7 @@ from trainer.save.model_files import write_safetensors
 
 SMALL = 1000  # bytes of a piece
 LIMIT_S = 2.0  # of the watchdog; a busy disk takes a second for one fsync
+SAY_EVERY_S = 0.3
 
 
 def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_the_file_is_the_one_that_safetensors_would_write(tmp_path: Path) -> Non
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """slow(0.1): from now on each piece of 1000 bytes takes the disk so long, for writing and for reading."""
     monkeypatch.setattr(pieces, "PIECE", SMALL)
-    monkeypatch.setattr(disk, "_SAY_EVERY_S", 0.3)
+    monkeypatch.setattr(disk, "_SAY_EVERY_S", SAY_EVERY_S)
 
     def begin(seconds: float) -> None:
         def report(doing: str) -> None:
@@ -75,11 +77,10 @@ class Rank:
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return [sum(of) for of in zip(*self._all(values), strict=True)]
 
-    def agree(self, value: bool) -> bool:
+    def agree(self, value: Any) -> Any:
         return self._all(value)[0]
 
-    def broadcast_text(self, value: str) -> str:
-        return self._all(value)[0]
+    broadcast_text = agree
 
     def gather(self, text: str) -> list[str]:
         return self._all(text) if self.rank == 0 else self._all(text)[:0]
@@ -92,20 +93,20 @@ def on_ranks(count: int, work: Callable[[Any], Any]) -> list[Any]:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What a watchdog heard; it must not end the process."""
+    """What a watchdog heard; it must not end the process, unless the machine is slower than its limit."""
     said: list[str] = []
-    expired: list[str] = []
+    silent_s = [0.0]
     report = Watchdog.report_progress
 
     def hear(self: Watchdog, doing: str, starts: bool = False) -> None:
         said.append(doing)
         report(self, doing, starts)
 
-    monkeypatch.setattr(Watchdog, "_expire", lambda _, still_s, doing: expired.append(doing))
+    monkeypatch.setattr(Watchdog, "_expire", lambda _, silence_s, doing: silent_s.append(silence_s))
     monkeypatch.setattr(Watchdog, "report_progress", hear)
     with Watchdog("trainer", LIMIT_S, 0.0, Path("none")):
         yield said
-    assert expired == []
+    assert not overdue(max(silent_s), LIMIT_S)
 
 
 def test_a_save_and_a_resume_of_many_times_the_watchdogs_limit_report_each_piece(
@@ -129,16 +130,17 @@ def test_ranks_that_are_done_hear_of_one_that_still_writes_and_of_its_trouble_in
 ) -> None:
     slow(0.1)
 
-    def part(ranks: Any) -> str:
+    def part(ranks: Any) -> None:
         with pytest.raises(DiskTrouble, match="rank 1: "), sharing_disk_trouble(ranks):
             if ranks.rank == 1:
                 pieces.write(tmp_path / "shard", lambda file: file.write(bytes(12 * SMALL)))
                 raise OSError(28, "No space left on device")
-        return "went on"
 
-    assert on_ranks(3, part) == ["went on"] * 3
-    assert heard.count("waiting for the disk of rank 1") >= 2 * 5
-    assert 2 <= capsys.readouterr().err.count("tandem: waiting for the disk of rank 1\n") <= 5  # rank 0 alone
+    begun = time.monotonic()
+    on_ranks(3, part)
+    most = (time.monotonic() - begun) / SAY_EVERY_S
+    assert heard.count("waiting for the disk of rank 1") >= 10  # five by each
+    assert 2 <= capsys.readouterr().err.count("tandem: waiting for the disk of rank 1\n") <= most  # rank 0 alone
 
 
 def test_each_rank_reads_its_part_and_a_flipped_byte_of_any_part_makes_all_take_the_older_one(
