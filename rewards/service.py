@@ -1,7 +1,8 @@
-"""The service in the worker of the rewards: it finds the functions, then scores one job after the other.
+"""The service in a reward worker: it finds the functions, then scores one job after the other.
 
-The worker, not the fork server, imports the user's modules: they may start threads or touch a GPU, which do not
-survive a fork. This module never imports torch, vllm or pydantic: killing and replacing a worker is cheap.
+The worker and not the fork server imports the user's modules, because threads and GPU contexts do
+not survive a fork. This module never imports torch, vllm or pydantic, so that a worker is cheap to
+replace.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import importlib
 import math
 import resource
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +20,15 @@ import msgspec
 from common.errors import UserError, with_type
 from common.user_code.functions import short_name, unnamed
 from common.worker import decode, encode
-from rewards import Logged, NoRewardError, RewardError, RewardFunction, Scores, TrainerState, score_completions
+from rewards import (
+    Logged,
+    NoRewardError,
+    RewardError,
+    RewardFunction,
+    Scores,
+    TrainerState,
+    score_completions,
+)
 from rewards.find import Wanted, bind, check_signature, resolve, wanted_by
 from rewards.mathematics.gold import gold_kind
 
@@ -40,9 +51,34 @@ class Job(msgspec.Struct, frozen=True):
     completion_ids: list[list[int]]
     columns: dict[str, Any]  # those of one data set row
     policy_version: int = 0  # for trainer_state
-    environment_rewards: list[float | None] | None = None  # one per completion; null: no environment
+    # one per completion; null without an environment
+    environment_rewards: list[float | None] | None = None
     environments: list[dict[str, Any]] | None = None  # their public attributes, one per completion
     scored_by: list[str] = []  # the functions that apply to the row; empty: all
+
+
+def columns_for(
+    wanted: Wanted, columns: Mapping[str, Any], image_key: str | None
+) -> dict[str, Any]:
+    """Returns the columns of a row that the functions ask for.
+
+    Those are the columns that a function names and, if one takes `**columns`, all others except
+    files and the column of pictures.
+    """
+    row = {}
+    for name, value in columns.items():
+        is_file = name == image_key or _holds_bytes(value)
+        if name in wanted.names or (wanted.rest and not is_file):
+            row[name] = value
+    return row
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    return isinstance(value, bytes | bytearray | memoryview)
 
 
 class JobReply(msgspec.Struct, frozen=True):
@@ -55,10 +91,14 @@ class JobReply(msgspec.Struct, frozen=True):
 
 
 def _clocks() -> tuple[float, float]:
-    """Returns monotonic seconds without those in which our thread waited for a core, and CPU seconds."""
+    """Returns monotonic seconds and CPU seconds.
+
+    The monotonic seconds leave out those in which this thread waited for a core.
+    """
     delayed_s = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/thread-self/schedstat") as file:
-        delayed_s = int(file.read().split()[1]) / 1e9
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waits = Path("/proc/thread-self/schedstat").read_text()
+        delayed_s = int(waits.split()[1]) / 1e9
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.monotonic() - delayed_s, time.process_time() + children.ru_utime + children.ru_stime
 
@@ -77,7 +117,9 @@ class RewardService:
         before_s, before_cpu_s = _clocks()
         reply = self._score(job)
         after_s, after_cpu_s = _clocks()
-        reply = msgspec.structs.replace(reply, seconds=after_s - before_s, cpu_s=after_cpu_s - before_cpu_s)
+        seconds = after_s - before_s
+        cpu_s = after_cpu_s - before_cpu_s
+        reply = msgspec.structs.replace(reply, seconds=seconds, cpu_s=cpu_s)
         try:
             return encode(reply)
         except UnicodeEncodeError:  # the message of an error quotes half a surrogate of the row
@@ -97,31 +139,49 @@ class RewardService:
                 self._functions.append((name, function, weight))
         except UserError as error:
             return JobReply(reason=str(error))
-        wanted = wanted_by([(name, function) for name, function, _ in self._functions])
+        named = [(name, function) for name, function, _ in self._functions]
+        wanted = wanted_by(named)
         if not setup.has_rollouts:
-            self._functions = [found for found in self._functions if found[0] not in wanted.needs_rollout]
+            self._functions = [f for f in self._functions if f[0] not in wanted.needs_rollout]
         return JobReply(wanted=wanted)
 
     def _score(self, job: Job) -> JobReply:
         """Scores a job in TRL's shapes: message completions for message prompts, else strings."""
         n = len(job.completions)
-        completions: list[Any] = job.completions
-        if not isinstance(job.prompt, str):
-            completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-        columns: dict[str, list[Any]] = {name: [value] * n for name, value in job.columns.items()}
+        completions: list[Any] = []
+        for completion in job.completions:
+            if isinstance(completion, str) and not isinstance(job.prompt, str):
+                completions.append([{"role": "assistant", "content": completion}])
+            else:
+                completions.append(completion)
+        columns: dict[str, list[Any]] = {}
+        for name, value in job.columns.items():
+            columns[name] = [value] * n
         columns["environment_rewards"] = list(job.environment_rewards or [None] * n)
-        columns["environments"] = [SimpleNamespace(**state) for state in job.environments or [{}] * n]
-        state, logged = TrainerState(job.policy_version, self._setup.max_steps), Logged()
+        states = job.environments or [{}] * n
+        columns["environments"] = [SimpleNamespace(**state) for state in states]
+        functions = []
+        absent = {}
+        for found in self._functions:
+            name = found[0]
+            absent[name] = math.nan
+            if not job.scored_by or name in job.scored_by:
+                functions.append(found)
+        state = TrainerState(job.policy_version, self._setup.max_steps)
+        logged = Logged()
         prompts = [job.prompt] * n
         try:
-            functions = [found for found in self._functions if not job.scored_by or found[0] in job.scored_by]
-            scores = score_completions(functions, prompts, completions, columns, job.completion_ids, state, logged)
-            absent = {name: math.nan for name, _, _ in self._functions}
+            scores = score_completions(
+                functions, prompts, completions, columns, job.completion_ids, state, logged
+            )
             scores = [(absent | rewards, total) for rewards, total in scores]
             return JobReply(scores, logged=logged.means())
         except NoRewardError as error:
-            why = gold_kind(job.columns.get("answer")).reason
-            return JobReply(reason=f"{error}{f'. Of the gold answer: {why}' if why else ''}")
+            reason = str(error)
+            gold_reason = gold_kind(job.columns.get("answer")).reason
+            if gold_reason:
+                reason += f". Of the gold answer: {gold_reason}"
+            return JobReply(reason=reason)
         except RewardError as error:
             return JobReply(reason=str(error))
         except Exception as error:  # an object that a reward returned may raise when it is read

@@ -1,6 +1,7 @@
-"""The owner's side of workers: they are forked when needed, asked under a deadline, and killed, by any thread.
+"""The owner's side of the fork server and of each worker.
 
-PR_SET_PDEATHSIG ends a child with the *thread* that started it: the threads that fork must live as long as the owner.
+Any thread may ask a worker, under a deadline, and kill it. PR_SET_PDEATHSIG ends a child with the
+*thread* that started it, so the threads that start the server must live as long as the owner.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ T = TypeVar("T")
 
 
 class StartError(Exception):
-    """An error for a worker that cannot start: its code is not found or imported, or there are no more processes."""
+    """An error for a worker that cannot start.
+
+    Its code cannot be found or imported, or the system has no more processes.
+    """
 
 
 class LostError(Exception):
-    """An error for a worker that died, broke the protocol, or did not answer in time. It can only be closed.
+    """An error for a worker that died, broke the protocol, or did not answer in time.
+
+    Such a worker can only be closed.
 
     kind: "lost" if the process that it was forked from died, for which no user's code is to blame.
     """
@@ -51,67 +57,26 @@ class LostError(Exception):
         return self.kind == "timeout"
 
 
-class Workers:
-    """A source of workers that run one service. Nothing is started before the first `fork`.
+class Server:
+    """The process `python -m common.worker.server`, from which workers are forked.
 
-    title: names it in messages, as in "the process that rewards are forked from". import_timeout_s, setting: the limit
-    for importing the user's file, and the name of this limit.
+    It leads its own session, so that Ctrl-C in the terminal does not reach it.
     """
-
-    def __init__(self, setup: WorkerSetup, title: str, import_timeout_s: float = 120.0, setting: str = "") -> None:
-        self._setup, self._title = setup, title
-        self._import_timeout_s, self._setting = import_timeout_s, setting
-        self._server: _Server | None = None
-        self._closed = False
-        self._starting, self._closing = threading.Lock(), threading.Lock()
-
-    def fork(self) -> Worker:
-        """Forks a fresh worker. Raises StartError."""
-        server = self._running_server()
-        channel, worker_channel = socket.socketpair()
-        lifeline, worker_lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with worker_channel, worker_lifeline:
-            try:
-                socket.send_fds(server.control, [b"fork"], [worker_channel.fileno(), worker_lifeline.fileno()])
-            except OSError:
-                server.kill()  # the server is stuck or ends: the lifeline says so
-        worker = Worker(channel, lifeline, server)
-        if failure := worker.wait_until_forked():
-            worker.close()
-            raise StartError(f"a process for {self._title} {failure}")
-        return worker
-
-    def _running_server(self) -> _Server:
-        with self._starting:
-            if self._server is None or self._server.has_exited:
-                with self._closing:
-                    if self._closed:
-                        raise StartError(f"the process that {self._title} are forked from is closed")
-                    self._server = _Server(self._setup, self._title)
-                self._server.wait_until_ready(self._import_timeout_s, self._setting)
-            return self._server
-
-    def close(self) -> None:
-        """Ends the server, and every worker with all that it started, and starts no other."""
-        with self._closing:
-            self._closed = True
-        if self._server is not None:
-            self._server.close()
-
-
-class _Server:
-    """A process `python -m common.worker.server` in its own session: Ctrl-C in the terminal does not reach it."""
 
     def __init__(self, setup: WorkerSetup, title: str) -> None:
         """Starts the process. Raises StartError when the system has no more processes."""
         self.name = f"the process that {title} are forked from"
-        self._killing = threading.Lock()  # the pid must not be reaped, and given to another, while it gets a signal
+        # Holds while the process gets a signal: its id must not be reaped and given to another.
+        self._killing = threading.Lock()
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = [str(ROOT), *(entry or os.getcwd() for entry in sys.path)]  # "path/file.py" must mean the same in both
+        path = [str(ROOT)]
+        for entry in sys.path:  # "path/file.py" must mean the same in both processes
+            path.append(entry or os.getcwd())
+        command = [sys.executable, "-P", "-m", "common.worker.server"]
         with server_end:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "common.worker.server", str(os.getpid()), str(server_end.fileno())],
+                    [*command, str(os.getpid()), str(server_end.fileno())],
                     stdin=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
@@ -122,9 +87,11 @@ class _Server:
                 self.control.close()
                 raise StartError(f"{self.name} cannot start: {error}") from error
         assert self._process.stdin is not None and self._process.stderr is not None
-        self._copying = threading.Thread(target=_copy_output, args=(self._process.stderr, title), daemon=True)
+        output = self._process.stderr
+        self._copying = threading.Thread(target=_copy_output, args=(output, title), daemon=True)
         self._copying.start()
-        with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has died, the control socket says so
+        # If the process has died, the write fails, and the control socket says so.
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(setup))
 
     @property
@@ -133,14 +100,16 @@ class _Server:
             return self._process.poll() is not None
 
     def wait_until_ready(self, timeout_s: float, setting: str) -> None:
-        """Waits until the server can fork. Raises StartError if it cannot, or is not ready within timeout_s."""
+        """Waits until the server can fork. Raises StartError if it cannot within timeout_s."""
         self.control.settimeout(timeout_s)
         try:
             word = self.control.recv(1 << 16)
         except TimeoutError:
             self.kill()
-            more = f"; allow more: {setting}={2 * timeout_s:g}" if setting else ""
-            raise StartError(f"{self.name} was not ready after {timeout_s:g} s of importing{more}") from None
+            reason = f"{self.name} was not ready after {timeout_s:g} s of importing"
+            if setting:
+                reason += f"; allow more: {setting}={2 * timeout_s:g}"
+            raise StartError(reason) from None
         except OSError:  # closed by another thread
             word = b""
         if word != READY:
@@ -148,32 +117,45 @@ class _Server:
             raise StartError(word.decode(errors="replace") or f"{self.name} {ended}")
 
     def kill(self, patience_s: float = _CAUSE_PATIENCE_S) -> str:
-        """Ends the server by force, unless it ends by itself within patience_s. Returns what it died of."""
+        """Kills the server unless it ends within patience_s. Returns the cause of its end."""
         with self._killing:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
             if self._process.returncode is None:
                 kill_group(self._process.pid)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call: leave it
+                # A process inside an uninterruptible system call is left alone.
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(5.0)
-            self._copying.join(_CAUSE_PATIENCE_S)  # a process that it started may keep the pipe open
+            self._copying.join(
+                _CAUSE_PATIENCE_S
+            )  # a process that it started may keep the pipe open
             return cause(self._process.returncode)
 
     def close(self) -> None:
         """Lets the server kill its workers and end, or kills it."""
         with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # and not closed: another thread may wait for it
+            self.control.shutdown(
+                socket.SHUT_RDWR
+            )  # and not closed: another thread may wait for it
         self.kill(_EXIT_PATIENCE_S)
 
 
 def _copy_output(pipe: IO[bytes], title: str) -> None:
-    """Copies what processes print to our stderr, up to _KEPT_OUTPUT bytes; more is read, and counted when they end."""
+    """Copies what the processes print to stderr, until they have ended.
+
+    After _KEPT_OUTPUT bytes, the rest is only read and counted.
+    """
     num_bytes = 0
-    while part := os.read(pipe.fileno(), 1 << 16):
+    while True:
+        part = os.read(pipe.fileno(), 1 << 16)
+        if not part:
+            break
+        num_free = max(0, _KEPT_OUTPUT - num_bytes)
         with contextlib.suppress(OSError):  # the disk may be full
-            os.write(2, part[: max(0, _KEPT_OUTPUT - num_bytes)])
+            os.write(2, part[:num_free])
         if num_bytes <= _KEPT_OUTPUT < num_bytes + len(part):
-            say(f"{title} printed more than {_KEPT_OUTPUT >> 20} MiB: what follows is counted, and not kept")
+            limit = f"{_KEPT_OUTPUT >> 20} MiB"
+            say(f"{title} printed more than {limit}: what follows is counted, and not kept")
         num_bytes += len(part)
     pipe.close()
     if num_bytes > _KEPT_OUTPUT:
@@ -183,30 +165,38 @@ def _copy_output(pipe: IO[bytes], title: str) -> None:
 class Worker:
     """A process that runs a user's code."""
 
-    def __init__(self, channel: socket.socket, lifeline: socket.socket, server: _Server) -> None:
-        self._channel, self._lifeline, self._server = channel, lifeline, server
+    def __init__(self, channel: socket.socket, lifeline: socket.socket, server: Server) -> None:
+        self._channel = channel
+        self._lifeline = lifeline
+        self._server = server
         self._channel.setblocking(False)
         self._number = 0  # the last request's
         self.deadline = 0.0  # for the request under way; another thread may move it
         self.is_cancelled = False  # set by `cancel`
-        self._ended = select.poll()  # not select.select: an engine may hold more than 1024 descriptors
+        self._ended = (
+            select.poll()
+        )  # not select.select: an engine may hold more than 1024 descriptors
         self._ended.register(lifeline, select.POLLIN)
         self._either = select.poll()
         self._either.register(lifeline, select.POLLIN)
         self._either.register(channel, select.POLLIN)
 
     def wait_until_forked(self) -> str:
-        """Returns why the worker cannot start; "" when it is there."""
+        """Waits for the server's word. Returns why the worker cannot start; "" if it runs."""
         if not self.has_ended(_FORK_TIMEOUT_S):
             self._server.kill()
         word = self._last_word() or self._end_of_server()
-        return "" if word == FORKED.decode() else word
+        if word == FORKED.decode():
+            return ""
+        return word
 
     def has_ended(self, patience_s: float = 0.0) -> bool:
         """Returns whether the worker ends within patience_s."""
         return bool(self._ended.poll(1000 * patience_s))
 
-    def ask(self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES) -> T:
+    def ask(
+        self, request: Any, answer: type[T], timeout_s: float, max_answer: int = MAX_BYTES
+    ) -> T:
         """Sends a request and returns its answer.
 
         Raises LostError, and TypeError, ValueError or OverflowError for what cannot be sent.
@@ -228,7 +218,8 @@ class Worker:
         except OSError:
             if self.is_cancelled or not self.has_ended(_CAUSE_PATIENCE_S):
                 raise LostError("closed its connection") from None
-            if word := self._last_word():
+            word = self._last_word()
+            if word:
                 raise LostError(word) from None
             raise LostError(self._end_of_server(), "lost") from None
 
@@ -239,22 +230,32 @@ class Worker:
             view = view[self._channel.send(view) :]
 
     def _receive(self, size: int) -> bytes:
-        """Receives so many bytes. Raises OSError when the worker has ended, and TimeoutError at the deadline."""
+        """Returns the next bytes. Raises OSError if the worker has ended, or TimeoutError."""
         body = bytearray()
         while len(body) < size:
             self._wait_for_channel(select.POLLIN)
-            if not (part := self._channel.recv(min(size - len(body), 1 << 20))):
+            part = self._channel.recv(min(size - len(body), 1 << 20))
+            if not part:
                 raise ConnectionResetError
             body += part
         return bytes(body)
 
     def _wait_for_channel(self, event: int) -> None:
-        """Waits for the channel. An ended worker's last bytes are still read; its forks may keep the channel open."""
+        """Waits until the channel can be read or written.
+
+        The last bytes of a worker that has ended are still read. The lifeline tells of its end,
+        because processes that it forked may keep the channel open.
+
+        Raises TimeoutError at the deadline, and ConnectionResetError when the worker has ended.
+        """
         self._either.modify(self._channel, event)
-        while not (ready := self._either.poll(1000 * min(_RECHECK_S, max(0.0, self.deadline - time.monotonic())))):
-            if time.monotonic() >= self.deadline:
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            left_s = max(0.0, self.deadline - time.monotonic())
+            ready = self._either.poll(1000 * min(_RECHECK_S, left_s))
+            if not ready and time.monotonic() >= self.deadline:
                 raise TimeoutError
-        if self._channel.fileno() not in {descriptor for descriptor, _ in ready}:
+        if self._channel.fileno() not in dict(ready):
             raise ConnectionResetError
 
     def _last_word(self) -> str:
@@ -273,7 +274,10 @@ class Worker:
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Closes the service; kills the worker with all that it started unless it ends within patience_s."""
+        """Asks the service to end.
+
+        If it does not end within patience_s, kills the worker with all that it started.
+        """
         self._channel.close()
         if not self.has_ended(patience_s):
             with contextlib.suppress(OSError):

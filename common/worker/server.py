@@ -1,7 +1,8 @@
 """The process that workers are forked from, and their main loop.
 
-It imports what its service shares once, and then runs none of the user's code. It adopts orphans
-(PR_SET_CHILD_SUBREAPER), and kills those that left the session of the worker that started them.
+The fork server imports once what all workers of its service share. After that it runs none of the
+user's code. It adopts orphans (PR_SET_CHILD_SUBREAPER) and kills those that left the session of the
+worker that started them.
 """
 
 import contextlib
@@ -26,8 +27,10 @@ from common.errors import UserError
 from common.processes.exits import die_with_parent, kill_group
 from common.worker import FORKED, HEADER, READY, Service, WorkerSetup
 
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38  # <linux/prctl.h>
-_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # <asm-generic/unistd.h>, the same on every architecture
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_NO_NEW_PRIVS = 38
+_CREATE_RULESET = 444  # <asm-generic/unistd.h>, the same on every architecture
+_RESTRICT_SELF = 446
 _SCOPE_SIGNAL = 1 << 1  # LANDLOCK_SCOPE_SIGNAL, since Landlock 6 (Linux 6.12)
 _libc = ctypes.CDLL(None)  # loaded here and not in a function that runs after the fork
 
@@ -36,8 +39,10 @@ class ForkServer:
     """A server that forks, kills and reaps workers until the owner closes the control socket."""
 
     def __init__(self, control: socket.socket, service: Service, setup: WorkerSetup) -> None:
-        self._control, self._service, self._setup = control, service, setup
-        self._lifelines: dict[int, socket.socket] = {}  # those of workers that are not reaped, by process id
+        self._control = control
+        self._service = service
+        self._setup = setup
+        self._lifelines: dict[int, socket.socket] = {}  # by process id, until that is reaped
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -57,14 +62,17 @@ class ForkServer:
             self._reap()
 
     def _fork_one(self) -> bool:
-        """Forks a worker with the channel and lifeline that the owner sends. Returns False if the socket is closed."""
+        """Forks a worker, which gets the channel and lifeline that the owner sends.
+
+        Returns False if the owner has closed the control socket.
+        """
         try:
             order, descriptors, _, _ = socket.recv_fds(self._control, 16, 2)
         except ConnectionResetError:
             return False
         if not order:
             return False
-        channel, lifeline = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        channel, lifeline = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         lifeline.setblocking(False)
         parent = os.getpid()
         try:
@@ -96,28 +104,34 @@ class ForkServer:
         os.close(self._wake_writer)
         os.setsid()
         _end_with_parent(parent)
-        if self._setup.max_memory:  # the processes that the worker starts inherit this limit
-            resource.setrlimit(resource.RLIMIT_DATA, (self._setup.max_memory, self._setup.max_memory))
+        limit = self._setup.max_memory
+        if limit:  # the processes that the worker starts inherit it
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         if self._setup.confine_signals:
             confine_signals()
         _serve(channel, self._service)
 
     def _kill_released(self, descriptor: int) -> None:
-        """Kills the worker whose lifeline the owner has closed. `_reap` reaps it and closes the lifeline as usual."""
+        """Kills the worker whose lifeline the owner has closed; `_reap` does the rest."""
         self._poller.unregister(descriptor)
-        _kill(next(pid for pid, lifeline in self._lifelines.items() if lifeline.fileno() == descriptor))
+        for pid, lifeline in self._lifelines.items():
+            if lifeline.fileno() == descriptor:
+                _kill(pid)
 
     def _reap(self) -> None:
-        """Reaps every child that has ended, and kills its group, before its id can be another process's."""
-        with contextlib.suppress(ChildProcessError):  # there are no children
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # keeps the id reserved
-                kill_group(ended.si_pid)
-                _, status = os.waitpid(ended.si_pid, 0)
-                if (lifeline := self._lifelines.pop(ended.si_pid, None)) is not None:
-                    with contextlib.suppress(KeyError):  # unregistered by _kill_released
-                        self._poller.unregister(lifeline)
-                    _send_word(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
-                    lifeline.close()
+        """Reaps the children that have ended, kills their groups and reports the workers' ends."""
+        while True:
+            pid = _ended_child()
+            if pid is None:
+                break
+            kill_group(pid)  # before the id is free for another process
+            _, status = os.waitpid(pid, 0)
+            lifeline = self._lifelines.pop(pid, None)
+            if lifeline is not None:
+                with contextlib.suppress(KeyError):  # unregistered by _kill_released
+                    self._poller.unregister(lifeline)
+                _send_word(lifeline, cause(os.waitstatus_to_exitcode(status)).encode())
+                lifeline.close()
         self._kill_detached()
 
     def _kill_detached(self) -> None:
@@ -125,7 +139,8 @@ class ForkServer:
         live = set(self._lifelines)
         for pid in _children() - live:
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) not in live | {os.getpid()}:  # ours: what the user's file started when imported
+                # What the user's file started when it was imported is in this process's session.
+                if os.getsid(pid) not in live | {os.getpid()}:
                     os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
@@ -138,19 +153,32 @@ class ForkServer:
             time.sleep(0.005)
 
 
+def _ended_child() -> int | None:
+    """Returns the id of a child that has ended, without reaping it; None if there is none."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there are no children
+        return None
+    if ended is None:
+        return None
+    return ended.si_pid
+
+
 def cause(returncode: int | None) -> str:
-    """Returns the cause of an end, such as "died of signal 11 (Segmentation fault)"."""
+    """Returns why a process ended, such as "died of signal 11 (Segmentation fault)"."""
     if returncode is not None and returncode < 0:
         return f"died of signal {-returncode} ({signal.strsignal(-returncode)})"
     return f"ended with exit code {returncode}"
 
 
 def confine_signals() -> None:
-    """Confines signals of this process and its children to themselves: `kill -9 -1` ends the environment alone.
+    """Keeps this process and its children from sending signals to any other process.
 
-    Does nothing if the kernel cannot. From then on programs run without setuid, which Landlock requires.
+    `kill -9 -1` then ends the environment only. Does nothing if the kernel cannot do this. Programs
+    run without setuid from then on, which Landlock requires.
     """
-    rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)  # struct landlock_ruleset_attr: files, network, scopes
+    # struct landlock_ruleset_attr: files, network, scopes
+    rules = struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)
     descriptor = _libc.syscall(_CREATE_RULESET, rules, len(rules), 0)
     if descriptor >= 0:  # an older kernel refuses a field that it does not know
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -159,8 +187,12 @@ def confine_signals() -> None:
 
 def _serve(channel: socket.socket, service: Service) -> NoReturn:
     """Answers requests until the owner closes the channel."""
-    pid, requests = os.getpid(), channel.makefile("rb")
-    while len(header := requests.read(HEADER.size)) == HEADER.size:
+    pid = os.getpid()
+    requests = channel.makefile("rb")
+    while True:
+        header = requests.read(HEADER.size)
+        if len(header) < HEADER.size:
+            break
         size, number = HEADER.unpack(header)
         answer = service.answer(requests.read(size))
         _flush()
@@ -173,7 +205,8 @@ def _serve(channel: socket.socket, service: Service) -> NoReturn:
 
 
 def _flush() -> None:
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
+    # The user's code may have closed or replaced it.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()
 
 
@@ -190,14 +223,22 @@ def _kill(pid: int) -> None:
 
 
 def _children() -> set[int]:
-    """Returns the children of this process, which has one thread that forks; those that have ended, too."""
-    with contextlib.suppress(OSError):
-        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-    return set()
+    """Returns the children of this process's main thread, the only one that forks.
+
+    Children that have ended and are not reaped are among them.
+    """
+    try:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return set()
+    return set(map(int, children.split()))
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Makes this process end with its parent, even inside a call that never returns, and first if memory runs out."""
+    """Makes this process end with its parent, even inside a call that never returns.
+
+    The kernel ends it before others if memory runs out.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     die_with_parent()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -207,7 +248,8 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def main(parent_pid: int, descriptor: int) -> None:
-    _end_with_parent(parent_pid)  # by SIGKILL while the user's file is imported; then by SIGTERM, to clean up
+    # With SIGKILL while the user's file is imported, later with SIGTERM, so that it can clean up.
+    _end_with_parent(parent_pid)
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerSetup)
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)

@@ -357,7 +357,7 @@ def test_a_file_that_one_process_alone_can_import_is_served_by_that_one(tmp_path
 def test_metrics_appear_with_the_jobs_that_logged_them_and_never_while_the_caller_reads(sleeps):
     with RewardPool(Rewards(reward_funcs=[f"{sleeps}:counts"])) as pool:
         pool.submit(1, "", ["new"], [[1]], {"seconds": 2.0})
-        until(lambda: not pool._results.empty(), limit(10))
+        until(lambda: not pool._workers._results.empty(), limit(10))
         assert pool.logged == {}
         assert one(pool)[0] == 1 and pool.logged == {"new": 2.0}
 
