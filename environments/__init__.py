@@ -1,12 +1,17 @@
-"""The environment contract: the return values of an environment's methods, and the replies of the pool.
+"""The contract of environments: what their methods return, and what the pool replies.
 
     reset(**row) -> messages            once, in a fresh instance: the prompt; None = the row's own
-    step(completion) -> messages        what the model sees next, or Done(reward); `messages, 0.5` rewards the turn
+    step(completion) -> messages        what the model sees next, or Done(reward)
+    step(completion) -> messages, 0.5   the same, with a reward for the turn
 
-Both may be plain or async. Messages are a string (a user message), one chat message or a list of them. A class without
-`step` is treated as TRL's `environment_factory` treats it: its public methods are tools, `reset` may return text
-that is added to the last user message, and `get_reward()` scores the rollout at its end. Tools are plain functions with
-type hints and a docstring. This package imports only the standard library, so that user files may import `Done`.
+Both may be plain or async. Messages are a string (a user message), one chat message or a list of
+chat messages. Tools are plain functions with type hints and a docstring.
+
+A class without `step` is treated as TRL's `environment_factory` treats it: its public methods are
+tools, `reset` may return text that is added to the last user message, and `get_reward()` scores the
+rollout at its end.
+
+This module imports only the standard library, so that user files may import `Done`.
 """
 
 from collections.abc import Sequence
@@ -18,15 +23,19 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A reply that extends a rollout: Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)."""
+    """A reply that extends a rollout.
 
-    messages: list[Message] = field(default_factory=list)  # the model's next input; after reset: the prompt, or empty
+    Turn([{"role": "tool", "name": "calculator", "content": "24"}], num_calls=1)
+    """
+
+    # The model's next input. After reset: the prompt, or empty to keep the row's own.
+    messages: list[Message] = field(default_factory=list)
     appended: str = ""  # text that a TRL-style reset adds to the row's last user message
-    assistant: Message | None = None  # the turn's message for rewards, with its tool_calls; None: its text alone
+    assistant: Message | None = None  # the turn with its tool_calls, for rewards; None: only text
     num_calls: int = 0  # tool calls in this turn, including those that could not be parsed
     num_call_errors: int = 0  # how many of these calls gave the model an error
     seconds: float = 0.0  # wall-clock time in the environment
-    reward: float | None = None  # the reward of this turn alone; None: the environment gave none
+    reward: float | None = None  # the reward of this turn; None: the environment gave none
 
 
 @dataclass(frozen=True)
@@ -34,19 +43,24 @@ class Done:
     """A reply that ends the rollout: Done(1.0)."""
 
     reward: float | None = None  # None: the environment gives none, reward functions decide
-    messages: list[Message] = field(default_factory=list)  # for rewards and samples; the model never sees them
+    # For rewards and samples; the model never sees these messages.
+    messages: list[Message] = field(default_factory=list)
     assistant: Message | None = None
     num_calls: int = 0
     num_call_errors: int = 0
     seconds: float = 0.0
-    state: Message = field(default_factory=dict)  # the instance's public attributes, for reward functions
+    state: Message = field(
+        default_factory=dict
+    )  # the instance's public attributes, for reward functions
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The failure of a rollout. timeout: killed at its deadline. crash: its process died. error: it raised.
+    """The failure of a rollout.
 
-    lost: through no fault of its own, for instance because the machine has no more processes.
+    kind: "timeout" if its process was killed at a deadline, "crash" if its process died, "error" if
+    the user's code raised, "lost" if the failure was not its fault, for instance because the
+    machine has no more processes.
     """
 
     kind: Literal["timeout", "crash", "error", "lost"]
@@ -58,9 +72,10 @@ Reply = Turn | Done | Failed
 
 
 def prompt_of(row: Sequence[Message], reset: Turn) -> list[Message]:
-    """Returns the prompt: the messages that reset gave, else the row's own with the text that reset appended.
+    """Returns the prompt: the messages of reset, else the row's own with the text of reset.
 
-    prompt_of([{"role": "user", "content": "Go "}], Turn(appended="north")) == [{"role": "user", "content": "Go north"}]
+    prompt_of([{"role": "user", "content": "Go "}], Turn(appended="north")) returns
+    [{"role": "user", "content": "Go north"}].
     """
     messages = [dict(message) for message in reset.messages or row]
     if not reset.appended:
@@ -73,12 +88,16 @@ def prompt_of(row: Sequence[Message], reset: Turn) -> list[Message]:
 
 
 def conversation(turns: Sequence[tuple[str, Turn | Done | None]]) -> list[Message]:
-    """Returns a rollout as chat messages for reward functions: the model's turns and the replies to them, in order.
+    """Returns a rollout as chat messages for reward functions: each turn and the reply to it.
 
-    turns: the text of each turn and the reply to it; None where there was no reply.
+    turns: the text of each turn and the reply to it; None if there was no reply.
     """
     messages: list[Message] = []
     for text, reply in turns:
-        said = reply or Turn()
-        messages += [said.assistant or {"role": "assistant", "content": text}, *said.messages]
+        assistant: Message = {"role": "assistant", "content": text}
+        if reply is None:
+            messages.append(assistant)
+            continue
+        messages.append(reply.assistant or assistant)
+        messages += reply.messages
     return messages

@@ -1,7 +1,7 @@
-"""The worker service of an agent: a user's function or command that calls the model at a given address.
+"""The worker service of an agent: a user's function or command that calls the model over HTTP.
 
-The address (endpoint.py) is in OPENAI_BASE_URL. Clients of the openai package that the user's file created when it was
-imported, before the rollout started, are set to this address, too.
+The environment variable OPENAI_BASE_URL holds the rollout's address (endpoint.py). Clients of the
+openai package that the user's file created when it was imported are set to this address, too.
 """
 
 import asyncio
@@ -34,20 +34,19 @@ _MAX_LINE = 1 << 20  # bytes; a longer line counts as several
 
 
 class AgentService(EnvironmentService):
-    """The service that runs an agent. The user's file is imported once, in the fork server. Raises UserError."""
+    """The service that runs an agent. The fork server imports the user's file, once."""
 
     def __init__(self, setup: bytes) -> None:
-        self._setup, self._instance = decode(setup, AgentSetup), None
-        os.environ["OPENAI_BASE_URL"] = _NOWHERE
-        os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require a key; nobody else knows the address
-        direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
+        self._setup = decode(setup, AgentSetup)
+        self._instance = None
+        _set_variables()
         agent = self._setup.agent
         if isinstance(agent, list):
             if shutil.which(agent[0]) is None:
                 raise UserError(f"rollout.agent {agent}: no program {agent[0]!r}")
             return
-        with contextlib.suppress(Exception):  # without openai, or with another version of it, agents start more slowly
+        # Without openai, or with another version of it, agents start more slowly.
+        with contextlib.suppress(Exception):
             _warm()
         self._label = f"agent {short_name(agent)}"
         self._function = functions.find(f"rollout.agent {agent!r}", agent)
@@ -58,42 +57,70 @@ class AgentService(EnvironmentService):
         if request.kind == "describe":
             return Answer(tools=[])
         seed_generators(request.seed)
-        return Answer(done=_done(self._run(request.columns)))
+        result = self._run(request.columns)
+        return Answer(done=_done(result))
 
     def _run(self, row: Mapping[str, Any]) -> Any:
+        """Runs the agent and returns its result. row: the columns and `base_url`."""
         os.environ["OPENAI_BASE_URL"] = row["base_url"]
         if isinstance(self._setup.agent, list):
             return _run_command(self._setup.agent, row)
         for client in self._clients:
             if str(client.base_url).rstrip("/") == _NOWHERE:
                 client.base_url = row["base_url"]
-        return call_user(self._label, self._function, **named_arguments(self._function, row))
+        arguments = named_arguments(self._function, row)
+        return call_user(self._label, self._function, **arguments)
+
+
+def _set_variables() -> None:
+    """Sets the environment variables through which clients find the model without a proxy."""
+    os.environ["OPENAI_BASE_URL"] = _NOWHERE
+    # Clients require a key. Any one will do, because nobody else knows the address.
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    direct_hosts = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    if direct_hosts:
+        direct_hosts += ",127.0.0.1"
+    else:
+        direct_hosts = "127.0.0.1"
+    os.environ["NO_PROXY"] = direct_hosts
+    os.environ["no_proxy"] = direct_hosts
 
 
 def _warm() -> None:
-    """Makes openai requests before the fork, so that workers inherit what openai imports and compiles for them."""
+    """Makes openai requests before the fork.
+
+    Workers then inherit what openai imports and compiles for a request.
+    """
     import httpx2
     import openai
 
-    response = answer(
-        {"id": "", "created": 0, "model": ""}, ModelAnswer({"role": "assistant", "content": ""}, "stop", {})
-    )
-    mock = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=response)))
-    for http_client in (mock, None):  # None: a request over the network, to an address without a server
-        completions = openai.AsyncOpenAI(http_client=http_client, max_retries=0).chat.completions
+    head = {"id": "", "created": 0, "model": ""}
+    response = answer(head, ModelAnswer({"role": "assistant", "content": ""}, "stop", {}))
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, json=response))
+    mock = httpx2.AsyncClient(transport=transport)
+    for http_client in (mock, None):  # None: over the network, to an address without a server
+        client = openai.AsyncOpenAI(http_client=http_client, max_retries=0)
+        question = client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": ""}]
+        )
         with contextlib.suppress(openai.APIConnectionError):
-            asyncio.run(completions.create(model="", messages=[{"role": "user", "content": ""}]))
+            asyncio.run(question)
 
 
 def _clients() -> list[Any]:
     """Returns every openai client of this process."""
     openai = sys.modules.get("openai")
-    kinds = (openai.OpenAI, openai.AsyncOpenAI) if openai else ()
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    if openai is None:
+        return []
+    kinds = (openai.OpenAI, openai.AsyncOpenAI)
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
 
 
 def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:
-    """Runs the agent's command and returns the JSON value of its last output line. Raises BrokenEnvironment."""
+    """Runs the agent's command and returns the JSON value of its last output line.
+
+    Raises BrokenEnvironment if the command fails or its last line is no JSON.
+    """
     with tempfile.TemporaryFile() as columns:
         columns.write(json.dumps(row, default=str).encode())
         columns.seek(0)
@@ -102,8 +129,9 @@ def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:
 
     def keep_last_line() -> None:
         assert program.stdout is not None
-        lines = iter(functools.partial(program.stdout.readline, _MAX_LINE), b"")
-        output.extend(line for line in lines if line.strip())
+        for line in iter(functools.partial(program.stdout.readline, _MAX_LINE), b""):
+            if line.strip():
+                output.append(line)
 
     reader = threading.Thread(target=keep_last_line, daemon=True)
     reader.start()
@@ -111,17 +139,23 @@ def _run_command(command: list[str], row: Mapping[str, Any]) -> Any:
     reader.join(1.0)  # processes that the command leaves behind may hold its output open
     [last] = output
     if status:
-        raise BrokenEnvironment(f"{command[0]} ended with exit code {status}; its last line: {shorten(last)}")
+        raise BrokenEnvironment(
+            f"{command[0]} ended with exit code {status}; its last line: {shorten(last)}"
+        )
     try:
         return json.loads(last)
     except ValueError:
         raise BrokenEnvironment(
-            f"{command[0]} printed {shorten(last)} as its last line, expected a reward, or an answer as a JSON string"
+            f"{command[0]} printed {shorten(last)} as its last line, expected a reward, or an "
+            "answer as a JSON string"
         ) from None
 
 
 def _done(result: Any) -> Done:
-    """Converts a result: a number is the reward, text the answer for reward functions. Raises BrokenEnvironment."""
+    """Converts an agent's result. A number is the reward, text the answer for reward functions.
+
+    Raises BrokenEnvironment for any other result except None.
+    """
     if isinstance(result, str):
         return Done(None, [{"role": "assistant", "content": result}])
     reward = finite_number(result)

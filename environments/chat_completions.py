@@ -1,7 +1,8 @@
-"""Parser of OpenAI chat completion requests and writer of responses, as far as a policy in training serves them. Pure.
+"""Parser of OpenAI chat completion requests and writer of responses, without any input or output.
 
-A setting that changes the distribution of tokens is refused unless it equals the config's value, because the trainer's
-ratios hold for the config's values. Settings that only end a completion (max_tokens, stop) are the agent's to choose.
+A setting that changes the distribution of tokens is refused unless it equals the config's value,
+because the trainer's ratios hold for the config's values. Settings that only end a completion
+(max_tokens, stop) are the agent's to choose.
 """
 
 import contextlib
@@ -26,13 +27,18 @@ class RequestError(Exception):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        self.body = {"error": error}
 
 
 class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chat completion request. Unknown fields are refused by name: an agent that needs one would train without it."""
+    """A chat completion request.
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]  # after `read`: in the form of `normal`
+    An unknown field is refused with its name, because the agent may need what it asks for.
+    """
+
+    # after `read`: in the form of `normal`
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     model: str = ""  # any name: there is one model
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
@@ -62,10 +68,14 @@ class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """Returns the texts that end the completion."""
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return self.stop or []
 
     @property
     def reads_calls(self) -> bool:
+        """Returns whether tool calls in the completion are parsed."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -73,52 +83,95 @@ class ChatRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelAnswer:
     """The model's answer to one request."""
 
-    message: Message  # in the form of `normal`, so that it is recognized when it comes back as history
+    # in the form of `normal`, so that it is recognized when it comes back as history
+    message: Message
     finish_reason: str
     usage: dict[str, int]
 
 
 def read(raw: bytes, law: Mapping[str, float]) -> ChatRequest:
-    """Parses a request. law: the values of temperature, top_p, top_k and min_p in force. Raises RequestError."""
+    """Parses a request. Raises RequestError.
+
+    law: the values of temperature, top_p, top_k and min_p in force.
+    """
     try:
         ask: ChatRequest = msgspec.json.decode(raw, type=ChatRequest)
     except (ValueError, RecursionError) as error:
-        named = re.search(r"`\$\.(\w+)|unknown field `(\w+)`", str(error))
-        name = named[1] or named[2] if named else None
-        raise RequestError(f"{f'{name}: ' if name else ''}not served by a model in training: {error}", name) from None
-    for name, value in (dict(law) | _UNCHANGED).items():
-        given = getattr(ask, name)
-        given = max(0, given) if name == "top_k" and given is not None else given
-        if given is not None and abs(given - value) > 1e-6:
-            raise RequestError(
-                f"{name} {given:g} is not that of the run, {value:g}, for which its ratios hold; leave it out", name
-            )
+        raise _unreadable(error) from None
+    _check_law(ask, law)
     if "" in ask.stops:
         raise RequestError("stop holds an empty text, which is everywhere", "stop")
-    functions = [tool.get("function") for tool in ask.tools or ()]
-    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) and f["name"] for f in functions):
-        raise RequestError('tools: each is {"type": "function", "function": {"name": …, "parameters": …}}', "tools")
+    for tool in ask.tools or ():
+        if not _has_name(tool):
+            form = '{"type": "function", "function": {"name": …, "parameters": …}}'
+            raise RequestError(f"tools: each is {form}", "tools")
     names: dict[str, str] = {}  # function names by call id
-    return msgspec.structs.replace(ask, messages=[normal(message, names) for message in ask.messages])
+    messages = [normal(message, names) for message in ask.messages]
+    return msgspec.structs.replace(ask, messages=messages)
+
+
+def _unreadable(error: Exception) -> RequestError:
+    """Returns the error for a request that cannot be decoded, with the field that is at fault."""
+    reason = f"not served by a model in training: {error}"
+    field = re.search(r"`\$\.(\w+)|unknown field `(\w+)`", str(error))
+    if field is None:
+        return RequestError(reason)
+    name = field[1] or field[2]
+    return RequestError(f"{name}: {reason}", name)
+
+
+def _check_law(ask: ChatRequest, law: Mapping[str, float]) -> None:
+    """Raises RequestError for a setting that would sample from another distribution."""
+    for name, value in (dict(law) | _UNCHANGED).items():
+        requested = getattr(ask, name)
+        if requested is None:
+            continue
+        if name == "top_k":
+            requested = max(0, requested)  # -1 is 0: all tokens
+        if abs(requested - value) > 1e-6:
+            raise RequestError(
+                f"{name} {requested:g} is not that of the run, {value:g}, for which its ratios "
+                "hold; leave it out",
+                name,
+            )
+
+
+def _has_name(tool: dict[str, Any]) -> bool:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return False
+    name = function.get("name")
+    return isinstance(name, str) and name != ""
 
 
 def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
-    """Returns a message in the form of chat templates: content as text, call arguments parsed from JSON, no nulls.
+    """Returns a message in the form of chat templates.
 
-    names: function names by call id, added to by calls, and read for a tool message without a name.
+    Its content is text, the arguments of its calls are parsed from JSON, and it has no nulls.
+
+    names: function names by call id. The calls of this message are added, and a tool message
+    without a name gets the name of its call.
+
     Raises RequestError.
     """
     normalized = {key: value for key, value in message.items() if value is not None and value != []}
-    normalized["role"] = "system" if normalized.get("role") == "developer" else normalized.get("role")
-    if normalized["role"] not in ("system", "user", "assistant", "tool"):
-        raise RequestError(f"messages: no role {normalized['role']!r}", "messages")
+    role = normalized.get("role")
+    if role == "developer":
+        role = "system"
+    if role not in ("system", "user", "assistant", "tool"):
+        raise RequestError(f"messages: no role {role!r}", "messages")
+    normalized["role"] = role
     try:
         content = normalized.get("content", "")
-        normalized["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            content = "".join([part["text"] for part in content])
+        normalized["content"] = content
         if "tool_calls" in normalized:
-            normalized["tool_calls"] = [_call(call) for call in normalized["tool_calls"]]
-            names.update({call["id"]: call["function"]["name"] for call in normalized["tool_calls"]})
-        if normalized["role"] == "tool" and normalized.get("tool_call_id") in names:
+            calls = [_call(call) for call in normalized["tool_calls"]]
+            for call in calls:
+                names[call["id"]] = call["function"]["name"]
+            normalized["tool_calls"] = calls
+        if role == "tool" and normalized.get("tool_call_id") in names:
             normalized.setdefault("name", names[normalized["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
         what = "content is text or parts that are text, a call has id and function"
@@ -127,17 +180,26 @@ def normal(message: Mapping[str, Any], names: dict[str, str]) -> Message:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose arguments are an object, or the text that is no JSON object."""
     function = call["function"]
     arguments = function.get("arguments") or {}
-    with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict):
+                arguments = parsed
+    parsed_function = {"name": function["name"], "arguments": arguments}
+    return {"id": call["id"], "type": "function", "function": parsed_function}
 
 
 def answer(head: Mapping[str, Any], said: ModelAnswer) -> dict[str, Any]:
     """Returns the response to a request without streaming. head: id, created and model."""
-    choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
+    choice = {
+        "index": 0,
+        "message": _message(said),
+        "logprobs": None,
+        "finish_reason": said.finish_reason,
+    }
     return {**head, "object": "chat.completion", "choices": [choice], "usage": said.usage}
 
 
@@ -146,25 +208,39 @@ def chunk(head: Mapping[str, Any], delta: Mapping[str, Any], end: str | None = N
     return _event(head, choices=[{"index": 0, "delta": delta, "finish_reason": end}])
 
 
-def end_of_stream(head: Mapping[str, Any], said: ModelAnswer, told: str, options: Mapping[str, Any]) -> bytes:
-    """Returns the last events: the answer's rest after `told`, the finish_reason and, if asked for, the token usage."""
-    message = _message(said)
-    rest = {name: value for name, value in message.items() if name != "role"}
-    rest["content"] = message["content"][len(told) :]
-    if calls := message.get("tool_calls"):
+def end_of_stream(
+    head: Mapping[str, Any], said: ModelAnswer, told: str, options: Mapping[str, Any]
+) -> bytes:
+    """Returns the last events of a stream.
+
+    They hold the answer's rest after the text `told`, the finish_reason and, if the options ask for
+    it, the token usage.
+    """
+    rest = _message(said)
+    rest.pop("role", None)
+    rest["content"] = rest["content"][len(told) :]
+    calls = rest.get("tool_calls")
+    if calls:
         rest["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    usage = _event(head, choices=[], usage=said.usage) if options.get("include_usage") else b""
-    return chunk(head, rest) + chunk(head, {}, said.finish_reason) + usage + b"data: [DONE]\n\n"
+    events = chunk(head, rest) + chunk(head, {}, said.finish_reason)
+    if options.get("include_usage"):
+        events += _event(head, choices=[], usage=said.usage)
+    return events + b"data: [DONE]\n\n"
 
 
 def _event(head: Mapping[str, Any], **rest: Any) -> bytes:
-    return f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **rest})}\n\n".encode()
+    event = {**head, "object": "chat.completion.chunk", **rest}
+    return f"data: {json.dumps(event)}\n\n".encode()
 
 
 def _message(said: ModelAnswer) -> Message:
-    """Returns the answer's message with the arguments of its calls as JSON."""
-    calls = [
-        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-        for call in said.message.get("tool_calls", [])
-    ]
-    return said.message | ({"tool_calls": calls} if calls else {})
+    """Returns a copy of the answer's message with the arguments of its calls as JSON."""
+    message = dict(said.message)
+    calls = []
+    for call in message.get("tool_calls", []):
+        function = dict(call["function"])
+        function["arguments"] = json.dumps(function["arguments"])
+        calls.append(call | {"function": function})
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,4 +1,4 @@
-"""Service in the worker of one rollout: it runs requests in the user's environment and returns answers."""
+"""Service in the worker of one rollout: it passes requests to the user's environment."""
 
 import contextlib
 import random
@@ -36,7 +36,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class EnvironmentService:
-    """The service of an environment. The fork server imports the user's file, once; the worker makes the instance."""
+    """The service of an environment.
+
+    The fork server imports the user's file once. Each worker makes an instance of its own.
+    """
 
     def __init__(self, setup: bytes) -> None:
         self._factory = EnvironmentFactory(decode(setup, EnvironmentSetup))
@@ -50,7 +53,9 @@ class EnvironmentService:
             reason = str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             reason = f"the answer cannot be sent: {error}"
-        except Exception as error:  # an object that the environment returned may raise when it is read
+        except (
+            Exception
+        ) as error:  # an object that the environment returned may raise when it is read
             reason = with_type(error)
         return encode(Answer(failed=Failed("error", reason, time.monotonic() - started_s)))
 
@@ -61,24 +66,32 @@ class EnvironmentService:
 
     def _answer(self, request: Request, started_s: float) -> Answer:
         if request.kind == "describe":
-            instance = self._instance = self._factory.checked()
-            return Answer(tools=schemas(instance.tools or {}))
+            self._instance = self._factory.checked()
+            return Answer(tools=schemas(self._instance.tools or {}))
         if request.kind == "reset":
             seed_generators(request.seed)
             self._instance = self._factory.instance()
         assert self._instance is not None, "the first request is a reset"
-        if request.kind == "step":
-            result: Turn | Done = self._instance.step(request.completion, request.calls)
+        result: Turn | Done
+        if request.kind == "reset":
+            result = self._instance.reset(request.columns)
+        elif request.kind == "step":
+            result = self._instance.step(request.completion, request.calls)
         else:
-            result = self._instance.reset(request.columns) if request.kind == "reset" else self._instance.finish()
+            result = self._instance.finish()
         seconds = time.monotonic() - started_s
         if isinstance(result, Done):
-            return Answer(done=replace(result, seconds=seconds, state=self._instance.state()))
+            state = self._instance.state()
+            return Answer(done=replace(result, seconds=seconds, state=state))
         return Answer(turn=replace(result, seconds=seconds))
 
 
 def seed_generators(seed: int | None) -> None:
-    """Seeds random and numpy, because processes forked from one process share the state of numpy's generator."""
+    """Seeds `random` and, if it is imported, numpy. None seeds them differently each time.
+
+    Processes that are forked from one process would otherwise draw equal numbers from numpy.
+    """
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed(random.getrandbits(32))
