@@ -1,13 +1,13 @@
-r"""Completions whose worth is known without a model: right and wrong answers, in every form that a model may choose.
+r"""Completions whose worth is known without a model: right and wrong answers, in several forms.
 
-    gold answer ─► notations (1/2, 0.5, \frac{1}{2}) ─► forms (tags, box, a sentence, …) ─► right completions
-               ─► near misses (7/2, 2, 1.5), answers of other rows, its parts ─► forms ─► wrong completions
+    gold answer ─► notations (1/2, 0.5, \frac{1}{2}) ─► forms (tags, box, …) ─► right completions
+               ─► near misses (7/2, 2, 1.5), answers of other rows ─► forms ─► wrong completions
 
 Reward functions are tried on them before anything is sampled.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,11 @@ from rewards.mathematics.contradictions import (
     of_another_unit,
 )
 from rewards.mathematics.gold import gold_texts
-from rewards.mathematics.notations import (
-    AS_WRITTEN,
-    is_equal,
-    near_misses,
-    notations,
-    wrong_answer,
-)
+from rewards.mathematics.near_misses import near_misses, wrong_answer
+from rewards.mathematics.notations import AS_WRITTEN, is_equal, notations
 
 THOUGHT = "I work it out."
-FORMS = {  # the thought comes before, except of the last two
+FORMS = {  # templates of completions; a thought stands before all but the last two
     "tags": "<answer>{}</answer>",
     "box in tags": r"<answer>\boxed{{{}}}</answer>",
     "box": r" The answer is \boxed{{{}}}.",
@@ -44,26 +39,35 @@ OTHER = "the answer of another row"
 THOUGHT_OF = "another answer, with the right one in its thought"
 UNFINISHED = "a guess in an unfinished thought"
 
+_MAX_OTHER = 2  # the most answers of other rows that are tried
 _LATEX = re.compile(r"[\\^_{]")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A completion.  Probe("tags", True, "<answer>72</answer>", thought="I work it out.", what="as written")"""
+    """A completion.
+
+    Probe("tags", True, "<answer>72</answer>", thought="I work it out.", what="as written")
+    """
 
     form: str
     is_right: bool
-    rest: str
-    thought: str | None = None  # None: there is none
-    what: str = AS_WRITTEN  # the notation of a right answer; of a wrong one, what it is
+    rest: str  # the text without its thought
+    thought: str | None = None
+    what: str = AS_WRITTEN  # the notation of a right answer, or what a wrong answer is
     answer: str = ""  # as the completion writes it
 
     @property
     def text(self) -> str:
-        return self.rest if self.thought is None else f"<think>{self.thought}</think>{self.rest}"
+        if self.thought is None:
+            return self.rest
+        return f"<think>{self.thought}</think>{self.rest}"
 
     def behind(self, turn_prefix: str) -> str:
-        """Returns the text after a prompt that starts the model's turn: it ends the thought that is already open."""
+        """Returns the text behind a prompt that begins the model's turn.
+
+        If the prompt has opened a thought, the text ends it.
+        """
         opened = turn_prefix.strip()
         if self.what == UNFINISHED:
             return self.text.removeprefix(opened)
@@ -73,45 +77,83 @@ class Probe:
 
 
 def _closing(tag: str) -> str:
-    """Returns the closing tag: <think> -> </think>, [THINK] -> [/THINK], <|START_THINKING|> -> <|END_THINKING|>"""
+    """Returns the tag that closes a thought.
+
+    <think> → </think>    [THINK] → [/THINK]    <|START_THINKING|> → <|END_THINKING|>
+    """
     if tag[1] == "|":
-        return re.sub("begin", "end", tag.replace("START", "END"))
+        return tag.replace("START", "END").replace("begin", "end")
     return f"{tag[0]}/{tag[1:]}"
 
 
 def probes(answer: Any, others: Sequence[str] = (), thorough: bool = False) -> list[Probe]:
-    """Returns the right and a wrong answer in every form, and an empty completion; without a gold answer only this.
+    """Returns the right and wrong answers of a row in every form, and an empty completion.
 
-    thorough: the right one in all its notations, and more wrong ones. others: gold answers of other rows.
+    Without a gold answer, it returns only the empty completion.
+
+    others: gold answers of other rows. thorough: whether to add the right answer in all its
+    notations, and more wrong ones.
     """
     empty = Probe(EMPTY, False, "", what=EMPTY)
-    if not (right := gold_texts(answer)):
+    golds = gold_texts(answer)
+    if not golds:
         return [empty]
-    gold = right[0]
-    writings = notations(gold) if thorough else {AS_WRITTEN: gold}
-    wrong = {
-        NEAR: [wrong_answer(gold), *(near_misses(gold) if thorough else ())],
-        OTHER: [t for t in others if gold not in t and t not in gold and not same_answer(t, gold)][:2],
-    }
-    made = [probe for what, text in writings.items() for probe in _in_forms(True, text, what)]
-    seen = set(right) | set(writings.values())
+    gold = golds[0]
+    right = {AS_WRITTEN: gold}
+    if thorough:
+        right = notations(gold)
+    made = list[Probe]()
+    for what, text in right.items():
+        made += _in_forms(True, text, what)
+    for what, text in _wrong_answers(golds, right, others, thorough):
+        made += _in_forms(False, text, what)
+    if thorough:
+        guess = rf"Perhaps it is \boxed{{{gold}}}, but let me"
+        for thought in (guess, f"Perhaps the answer is {gold}"):
+            rest = f"<think>{thought}"
+            made.append(Probe(UNFINISHED, False, rest, what=UNFINISHED, answer=gold))
+        near = [probe for probe in made if probe.what == NEAR]
+        num_with_thought = len(FORMS) - len(_THOUGHTLESS)
+        for probe in near[:num_with_thought]:
+            made.append(replace(probe, thought=f"{guess} see. No.", what=THOUGHT_OF))
+    return [*made, empty]
+
+
+def _wrong_answers(
+    golds: Sequence[str], right: Mapping[str, str], others: Sequence[str], thorough: bool
+) -> Iterator[tuple[str, str]]:
+    """Yields wrong answers, each once, behind what they are.
+
+    golds: the texts that count as right. right: notations of the first one, by their names.
+    """
+    gold = golds[0]
+    seen = {*golds, *right.values()}
     if thorough:
         for what, texts in contradictions(gold).items():
             for text in texts:
                 if text not in seen:
                     seen.add(text)
-                    made += _in_forms(False, text, what)
-    for what, texts in wrong.items():
-        for text in texts:
-            if text not in seen and not (thorough and any(is_equal(text, one) for one in right)):
-                seen.add(text)
-                made += _in_forms(False, text, what)
+                    yield what, text
+    candidates = [(NEAR, wrong_answer(gold))]
     if thorough:
-        guesses = [rf"Perhaps it is \boxed{{{gold}}}, but let me", f"Perhaps the answer is {gold}"]
-        made += [Probe(UNFINISHED, False, f"<think>{text}", what=UNFINISHED, answer=gold) for text in guesses]
-        wrongs = [probe for probe in made if probe.what == NEAR][: len(FORMS) - len(_THOUGHTLESS)]
-        made += [replace(probe, thought=f"{guesses[0]} see. No.", what=THOUGHT_OF) for probe in wrongs]
-    return [*made, empty]
+        candidates += [(NEAR, text) for text in near_misses(gold)]
+    candidates += [(OTHER, text) for text in _of_other_rows(gold, others)]
+    for what, text in candidates:
+        if text in seen:
+            continue
+        if thorough and any(is_equal(text, one) for one in golds):
+            continue
+        seen.add(text)
+        yield what, text
+
+
+def _of_other_rows(gold: str, others: Sequence[str]) -> list[str]:
+    """Returns some answers of other rows that mean something else than the gold one."""
+    different = list[str]()
+    for text in others:
+        if gold not in text and text not in gold and not same_answer(text, gold):
+            different.append(text)
+    return different[:_MAX_OTHER]
 
 
 def contradictions(gold: str) -> dict[str, list[str]]:
@@ -124,7 +166,12 @@ def contradictions(gold: str) -> dict[str, list[str]]:
 
 
 def _in_forms(is_right: bool, text: str, what: str) -> Iterator[Probe]:
+    """Yields a probe for each form. LaTeX stands between $ where nothing else shows that it is."""
+    inline = text
+    if _LATEX.search(text) and "$" not in text:
+        inline = f"${text}$"
     for form, template in FORMS.items():
-        inline = f"${text}$" if form in _THOUGHTLESS and _LATEX.search(text) and "$" not in text else text
-        thought = None if form in _THOUGHTLESS else THOUGHT
-        yield Probe(form, is_right, template.format(inline), thought, what, text)
+        if form in _THOUGHTLESS:
+            yield Probe(form, is_right, template.format(inline), None, what, text)
+        else:
+            yield Probe(form, is_right, template.format(text), THOUGHT, what, text)

@@ -1,17 +1,21 @@
-"""Answers with the right number and something wrong: another unit, another noun or another order.
+"""Writes answers with the right number and another unit, another noun or another order.
 
 The input is gold answers, never a model's text. A gold answer without a unit, noun or order has no
 such answers.
 """
 
 import re
+from collections.abc import Sequence
 
-from rewards.mathematics.gold import gold_kind, is_pair, split_unit, value, without_layout
+from rewards.mathematics.gold import gold_kind
+from rewards.mathematics.layout import without_layout
 from rewards.mathematics.measures import Measure, read_measure
+from rewards.mathematics.orders import is_pair
+from rewards.mathematics.quantities import split_unit, value
 from rewards.mathematics.times import TIME
 from rewards.mathematics.units import MONEY, units_of
 
-_OTHER_UNITS = {  # of the same kind, then of another
+_OTHER_UNITS = {  # for each unit a different one of the same kind
     "$": "€", "€": "$", "£": "$", "¥": "$", "₹": "$",
     "dollars": "euros", "dollar": "euro", "euros": "dollars",
     "fahrenheit": "Celsius", "celsius": "Fahrenheit", "°f": "°C", "°c": "°F",
@@ -23,6 +27,7 @@ _OTHER_UNITS = {  # of the same kind, then of another
     "pounds": "kilograms",
     "degrees": "radians", "liters": "gallons",
 }  # fmt: skip
+# Words that say something else in the place of a word: two, because the answer may have the first.
 _NOUNS = ("crates", "lamps")
 _ADJECTIVES = ("blue", "wooden")
 _HOLDERS = ("crate", "lamp")
@@ -39,24 +44,32 @@ def of_another_unit(gold: str) -> list[str]:
     if not words or not _has_amount(gold, number):
         return []
     measure = read_measure(words)
-    found = [_written(number, text) for text in _with_other_units(words, measure)]
+    found = list[str]()
+    for text in _with_other_units(words, measure):
+        found.append(_written(number, text))
     if words.startswith(("%", "percent")):
         found += [f"{number} dollars", f"{number} kg"]
     elif words == "°":
         found.append(rf"{number}\pi")
     elif words[0].isalpha() and not measure.has_scale:
         is_mass = "gram" in str(units_of(measure.unit))
-        found.append(f"{number} {'m' if is_mass else 'kg'}")
+        if is_mass:
+            found.append(f"{number} m")
+        else:
+            found.append(f"{number} kg")
     return list(dict.fromkeys(found))
 
 
 def _has_amount(gold: str, number: str) -> bool:
-    """Returns whether a gold answer is so much of something, and not nothing: 0 km is 0 miles."""
+    """Returns whether a gold answer is a quantity other than zero: 0 km is 0 miles."""
     return gold_kind(gold).name in ("number", "mathematics") and value(number) != 0
 
 
 def _with_other_units(words: str, measure: Measure) -> list[str]:
-    """Returns the words with each unit replaced: "miles per hour" -> "kilometers per hour", …"""
+    """Returns the words with one unit replaced, for each unit.
+
+    "miles per hour" -> "kilometers per hour", "miles per minute"
+    """
     if not (measure.unit or measure.per):
         return []
     found = list[str]()
@@ -80,8 +93,9 @@ def of_another_noun(gold: str) -> list[str]:
     if not words or not _has_amount(gold, number):
         return []
     found = list[str]()
-    for word, others in _replaceable(read_measure(words)):
-        other = others[1] if others[0].casefold() in words.casefold() else others[0]
+    for word, (other, second_other) in _replaceable(read_measure(words)):
+        if other.casefold() in words.casefold():
+            other = second_other
         text = re.sub(rf"\b{re.escape(word)}\b", other, words, flags=re.IGNORECASE)
         if text != words:
             found.append(_written(number, text))
@@ -89,19 +103,27 @@ def of_another_noun(gold: str) -> list[str]:
 
 
 def _replaceable(measure: Measure) -> list[tuple[str, tuple[str, str]]]:
-    """Returns the words whose place others can take, with those."""
-    nouns = measure.joined or measure.words
-    adjectives = measure.words if measure.joined else measure.words[:-1]
-    words = [(word, _COUNTRIES) for word in measure.country[-1:]]
+    """Returns words of a measure, each with two words that say something else in its place."""
+    nouns = measure.words
+    adjectives = measure.words[:-1]
+    if measure.joined:  # red and blue balls
+        nouns = measure.joined
+        adjectives = measure.words
+    replaceable = _last(measure.country, _COUNTRIES)
     if measure.unit:
-        words += [(word, _ADJECTIVES) for word in nouns[-1:]]  # 5 m tall
+        replaceable += _last(nouns, _ADJECTIVES)  # 5 m tall
     else:
-        words += [(word, _NOUNS) for word in nouns[-1:]]
-        words += [(word, _ADJECTIVES) for word in adjectives[-1:]]
-    words += [(word, _CONTENTS) for word in measure.contents[-1:]]
+        replaceable += _last(nouns, _NOUNS)
+        replaceable += _last(adjectives, _ADJECTIVES)
+    replaceable += _last(measure.contents, _CONTENTS)
     for denominator in measure.per:
-        words += [(word, _HOLDERS) for word in denominator.words[-1:]]
-    return words
+        replaceable += _last(denominator.words, _HOLDERS)
+    return replaceable
+
+
+def _last(words: Sequence[str], others: tuple[str, str]) -> list[tuple[str, tuple[str, str]]]:
+    """Returns the last word with the others that may take its place; [] if there are no words."""
+    return [(word, others) for word in words[-1:]]
 
 
 def _written(number: str, words: str) -> str:
@@ -123,12 +145,14 @@ def in_another_order(gold: str) -> list[str]:
     plain = without_layout(gold)
     number, words = split_unit(plain)
     if is_pair(number):
-        name, _, pair = number.rpartition("=")
+        name, equals, pair = number.rpartition("=")
         first, second = pair.strip().lstrip("-−+").split(",")
-        named = f"{name}= " if name else ""
-        reverse = f"{named}{second},{first}"
-        text = _written(reverse, words)
-        return [text] if first != second else []
+        if first == second:
+            return []
+        reverse = f"{second},{first}"
+        if equals:
+            reverse = f"{name}= {reverse}"
+        return [_written(reverse, words)]
     inside = _TUPLE.fullmatch(plain)
     if inside is not None:
         parts = [part.strip() for part in inside[2].split(",")]

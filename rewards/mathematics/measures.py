@@ -1,4 +1,4 @@
-"""The words behind a number, read: scale, unit, nouns and denominators.
+"""Reads the words behind a number: scale, unit, nouns and denominators.
 
     "million large boxes of rice per child" ─► scale 10^6, words (large, boxes), contents (rice,),
                                                per (child,)
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rewards.mathematics.tokens import tokens_of
 from rewards.mathematics.units import (
     CENTS,
     KINDS_OF_SCALES,
@@ -23,27 +24,6 @@ from rewards.mathematics.units import (
     units_of,
 )
 
-_ALIASES = {  # of a word, in words or units of the tables
-    "mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour",
-    "mpg": "mile / gallon", "fps": "foot / second", "kwh": "kilowatt hour",
-    "oz": "ounce", "gal": "gallon", "gals": "gallon", "qt": "quart", "qts": "quart",
-    "pts": "point",
-    "tbsp": "tablespoon", "tsp": "teaspoon", "fl": "fluid", "doz": "dozen", "lbm": "pound",
-    "wk": "week", "wks": "week", "mo": "month", "mos": "month", "hp": "horsepower",
-    "kb": "kilobyte", "mb": "megabyte", "gb": "gigabyte", "tb": "terabyte",
-    "cal": "calorie", "cals": "calorie", "kcal": "kilocalorie", "kcals": "kilocalorie",
-    "usd": "us $", "us$": "us $", "american": "us", "cad": "canadian $", "c$": "canadian $",
-    "aud": "australian $", "a$": "australian $", "gbp": "£", "eur": "€", "jpy": "¥", "inr": "₹",
-    "cny": "yuan", "rmb": "yuan", "grey": "gray", "high": "tall",
-}  # fmt: skip
-_MILLI_OR_MEGA = re.compile(r"([mM])(W|V|A|N|J|Hz|Pa|Wh)")  # the case tells them apart
-_REWRITTEN = (
-    (re.compile(r"\bper cents?\b", re.IGNORECASE), "percent"),
-    (re.compile(r"(?:\bdegrees? ?|° ?)(?:celsius|centigrade|C)\b", re.IGNORECASE), "°C"),
-    (re.compile(r"(?:\bdegrees? ?|° ?)(?:fahrenheit|F)\b", re.IGNORECASE), "°F"),
-)
-_POWER_BEFORE = re.compile(r"\b(square|sq\.?|cubic|cu\.?) ([A-Za-z]+)", re.IGNORECASE)
-_POWER_BEHIND = re.compile(r"\b([A-Za-z]+) (squared|cubed)\b", re.IGNORECASE)
 # Words that end what is counted: the rest of a sentence follows them.
 _ENDING_WORDS = (
     "in as by at to from on with for because since which that who whom whose where when while if "
@@ -63,6 +43,7 @@ _FILLING_WORDS = (
     "approximately other such both all each every"
 )
 _FILLERS = _DETERMINERS.union(_FILLING_WORDS.split())
+_BEFORE_OTHER_THINGS = ("of", "per", "/", "a", "an", "each", "every")
 _CHANGES = {"more": "more", "less": "fewer", "fewer": "fewer"}
 _IRREGULAR = {
     "people": "person", "men": "man", "women": "woman", "children": "child", "teeth": "tooth",
@@ -87,8 +68,9 @@ class Measure:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing but a scale of less than a hundred is said."""
-        return not (self.unit or self.words or self.per) and self.scale == 1
+        """Whether nothing is said that changes the number."""
+        has_words = self.unit or self.words or self.per
+        return self.scale == 1 and not has_words
 
     @property
     def has_scale(self) -> bool:
@@ -102,6 +84,7 @@ class Measure:
 
     @property
     def has_power(self) -> bool:
+        """Whether the number is so many hundreds, thousands, and so on."""
         return self.scale >= 100
 
 
@@ -111,41 +94,7 @@ def read_measure(text: str) -> Measure:
 
     read_measure("red balls that he bought") == Measure(words=("red", "balls"))
     """
-    return _read(deque(_tokens(text)))
-
-
-def _tokens(text: str) -> list[str]:
-    text = text.replace("²", "^2").replace("³", "^3").replace("{", "").replace("}", "")
-    for pattern, unit in _REWRITTEN:
-        text = pattern.sub(unit, text)
-    text = re.sub(r"°(?![CF]\b)", "° ", text)
-    text = re.sub(r"(?:(?<=[A-Za-z]{2})|(?<=%))-(?=[A-Za-z])", " ", text)  # polka-dot, and not t-shirts
-    text = _POWER_BEFORE.sub(_with_power_before, text)
-    text = _POWER_BEHIND.sub(_with_power_behind, text).replace("units^", "unit^")
-    tokens = list[str]()
-    for word in re.findall(r"/|[^\s/]+", text):
-        prefixed = _MILLI_OR_MEGA.fullmatch(word)
-        if prefixed:
-            tokens.append({"m": "milli", "M": "mega"}[prefixed[1]] + prefixed[2])
-            continue
-        word = word.rstrip(".,;:!")
-        tokens += _ALIASES.get(word.casefold(), word).split()
-    return tokens
-
-
-def _with_power_before(match: re.Match[str]) -> str:
-    """Writes "square cm" as "cm^2", and leaves "square tiles" as they are."""
-    power = 2 if match[1].lower().startswith("sq") else 3
-    return f"{match[2]}^{power}" if _has_powers(match[2]) else match[0]
-
-
-def _with_power_behind(match: re.Match[str]) -> str:
-    power = 2 if match[2].lower() == "squared" else 3
-    return f"{match[1]}^{power}" if _has_powers(match[1]) else match[0]
-
-
-def _has_powers(word: str) -> bool:
-    return is_measured(word) or word.lower() in ("unit", "units")
+    return _read(deque(tokens_of(text)))
 
 
 def _read(tokens: deque[str]) -> Measure:
@@ -162,8 +111,10 @@ def _read(tokens: deque[str]) -> Measure:
         if _begins_denominator(word, tokens):
             if word == "for":
                 tokens.popleft()
-            is_unit = word in ("per", "/") and not contents and tokens[0] not in ("day", "year")
-            per = _read_denominators(tokens, word if is_unit else "every")
+            joins = "every"
+            if word in ("per", "/") and not contents and tokens[0] not in ("day", "year"):
+                joins = word
+            per = _read_denominators(tokens, joins)
             break
         if word == "of":
             phrase = contents
@@ -194,7 +145,9 @@ def _read(tokens: deque[str]) -> Measure:
 
 def _is_noun(word: str, following: Sequence[str]) -> bool:
     """Returns whether "can" is a tin: 1 can, 1 can of soup."""
-    return word == "can" and (not following or following[0].casefold() == "of")
+    if word != "can":
+        return False
+    return not following or following[0].casefold() == "of"
 
 
 def _ends_phrase(word: str, following: Sequence[str], phrase: Sequence[str]) -> bool:
@@ -209,11 +162,18 @@ def _ends_phrase(word: str, following: Sequence[str], phrase: Sequence[str]) -> 
 def _is_verb(word: str, following: Sequence[str]) -> bool:
     """Returns whether "passed" is what somebody did: 12 passed the test, not 12 baked cakes."""
     is_past = len(word) > 4 and word.endswith("ed") and not word.endswith("eed")
-    return is_past and (not following or following[0].casefold() in _ENDS | _DETERMINERS)
+    if not is_past:
+        return False
+    if not following:
+        return True
+    next_word = following[0].casefold()
+    return next_word in _ENDS or next_word in _DETERMINERS
 
 
 def _take_scale(tokens: deque[str]) -> tuple[Fraction, str]:
-    scale, kind = Fraction(1), ""
+    """Takes scales from the beginning, and returns their product and their kind."""
+    scale = Fraction(1)
+    kind = ""
     while tokens and tokens[0].casefold() in SCALES:
         word = tokens.popleft().casefold()
         scale *= SCALES[word]
@@ -222,19 +182,21 @@ def _take_scale(tokens: deque[str]) -> tuple[Fraction, str]:
 
 
 def _take_fillers(tokens: deque[str]) -> str:
-    """Takes "more of the" from the beginning; returns whether it says more or fewer."""
+    """Takes words such as "more of the" from the beginning, and returns "more", "fewer" or ""."""
     change = ""
     while tokens and _is_filler(tokens):
         word = tokens.popleft().casefold()
         change = _CHANGES.get(word, change)
-        if word == "of" and tokens and tokens[0] in ("a", "an"):  # 3/4 of an hour
+        is_before_article = tokens and tokens[0] in ("a", "an")
+        if word == "of" and is_before_article:  # 3/4 of an hour
             tokens.popleft()
     return change
 
 
 def _is_filler(tokens: deque[str]) -> bool:
     word = tokens[0].casefold()
-    if _begins_denominator(word, deque(list(tokens)[1:])):
+    following = list(tokens)[1:]
+    if _begins_denominator(word, following):
         return False
     return word == "of" or word in _FILLERS or word in _CHANGES
 
@@ -243,29 +205,37 @@ def _take_unit(tokens: deque[str]) -> tuple[list[str], str]:
     """Takes a unit from the beginning, and the country of a unit of money: Canadian dollars."""
     if not tokens:
         return [], ""
-    if tokens[0].casefold() in _ENDS and (len(tokens) > 1 or tokens[0] != "in"):
-        return [], ""  # 5 in is 5 inches, 5 in the box is not
-    country = list[str]()
-    index = _index_of_money(tokens)
-    if index is not None:
-        country = [tokens.popleft().casefold() for _ in range(index)]
-    elif not units_of(tokens[0]):
+    begins_sentence = tokens[0].casefold() in _ENDS
+    is_inch = len(tokens) == 1 and tokens[0] == "in"  # 5 in is 5 inches, 5 in the box is not
+    if begins_sentence and not is_inch:
         return [], ""
+    index = _index_of_money(tokens)
+    if index is None:
+        if not units_of(tokens[0]):
+            return [], ""
+        return [], tokens.popleft()
+    country = _take(tokens, index)
     unit = tokens.popleft()
-    repeated = _index_of_money(tokens)  # $5 USD
-    if index is not None and repeated is not None and units_of(tokens[repeated]) == units_of(unit):
-        country += [tokens.popleft().casefold() for _ in range(repeated)]
+    index = _index_of_money(tokens)  # $5 USD
+    if index is not None and units_of(tokens[index]) == units_of(unit):
+        country += _take(tokens, index)
         tokens.popleft()
     return country, unit
+
+
+def _take(tokens: deque[str], num_words: int) -> list[str]:
+    return [tokens.popleft().casefold() for _ in range(num_words)]
 
 
 def _index_of_money(tokens: deque[str]) -> int | None:
     """Returns the index of a unit of money among the first three tokens, or None."""
     for index, token in enumerate(list(tokens)[:3]):
         word = token.casefold()
-        if word in MONEY or word in CENTS or (index > 0 and word == "pounds"):
+        if word in MONEY or word in CENTS:
             return index
-        if word in _ENDS or word in ("of", "per", "/", "a", "an", "each", "every"):
+        if word == "pounds" and index > 0:
+            return index
+        if word in _ENDS or word in _BEFORE_OTHER_THINGS:
             return None
         if is_measured(token) and word != "us":  # US dollars, no microseconds
             return None
@@ -279,16 +249,20 @@ def _begins_denominator(word: str, following: Sequence[str]) -> bool:
     next_word = following[0].casefold()
     if word in ("per", "/"):
         return True
-    if word == "for":
-        is_for_each = next_word in ("each", "every")
-        return is_for_each and _begins_denominator(next_word, list(following)[1:])
-    if word not in ("each", "every", "a", "an") or len(next_word) < 2:  # 2 a b is a product
+    if word == "for" and next_word in ("each", "every"):
+        return _begins_denominator(next_word, list(following)[1:])
+    if word not in ("each", "every", "a", "an"):
+        return False
+    if len(next_word) < 2:  # 2 a b is a product
         return False
     return next_word not in _ENDS and next_word not in _FILLERS
 
 
 def _read_denominators(tokens: deque[str], joins: str) -> list[Measure]:
-    """Reads what follows a "per": of "hour per person" both, each alone."""
+    """Returns the denominators behind a "per": an hour and a person for "hour per person".
+
+    joins: the word before the first one.
+    """
     denominator = _read(tokens)
     first = dataclasses.replace(denominator, per=(), joins=joins)
     return [first, *denominator.per]
@@ -296,14 +270,18 @@ def _read_denominators(tokens: deque[str], joins: str) -> list[Measure]:
 
 @functools.lru_cache(4096)
 def singulars(word: str) -> frozenset[str]:
-    """Returns a word and what it may be the plural of: "boxes" → boxes, box, boxe."""
+    """Returns a word, and the words of which it may be the plural.
+
+    singulars("boxes") == {"boxes", "boxe", "box"}
+    """
     found = {word, _IRREGULAR.get(word, word)}
     if len(word) > 2 and word.endswith("s"):
         found.add(word[:-1])
     if re.search(r"(?:[sxzo]|ch|sh)es$", word):
         found.add(word[:-2])
     if word.endswith("ies"):
-        found.add(f"{word[:-3]}y")
+        found.add(word.removesuffix("ies") + "y")
     if word.endswith("ves"):
-        found |= {f"{word[:-3]}f", f"{word[:-3]}fe"}
+        stem = word.removesuffix("ves")
+        found.update((f"{stem}f", f"{stem}fe"))
     return frozenset(found)

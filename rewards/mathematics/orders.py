@@ -1,7 +1,7 @@
-r"""Answers whose numbers have an order that mathematics does not see: sizes such as 2x3, and 3,5.
+r"""Compares answers whose numbers have an order that mathematics does not see, such as 2x3 and 3,5.
 
-3,5 is a list or three and a half with a decimal comma, so the gold answer 3,5 is never 5,3. A set
-in braces, a list with spaces such as 3, 5, and values joined by "and" or "or" have no order.
+3,5 is a list, or three and a half with a decimal comma. In both cases 5,3 is a different answer.
+A set in braces, a list with spaces such as 3, 5, and values joined by "and" or "or" have no order.
 """
 
 import re
@@ -24,17 +24,23 @@ def is_size(text: str) -> bool:
 
 
 def same_size(text: str, gold: str) -> bool | None:
-    r"""Returns whether two sizes are the same; None if one is no size.
+    r"""Returns whether two sizes are the same; None if one of the texts is no size.
 
     same_size(r"2 \times 3", "2x3 matrix") is True
     """
-    size, gold_size = _SIZE.fullmatch(text), _SIZE.fullmatch(gold)
+    size = _SIZE.fullmatch(text)
+    gold_size = _SIZE.fullmatch(gold)
     if size is None or gold_size is None:
         return None
-    numbers = [Fraction(number) for number in re.findall(_NUMBER, size[1])]
-    gold_numbers = [Fraction(number) for number in re.findall(_NUMBER, gold_size[1])]
-    words, gold_words = read_measure(size[2] or ""), read_measure(gold_size[2] or "")
-    return numbers == gold_numbers and same_unit(words, gold_words)
+    if _numbers(size[1]) != _numbers(gold_size[1]):
+        return False
+    measure = read_measure(size[2] or "")
+    gold_measure = read_measure(gold_size[2] or "")
+    return same_unit(measure, gold_measure)
+
+
+def _numbers(size: str) -> list[Fraction]:
+    return [Fraction(number) for number in re.findall(_NUMBER, size)]
 
 
 def is_pair(gold: str) -> bool:
@@ -43,10 +49,18 @@ def is_pair(gold: str) -> bool:
 
 
 def is_in_order(text: str, pair: str) -> bool:
-    """Returns whether a text holds the numbers of a pair in its order: 3 and 5, or x=3, x=5."""
+    """Returns whether a text lists the numbers of a pair in the same order.
+
+    is_in_order("x=3, x=5", "3,5") is True
+    """
     return _listed(text) == _listed(pair)
 
 
 def _listed(text: str) -> list[Fraction | None]:
-    items = re.split(r"[,;]|\band\b|\bor\b", re.sub(r"[\\{}()\[\]$]", "", text))
-    return [plain_number(item.rpartition("=")[2]) for item in items]
+    """Returns the values of the items of a list, without their names; None for no number."""
+    without_brackets = re.sub(r"[\\{}()\[\]$]", "", text)
+    values = list[Fraction | None]()
+    for item in re.split(r"[,;]|\band\b|\bor\b", without_brackets):
+        right_side = item.rpartition("=")[2]
+        values.append(plain_number(right_side))
+    return values

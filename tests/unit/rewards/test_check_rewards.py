@@ -11,10 +11,12 @@ from common.config import Rewards
 from common.errors import UserError
 from common.types import Problem
 from launcher.check_rewards import check, main
-from rewards.gold_answers import check_gold, distribution
-from rewards.mathematics.notations import notations, wrong_answer
+from rewards.gold_answers import check_gold
+from rewards.mathematics.near_misses import wrong_answer
+from rewards.mathematics.notations import notations
 from rewards.probes import EMPTY, FORMS, OTHER, UNFINISHED, probes
 from rewards.tally import GoldRow
+from rewards.verifiers import distribution
 from tests.support.configs import config_of
 from tests.support.gold_table import LINES
 from tests.support.python_file import python_file
@@ -253,15 +255,12 @@ def test_few_nouns_among_many_numbers_are_tried(file):
     assert any("on 1 of 90 rows (row 60): another unit, another noun" in text for text in problems)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_rewards_that_compare_units_nouns_and_orders_look_right(file):
+    answers = (
         *("7 red balls", "4 large boxes", "100 degrees Fahrenheit", "$5 per hour", "3,5", "3,5 kg"),
         *("60 miles per hour", "3 bags of rice", "5 Canadian dollars", "3rd floor", "03/05", "2x3"),
-    ],
-)
-def test_rewards_that_compare_units_nouns_and_orders_look_right(file, answer):
-    found = gold(file, "answer", "math_verify", answers=(answer,))
+    )
+    found = gold(file, "answer", "math_verify", answers=answers)
     assert found.problems == found.doubts == []
 
 

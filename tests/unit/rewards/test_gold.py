@@ -240,9 +240,9 @@ def test_the_longest_answer_that_is_read_has_400_characters_and_a_longer_one_equ
 
 
 def test_a_completion_gets_a_quarter_of_the_group_s_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, used = list[float](), iter([0.0, 0.0, 1e9])  # begun, at the first completion, at the second
-    monkeypatch.setattr(answers.time, "process_time", lambda: next(used))
-    monkeypatch.setattr(answers, "_in_time", lambda judge, text, wanted, seconds: limits.append(seconds) or True)
+    limits = list[float]()
+    clock = iter([0.0, 0.0, 1e9])  # begun, at the first completion, at the second
+    monkeypatch.setattr(answers.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(answers, "within", lambda seconds, judge, late: limits.append(seconds) or True)
     assert verdicts(["5", "6"], ["5", "6"]) == [True, True]
-    first = min(answers._SECONDS, answers._SECONDS_OF_GROUP / 4)
-    assert limits == [first, answers._LEAST_SECONDS] and first > answers._LEAST_SECONDS
+    assert limits == [2.0 / 4, 0.02]  # the group has two seconds, and each completion at least 20 ms
