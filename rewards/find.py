@@ -1,12 +1,13 @@
-"""The search for reward functions by name, the check that a run can call them, and the columns that they want.
+"""Finds reward functions by name, and checks that a run can call them.
 
-A signature is compared with what a run on this data set offers, so that a misspelt argument is found before anything is
-sampled. The process of the rewards does this; no other process imports a user's functions.
+A signature is compared with what a run on this data set offers, so that a misspelt argument is
+found before anything is sampled. The process of the rewards does this; no other process imports a
+user's functions.
 """
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,12 +17,35 @@ from common.user_code import functions
 from common.user_code.functions import check_parameters, parameters_of, takes_all
 from rewards import ALWAYS_PASSED, RewardFunction
 
-# built-in functions that compare with a gold answer, with the column that each reads, and those that score form alone
-JUDGES = {name: "answer" for name in ("answer", "boxed", "acc", "base_acc", "math_verify", "gated_format")}
-JUDGES["accuracy_reward"] = "solution"
-FORMS = ("format", "boxed_format", "strict_format", "think_format_reward", "get_soft_overlong_punishment")
+# Built-in functions that compare with a gold answer, with the column that each reads.
+JUDGES = {
+    "answer": "answer",
+    "boxed": "answer",
+    "acc": "answer",
+    "base_acc": "answer",
+    "math_verify": "answer",
+    "gated_format": "answer",
+    "accuracy_reward": "solution",
+}
+# Built-in functions that score only the form.
+FORMS = (
+    "format",
+    "boxed_format",
+    "strict_format",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
 BUILT_IN = {name: f"rewards.built_in.{name}" for name in (*JUDGES, *FORMS, "environment")}
-BUILT_IN |= {"classifier": "rewards.classifier.Classifier", "judge": "rewards.judge.Judge"}
+BUILT_IN["classifier"] = "rewards.classifier.Classifier"
+BUILT_IN["judge"] = "rewards.judge.Judge"
+
+_READ_BY_FUNCTIONS = (  # arguments of which a function must read at least one
+    "completions",
+    "completion_ids",
+    "completions_ids",
+    "environment_rewards",
+    "environments",
+)
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -29,11 +53,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
     names: list[str] = []  # argument names, columns among them
     rest: bool = True  # whether a function takes all other columns, too
-    needs_rollout: list[str] = []  # functions that score an environment's reward or state, and costly ones
+    needs_rollout: list[str] = []  # functions that score an environment, and costly ones
 
 
 def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
-    names, rest, needs_rollout = set[str](), False, []
+    """Returns what functions ask for, all together."""
+    names = set[str]()
+    rest = False
+    needs_rollout = list[str]()
     for name, function in named_functions:
         parameters = parameters_of(function)
         arguments = {parameter.name for parameter in parameters or ()}
@@ -45,42 +72,76 @@ def wanted_by(named_functions: Sequence[tuple[str, RewardFunction]]) -> Wanted:
 
 
 def resolve(name: str) -> RewardFunction:
-    """Returns the function called `answer`, `package.module.function` or `path/file.py:function`. Raises UserError."""
+    """Returns the function called `answer`, `package.module.function` or `path/file.py:function`.
+
+    Raises UserError if there is none.
+    """
     spec = functions.unnamed(name)
     return functions.find(f"reward {spec!r}", BUILT_IN.get(spec, spec), BUILT_IN)
 
 
-def bind(function: RewardFunction, arguments: Mapping[str, Any], name: str, timeout_s: float = 0.0) -> RewardFunction:
-    """Returns the function with its rewards.reward_kwargs bound; for a class, which also gets rewards.timeout_s if it
-    names it, an object made with them. Raises UserError for arguments that it does not take."""
+def bind(
+    function: RewardFunction, arguments: Mapping[str, Any], name: str, timeout_s: float = 0.0
+) -> RewardFunction:
+    """Returns the function with its rewards.reward_kwargs bound.
+
+    For a class it returns an object made with them. The class also gets rewards.timeout_s if it
+    names it. Raises UserError for arguments that the function does not take.
+    """
     parameters = parameters_of(function)
-    names_taken = [p.name for p in parameters or () if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names_taken = list[str]()
+    for parameter in parameters or ():
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names_taken.append(parameter.name)
     if not takes_all(parameters):
         for unknown in set(arguments) - set(names_taken):
             near = difflib.get_close_matches(unknown, names_taken, n=1) or names_taken
-            raise UserError(f"rewards.reward_kwargs: {name} takes no {unknown!r}. Did you mean {' or '.join(near)}?")
-    if not isinstance(function, type):
-        return functools.partial(function, **arguments) if arguments else function
+            raise UserError(
+                f"rewards.reward_kwargs: {name} takes no {unknown!r}. "
+                f"Did you mean {' or '.join(near)}?"
+            )
+    if isinstance(function, type):
+        offered = dict(arguments)
+        if "timeout_s" in names_taken:
+            offered.setdefault("timeout_s", timeout_s)
+        return _made(function, offered, name)
+    if not arguments:
+        return function
+    return functools.partial(function, **arguments)
+
+
+def _made(
+    reward_class: Callable[..., RewardFunction], arguments: Mapping[str, Any], name: str
+) -> RewardFunction:
+    """Returns an object of a class. Raises UserError if it cannot be made."""
     try:
-        offered = {"timeout_s": timeout_s} if "timeout_s" in names_taken else {}
-        return function(**offered | dict(arguments))  # type: ignore[no-any-return]
+        return reward_class(**arguments)
+    except UserError as error:
+        raise UserError(f"reward {name}: {error}") from error
     except Exception as error:
-        reason = str(error) if isinstance(error, UserError) else functions.describe(error)
-        raise UserError(f"reward {name}: {reason}") from error
+        raise UserError(f"reward {name}: {functions.describe(error)}") from error
 
 
 def check_signature(function: RewardFunction, columns: Sequence[str], name: str) -> None:
-    """Raises UserError unless the function can be called by keyword with what a run on these columns offers."""
+    """Checks that the function can be called by keyword with what a run on these columns offers.
+
+    Raises UserError if it cannot.
+    """
 
     def unknown(parameter: str) -> str:
-        column = next((c for c in ("answer", *reversed(columns)) if c in columns), "<a column>")
+        column = "<a column>"
+        if "answer" in columns:
+            column = "answer"
+        elif columns:
+            column = columns[-1]
+        given = ", ".join(columns) or "no columns"
         return (
-            f"reward {name} wants {parameter!r}; the data set gives {', '.join(columns) or 'no columns'} "
-            f"(and every run {', '.join(ALWAYS_PASSED)}). Remove {parameter!r} and add **kwargs, or set "
-            f"data.rename: {{{column}: {parameter}}}, or give it a value in rewards.reward_kwargs: "
-            f"{{{name}: {{{parameter}: …}}}}"
+            f"reward {name} wants {parameter!r}; the data set gives {given} "
+            f"(and every run {', '.join(ALWAYS_PASSED)}). Remove {parameter!r} and add **kwargs, "
+            f"or set data.rename: {{{column}: {parameter}}}, or give it a value in "
+            f"rewards.reward_kwargs: {{{name}: {{{parameter}: …}}}}"
         )
 
-    read = ("completions", "completion_ids", "completions_ids", "environment_rewards", "environments")
     example = f"def {name}(prompts, completions, **columns)"
-    check_parameters(f"reward {name}", function, {*ALWAYS_PASSED, *columns}, read, example, unknown)
+    offered = {*ALWAYS_PASSED, *columns}
+    check_parameters(f"reward {name}", function, offered, _READ_BY_FUNCTIONS, example, unknown)

@@ -3,10 +3,12 @@
 import os
 from dataclasses import dataclass
 
-_WORTH_S = 0.5  # seconds of waiting work: another process takes this long to start, with its imports
-_WAITING = 0.1  # less of a core than this, and a function mostly waits
+# A process is worth this much waiting work: it takes as long to start, with its imports.
+_WORTH_S = 0.5
+_WAITING = 0.1  # share of a core; a function that uses less of it mostly waits
 _WAITERS = 8  # processes for each core where functions wait
 _MOST = 32  # processes, unless rewards.num_workers says more
+_REMEMBERED = 0.7  # share of the earlier groups in the average
 
 
 @dataclass
@@ -17,18 +19,24 @@ class Load:
     cpu_s: float = 0.0
 
     def note(self, seconds: float, cpu_s: float) -> None:
-        keep = 0.7 if self.seconds else 0.0
+        """Adds the times of a group to the averages."""
+        keep = 0.0
+        if self.seconds:
+            keep = _REMEMBERED
         self.seconds = keep * self.seconds + (1 - keep) * seconds
         self.cpu_s = keep * self.cpu_s + (1 - keep) * cpu_s
 
     def num_worth(self, num_workers: int, num_waiting: int) -> int:
-        """Returns how many processes are worth having, if so many run and so many groups wait.
+        """Returns how many processes are worth having.
 
-        A function that computes in processes of its own gets less of a core when more processes share it, but more
-        than _WAITING: it must not look like waiting.
+        num_workers: processes that run. num_waiting: groups that wait.
+
+        A function that computes in processes of its own gets less of a core when more processes
+        share it, but more than _WAITING: it must not look like waiting.
         """
         if self.seconds * num_waiting < _WORTH_S:
             return num_workers
-        cores = len(os.sched_getaffinity(0))
-        waits = self.cpu_s < _WAITING * self.seconds
-        return max(num_workers, min(_MOST, cores * _WAITERS if waits else cores))
+        num_useful = len(os.sched_getaffinity(0))
+        if self.cpu_s < _WAITING * self.seconds:
+            num_useful *= _WAITERS
+        return max(num_workers, min(_MOST, num_useful))
