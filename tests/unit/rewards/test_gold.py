@@ -65,14 +65,13 @@ def test_what_cannot_be_judged_has_a_reason(gold, reason):
 @pytest.mark.parametrize("line", LINES, ids=[line.gold for line in LINES])
 def test_an_answer_earns_where_it_means_what_the_gold_one_does_and_nowhere_else(line):
     assert gold_kind(line.gold).name == line.kind
-    texts = [*gold_texts(line.gold), *line.right, *line.wrong]
-    expected = [True] * (len(texts) - len(line.wrong)) + [False] * len(line.wrong)
-    written = [FORMS[i % len(FORMS)].format(text) for i, text in enumerate(texts)]
-    in_boxes = [rf"So $x$ is found: \boxed{{{text}}}." for text in texts]
-    wanted = [line.gold] * len(texts)
-    assert dict(zip(written, verdicts(written, wanted), strict=True)) == dict(zip(written, expected, strict=True))
-    scores = boxed(completions=in_boxes, answer=wanted)
-    assert dict(zip(in_boxes, scores, strict=True)) == dict(zip(in_boxes, map(float, expected), strict=True))
+    right = [*gold_texts(line.gold), *line.right]
+    expected = dict.fromkeys(right, True) | dict.fromkeys(line.wrong, False)
+    for i, (text, is_the_same) in enumerate(expected.items()):
+        written = FORMS[i % len(FORMS)].format(text)
+        assert is_right(written, line.gold) is is_the_same, written
+        in_box = rf"So $x$ is found: \boxed{{{text}}}."
+        assert boxed([in_box], [line.gold]) == [float(is_the_same)], in_box
 
 
 def test_a_guess_in_a_thought_is_no_answer():
@@ -100,88 +99,126 @@ def test_a_guess_in_a_thought_is_no_answer():
     assert answer(completions=["<think>6?</think> 7", "well</think>7"], answer=["7"] * 2) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "gold", "right"),
-    [
-        ("It is Paris or London.", "Paris", False),
-        ("The answer is not Paris.", "Paris", False),
-        ("The answer is B. A is too large.", "B", True),
-        ("A is wrong, so B", "B", True),
-        ("The area is 5 m.", "5 cm", False),
-        ("The area is 5 cm long.", "5 cm", True),
-        ("It costs €18.", "$18", False),
-        ("We get 2x", "2", False),
-        (r"so $x = \frac{7}{2}$.", "2", False),
-        (r"so $x = \frac{7}{2}$.", "3.5", True),
-        ("It ends at 7:45.", "3:45", False),
-        ("It ends at 3:45.", "3:45", True),
-        ("It ends at 3:45 PM, not at 3:50 PM.", "3:45 PM", False),
-        ("It was on March 5, 1999 that he left.", "1999-03-05", True),
-        ("Therefore option (B) is correct.", "B", True),
-        ("Neither (A) nor (B).", "B", False),
-        (r"we find $\sqrt{12}$ at last", r"2\sqrt{3}", True),
-        ("The answer is 71. No, it is 72.", "71", False),
-        ("The answer is 7 red balls that he bought.", "7 red balls", True),
-        ("so he has 7 balls in total", "7 red balls", True),
-        ("He bought 7 and went home happy.", "7 red balls", True),
-        ("Only 7 red balls remain, and he is sad.", "7 red balls", True),
-        ("So there are **7** red balls.", "7 red balls", True),
-        ("So there are $7$ red balls on the table.", "7 red balls", True),
-        ("So there are $ 7 $ red balls on the table.", "7 red balls", True),
-        ("So there are 7 very large red balls in the box.", "7 red balls", True),
-        ("The answer is 7 blue balls that he bought.", "7 red balls", False),
-        ("so he has 7 cubes in total", "7 red balls", False),
-        ("So there are $7$ blue balls on the table.", "7 red balls", False),
-        (r"So there are \(7\) blue balls on the table.", "7 red balls", False),
-        ("So there are 7 very large blue balls in the box.", "7 red balls", False),
-        (r"The mass is \(5\) kg at last.", "5 cm", False),
-        ("He earns $5 per hour, which is little.", "$5 per hour", True),
-        ("He makes $5 every hour that he works.", "$5 per hour", True),
-        ("He earns 5 dollars each hour.", "$5 per hour", True),
-        ("He earns €5 per hour, which is little.", "$5 per hour", False),
-        ("He earns € 5 per hour, which is little.", "$5 per hour", False),
-        ("He earns EUR 5 per hour, which is little.", "$5 per hour", False),
-        ("He earns $5 per day, which is little.", "$5 per hour", False),
-        ("She drinks 2 liters a day.", "2 liters", True),
-        ("It drives at 60 miles an hour now.", "60 miles per hour", True),
-        ("It drives 60 miles per minute now.", "60 miles per hour", False),
-        ("It is 100 degrees outside.", "100 degrees Fahrenheit", True),
-        ("It is 100 degrees Celsius outside.", "100 degrees Fahrenheit", False),
-        ("We get $3,5$, so we are done.", "3,5", True),
-        ("We get $5,3$, so we are done.", "3,5", False),
-        ("Total = 5,3", "3,5", False),
-        ("They meet on 3/5 at noon.", "03/05", True),
-        ("They meet on 5/3 at noon.", "03/05", False),
-        ("Only 12 passed the test.", "12 students", True),
-        ("So 12 attended the meeting.", "12 students", True),
-        ("So 12 baked cakes are left.", "12 pies", False),
-        ("He read 80 across both books.", "80 pages", True),
-        ("So 12 children ate the cookies.", "12 cookies", False),
-        ("So 12 students passed their tests.", "12 tests", False),
-        ("So 12 cookies were eaten by the children.", "12 cookies", True),
-        ("He has 12 red and blue marbles.", "12 marbles", True),
-        ("She drinks 2 liters of water per day.", "2 liters", True),
-        ("They ate 3/4 of a pie at last.", "3/4 of a cake", False),
-        (r"So the side is $9\text{ cm}$, as desired.", "9 cm", True),
-        (r"So the side is \(9~\mathrm{cm}\) long.", "9 cm", True),
-        (r"So the area is $9\,\text{cm}^2$ in all.", "9 cm^2", True),
-        (r"So the area is $9\,\text{cm}^{3}$ in all.", "9 cm^2", False),
-        (r"So the side is $9\,\text{mm}$ long.", "9 cm", False),
-        (r"So the side is $9~\text{mm}$ long.", "9 cm", False),
-        ("So the side is *9* mm long.", "9 cm", False),
-        ("So the side is `9` mm long.", "9 cm", False),
-        ("So the side is 9  mm long.", "9 cm", False),
-        ("It was a 12-mile run.", "12 miles", True),
-        ("It was a 20%-discount.", "20%", True),
-        ("He is a 12-year-old boy.", "12 years", True),
-        ("It was a 12-kilometer run.", "12 miles", False),
-        ("It is a 12-word essay.", "12 pages", False),
-        ("Ann bought 8 ice-cream cones today.", "8 cones", True),
-        ("Ann has 3 times as many.", "3 times", True),
-    ],
-)
-def test_what_a_text_ends_with_is_its_answer(text, gold, right):
-    assert is_right(text, gold) is right
+# Under each gold answer, texts that end with it (+) and texts that do not (-)
+ENDINGS = r"""
+Paris
+  - It is Paris or London.
+  - The answer is not Paris.
+B
+  + The answer is B. A is too large.
+  + A is wrong, so B
+  + Therefore option (B) is correct.
+  - Neither (A) nor (B).
+5 cm
+  + The area is 5 cm long.
+  - The area is 5 m.
+  - The mass is \(5\) kg at last.
+$18
+  - It costs €18.
+2
+  - We get 2x
+  - so $x = \frac{7}{2}$.
+3.5
+  + so $x = \frac{7}{2}$.
+3:45
+  + It ends at 3:45.
+  - It ends at 7:45.
+3:45 PM
+  - It ends at 3:45 PM, not at 3:50 PM.
+1999-03-05
+  + It was on March 5, 1999 that he left.
+2\sqrt{3}
+  + we find $\sqrt{12}$ at last
+71
+  - The answer is 71. No, it is 72.
+7 red balls
+  + The answer is 7 red balls that he bought.
+  + so he has 7 balls in total
+  + He bought 7 and went home happy.
+  + Only 7 red balls remain, and he is sad.
+  + So there are **7** red balls.
+  + So there are $7$ red balls on the table.
+  + So there are $ 7 $ red balls on the table.
+  + So there are 7 very large red balls in the box.
+  - The answer is 7 blue balls that he bought.
+  - so he has 7 cubes in total
+  - So there are $7$ blue balls on the table.
+  - So there are \(7\) blue balls on the table.
+  - So there are 7 very large blue balls in the box.
+$5 per hour
+  + He earns $5 per hour, which is little.
+  + He makes $5 every hour that he works.
+  + He earns 5 dollars each hour.
+  - He earns €5 per hour, which is little.
+  - He earns € 5 per hour, which is little.
+  - He earns EUR 5 per hour, which is little.
+  - He earns $5 per day, which is little.
+2 liters
+  + She drinks 2 liters a day.
+  + She drinks 2 liters of water per day.
+60 miles per hour
+  + It drives at 60 miles an hour now.
+  - It drives 60 miles per minute now.
+100 degrees Fahrenheit
+  + It is 100 degrees outside.
+  - It is 100 degrees Celsius outside.
+3,5
+  + We get $3,5$, so we are done.
+  - We get $5,3$, so we are done.
+  - Total = 5,3
+03/05
+  + They meet on 3/5 at noon.
+  - They meet on 5/3 at noon.
+12 students
+  + Only 12 passed the test.
+  + So 12 attended the meeting.
+12 pies
+  - So 12 baked cakes are left.
+80 pages
+  + He read 80 across both books.
+12 cookies
+  + So 12 cookies were eaten by the children.
+  - So 12 children ate the cookies.
+12 tests
+  - So 12 students passed their tests.
+12 marbles
+  + He has 12 red and blue marbles.
+3/4 of a cake
+  - They ate 3/4 of a pie at last.
+9 cm
+  + So the side is $9\text{ cm}$, as desired.
+  + So the side is \(9~\mathrm{cm}\) long.
+  - So the side is $9\,\text{mm}$ long.
+  - So the side is $9~\text{mm}$ long.
+  - So the side is *9* mm long.
+  - So the side is `9` mm long.
+  - So the side is 9  mm long.
+9 cm^2
+  + So the area is $9\,\text{cm}^2$ in all.
+  - So the area is $9\,\text{cm}^{3}$ in all.
+12 miles
+  + It was a 12-mile run.
+  - It was a 12-kilometer run.
+20%
+  + It was a 20%-discount.
+12 years
+  + He is a 12-year-old boy.
+12 pages
+  - It is a 12-word essay.
+8 cones
+  + Ann bought 8 ice-cream cones today.
+3 times
+  + Ann has 3 times as many.
+"""
+
+
+def test_what_a_text_ends_with_is_its_answer():
+    gold = ""
+    for line in ENDINGS.strip().splitlines():
+        if not line.startswith("  "):
+            gold = line
+            continue
+        assert is_right(line[4:], gold) is line.startswith("  +"), (line, gold)
 
 
 def test_gold_answers_are_what_a_person_reads():

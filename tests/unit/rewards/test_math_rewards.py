@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.length_reward import cosine_length
-from rewards.answers import is_right, last_boxed, same_answer
+from rewards.answers import last_boxed, same_answer
 from rewards.built_in import (
     acc,
     accuracy_reward,
@@ -45,25 +45,19 @@ def test_the_last_box_is_read_by_balanced_braces(text, held):
     assert last_boxed(text) == held
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234.50", Fraction(2469, 2)),
-        (r"\$18.00", Fraction(18)),
-        (r"-\dfrac{2}{3}", Fraction(-2, 3)),
-        (r"\frac{-2}{3}", Fraction(-2, 3)),
-        ("−3/4", Fraction(-3, 4)),
-        (" 5. ", Fraction(5)),
-        ("1/0", None),
-        (r"\pi", None),
-        ("1,23", None),
-        ("2x", None),
-        ("9" * 101, None),
-        ("", None),
-    ],
-)
-def test_a_number_and_nothing_else_has_an_exact_value(text, value):
-    assert plain_number(text) == value
+def test_a_number_and_nothing_else_has_an_exact_value():
+    values = {
+        "1,234.50": "2469/2",
+        r"\$18.00": "18",
+        r"-\dfrac{2}{3}": "-2/3",
+        r"\frac{-2}{3}": "-2/3",
+        "−3/4": "-3/4",
+        " 5. ": "5",
+    }
+    for text, value in values.items():
+        assert plain_number(text) == Fraction(value), text
+    for text in ("1/0", r"\pi", "1,23", "2x", "9" * 101, ""):
+        assert plain_number(text) is None, text
 
 
 @pytest.mark.parametrize(
@@ -108,31 +102,32 @@ def test_boxed_and_acc_have_the_values_of_their_tables():
     assert boxed(completions=chat, answer=["2"]) == acc(completions=chat, answer=["2"]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("completion", "verdict"),
-    [
-        (r"so \boxed{72}", True),
-        ("<think>48/2=24</think><answer>$72.00</answer>", True),
-        ("<answer>It is 72 clips.</answer>", True),
-        ("It is 71, no, 72.", True),
-        ("<answer>71</answer><answer>72</answer>", True),
-        ("<answer><answer>72</answer></answer>", True),
-        ("<answer>72", True),
-        ("<answer>71</answer> so 72", False),
-        ("72 <answer>seventy-two</answer>", False),
-        ("72 <answer></answer>", False),
-        ("<answer>-72</answer>", False),
-        (r"\boxed{72} so <answer>71</answer>", False),
-        (r"<answer>72, that is \boxed{71}</answer>", False),
-        ("72 or 71", False),
-        ("", False),
-    ],
-)
-def test_the_final_answer_is_the_box_else_the_last_tag_else_the_last_number(completion, verdict):
+def test_the_final_answer_is_the_box_else_the_last_tag_else_the_last_number():
     gold = "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-    assert is_right(completion, gold) is verdict
-    assert base_acc(completions=[completion], answer=[gold]) == [float(verdict)]
-    assert resolve("answer")(completions=[completion], answer=[gold]) == [1.0 if verdict else -1.0]
+    right = [
+        r"so \boxed{72}",
+        "<think>48/2=24</think><answer>$72.00</answer>",
+        "<answer>It is 72 clips.</answer>",
+        "It is 71, no, 72.",
+        "<answer>71</answer><answer>72</answer>",
+        "<answer><answer>72</answer></answer>",
+        "<answer>72",
+    ]
+    wrong = [
+        "<answer>71</answer> so 72",
+        "72 <answer>seventy-two</answer>",
+        "72 <answer></answer>",
+        "<answer>-72</answer>",
+        r"\boxed{72} so <answer>71</answer>",
+        r"<answer>72, that is \boxed{71}</answer>",
+        "72 or 71",
+        "",
+    ]
+    for completions, verdict, score in ((right, 1.0, 1.0), (wrong, 0.0, -1.0)):
+        golds = [gold] * len(completions)
+        found = dict(zip(completions, base_acc(completions, golds), strict=True))
+        assert found == dict.fromkeys(completions, verdict)
+        assert resolve("answer")(completions=completions, answer=golds) == [score] * len(golds)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +158,6 @@ def test_a_gated_format_never_lets_a_wrong_answer_outrank_a_right_one():
     answers = resolve("answer")(completions=completions, answer=["72"] * 4)
     totals = [a + g for a, g in zip(answers, gated, strict=True)]
     assert totals == [2.0, 1.0, -1.0, -1.0]
-    # the two rewards of the seed let it: −1 + 1.25 > 1 − 1
-    formats = resolve("format")(completions=completions)
-    assert answers[2] + formats[2] == 0.25 > answers[1] + formats[1] == 0.0
 
 
 def test_math_verify_finds_the_answer_in_a_sentence_and_trls_accuracy_is_the_same():

@@ -17,38 +17,36 @@ from rewards.mathematics.numbers import last_number
 from tests.support.raising import raising
 from tests.support.speed import overdue
 
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("It is 71 or 72.", Fraction(72)),
-        ("$18.", Fraction(18)),
-        ("$1,234,567.50 in total", Fraction(2469135, 2)),
-        ("-7", Fraction(-7)),
-        ("−7", Fraction(-7)),
-        ("-$5", Fraction(-5)),
-        ("$-5", Fraction(-5)),
-        ("-\\$5", Fraction(-5)),
-        ("x=-.5", Fraction(-1, 2)),
-        ("50%", Fraction(50)),
-        ("3/4", Fraction(3, 4)),
-        ("-3/4 of it", Fraction(-3, 4)),
-        ("\\boxed{72}", Fraction(72)),
-        ("48-24=24", Fraction(24)),
-        ("covid-19", Fraction(19)),
-        ("1,2,3", Fraction(3)),
-        ("1234,567", Fraction(567)),
-        ("9" * 90, Fraction(10**90 - 1)),
-        ("5/0", None),
-        ("9" * 101, None),
-        ("," + ",111" * 60, None),
-        ("", None),
-        ("٧٢ ７２ ⁷²", None),
-        ("__import__('os').system('true')", None),
-    ],
+NUMBERS = {  # texts, with the last number of each
+    "It is 71 or 72.": "72",
+    "$18.": "18",
+    "$1,234,567.50 in total": "2469135/2",
+    "-7": "-7",
+    "−7": "-7",
+    "-$5": "-5",
+    "$-5": "-5",
+    "-\\$5": "-5",
+    "x=-.5": "-1/2",
+    "50%": "50",
+    "3/4": "3/4",
+    "-3/4 of it": "-3/4",
+    "\\boxed{72}": "72",
+    "48-24=24": "24",
+    "covid-19": "19",
+    "1,2,3": "3",
+    "1234,567": "567",
+    "9" * 90: "9" * 90,
+}
+WITHOUT_NUMBER = (
+    *("5/0", "9" * 101, "," + ",111" * 60, "", "٧٢ ７２ ⁷²"),
+    "__import__('os').system('true')",
 )
-def test_the_last_number_of_a_text_is_read_exactly(text, value):
-    assert last_number(text) == value
+
+
+def test_the_last_number_of_a_text_is_read_exactly():
+    assert {text: last_number(text) for text in NUMBERS} == {text: Fraction(value) for text, value in NUMBERS.items()}
+    for text in WITHOUT_NUMBER:
+        assert last_number(text) is None, text
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 99), st.sampled_from(["", "$", "about ", "= ", "(", "\n"]))
@@ -73,30 +71,30 @@ def test_gold_may_be_a_text_or_a_number_and_the_reward_is_none_without_one():
     assert answer(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, -1.0, None, -1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "is_right"),
-    [
-        ("<think>a</think><answer>4</answer>", True),
-        (" \n<think>a\nb</think> \n <answer> 4 </answer>\n", True),
-        ("<think>a</think><answer>4</answer><|im_end|>", True),
-        ("<think>a</think><answer>4</answer> <|endoftext|>\n", True),
-        ("<think>a</think><answer>4</answer><|im_end|><|im_end|>", False),
-        ("<think>a</think><answer>4</answer> done", False),
-        ("well <think>a</think><answer>4</answer>", False),
-        ("<think>a</think> so <answer>4</answer>", False),
-        ("<think> </think><answer>4</answer>", False),
-        ("<think>a</think><answer> </answer>", False),
-        ("<think>a<answer>4</answer></think>", False),
-        ("<answer>4</answer><think>a</think>", False),
-        ("<think>a</think><answer>4</answer><answer>4</answer>", False),
-        ("<think><think>a</think><answer>4</answer>", False),
-        ("<think>a</think><answer>4", False),
-        ("<THINK>a</THINK><answer>4</answer>", False),
-        ("", False),
-    ],
-)
-def test_the_format_is_one_thought_then_one_answer_and_nothing_else(text, is_right):
-    assert is_formatted(text) is is_right
+def test_the_format_is_one_thought_then_one_answer_and_nothing_else():
+    for text in (
+        "<think>a</think><answer>4</answer>",
+        " \n<think>a\nb</think> \n <answer> 4 </answer>\n",
+        "<think>a</think><answer>4</answer><|im_end|>",
+        "<think>a</think><answer>4</answer> <|endoftext|>\n",
+    ):
+        assert is_formatted(text), text
+    for text in (
+        "<think>a</think><answer>4</answer><|im_end|><|im_end|>",
+        "<think>a</think><answer>4</answer> done",
+        "well <think>a</think><answer>4</answer>",
+        "<think>a</think> so <answer>4</answer>",
+        "<think> </think><answer>4</answer>",
+        "<think>a</think><answer> </answer>",
+        "<think>a<answer>4</answer></think>",
+        "<answer>4</answer><think>a</think>",
+        "<think>a</think><answer>4</answer><answer>4</answer>",
+        "<think><think>a</think><answer>4</answer>",
+        "<think>a</think><answer>4",
+        "<THINK>a</THINK><answer>4</answer>",
+        "",
+    ):
+        assert not is_formatted(text), text
 
 
 def test_a_megabyte_of_hostile_text_is_scored_within_50_ms():
