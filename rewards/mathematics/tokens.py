@@ -30,8 +30,10 @@ _REWRITTEN = (  # pattern, replacement
     (re.compile(r"°(?![CF]\b)"), "° "),
     (re.compile(r"(?:(?<=[A-Za-z]{2})|(?<=%))-(?=[A-Za-z])"), " "),  # polka-dot, not t-shirts
 )
-_POWER_BEFORE = re.compile(r"\b(square|sq\.?|cubic|cu\.?) ([A-Za-z]+)", re.IGNORECASE)
-_POWER_BEHIND = re.compile(r"\b([A-Za-z]+) (squared|cubed)\b", re.IGNORECASE)
+_POWERS = (  # square cm, cm squared
+    re.compile(r"\b(?P<power>square|sq\.?|cubic|cu\.?) (?P<word>[A-Za-z]+)", re.IGNORECASE),
+    re.compile(r"\b(?P<word>[A-Za-z]+) (?P<power>squared|cubed)\b", re.IGNORECASE),
+)
 
 
 def tokens_of(text: str) -> list[str]:
@@ -39,8 +41,8 @@ def tokens_of(text: str) -> list[str]:
     text = text.translate(_PLAIN_EXPONENTS)
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
-    text = _POWER_BEFORE.sub(_with_power_before, text)
-    text = _POWER_BEHIND.sub(_with_power_behind, text)
+    for pattern in _POWERS:
+        text = pattern.sub(_with_exponent, text)
     text = text.replace("units^", "unit^")
     tokens = list[str]()
     for word in re.findall(r"/|[^\s/]+", text):
@@ -54,25 +56,11 @@ def tokens_of(text: str) -> list[str]:
     return tokens
 
 
-def _with_power_before(match: re.Match[str]) -> str:
-    """Returns "cm^2" for "square cm", and leaves "square tiles" as they are."""
-    power, word = match.groups()
-    if not _has_powers(word):
+def _with_exponent(match: re.Match[str]) -> str:
+    """Returns "cm^2" for "square cm" and "cm squared", and leaves "square tiles" as they are."""
+    word = match["word"]
+    if not is_measured(word) and word.lower() not in ("unit", "units"):
         return match[0]
-    if power.lower().startswith("sq"):
+    if match["power"].lower().startswith("sq"):
         return f"{word}^2"
     return f"{word}^3"
-
-
-def _with_power_behind(match: re.Match[str]) -> str:
-    """Returns "cm^2" for "cm squared"."""
-    word, power = match.groups()
-    if not _has_powers(word):
-        return match[0]
-    if power.lower() == "squared":
-        return f"{word}^2"
-    return f"{word}^3"
-
-
-def _has_powers(word: str) -> bool:
-    return is_measured(word) or word.lower() in ("unit", "units")
