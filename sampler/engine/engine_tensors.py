@@ -1,25 +1,27 @@
-"""Checks bit by bit that an engine holds a version's weights: its tensors' checksums against the manifest's.
+"""Proves that an engine holds a version's weights: compares its tensors with the published ones.
 
-Checksums are computed in place, on a GPU too; engine_layout.py knows the location of each published tensor.
+Every published tensor is first located: in which engine tensor, and which rows of it. Then each is
+judged. It is proven if the checksum of those rows, computed on their own device, is the manifest's.
+It is unproven, which is named and counted, if vLLM does not hold the published bits. Then it is
+checked by its values as far as possible, and the canary covers the rest:
 
-A tensor that cannot be compared to the bit is unproven: named and counted, never passed in silence. It is checked by
-its values as far as possible, and the canary covers the rest:
+    packed       vLLM dropped the matrix for a CPU's product. The layer's own product must be the
+                 published matrix's, column by column (packed_product.py).
+    rearranged   A kernel, an interleaving or a merge that no name tells put the published numbers
+                 into another order. All tensors of the kind must be so; a single one is wrong.
+    narrowed     The tensor has fewer bits. It must be the published tensor, rounded.
+    computed     vLLM makes another tensor of it, which is filled with NaN before each load, so that
+                 a load that does not reach it is found. If one is −exp of the published tensor, as
+                 Mamba's A is, all others of the kind must be, too.
+    quantised, or a shard of a tensor-parallel engine: only the canary checks it.
 
-    packed        for a CPU's product, the matrix dropped: what the layer multiplies by, column by column
-    rearranged    by a kernel, an interleaving, a merge that no name tells: the numbers are the published ones, in
-                  another order, and so they are in every tensor of the kind; in one alone they are wrong
-    narrowed      held in fewer bits: it must be the published tensor, rounded
-    computed      each load overwrites it, for it is filled with NaN before; one that was −exp of the published tensor,
-                  or is in other layers, as Mamba's A, must be
-    quantised, or a shard of a tensor-parallel engine: the canary alone
-
-A tensor that was comparable once must always be. Engine tensors and published ones without a counterpart are wrong.
+Everything else is wrong: other bits, a tensor that was comparable before and no longer is, an
+engine tensor that nothing was published for, and a published one that the engine has no place for.
 """
 
-import itertools
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,40 +34,41 @@ from common.processes.watchdog import report_progress
 from model.checksum import ZEROS, unlike, unordered_sum
 from sampler.engine import vllm_insides
 from sampler.engine.engine_layout import (
-    NUMBER,
-    EngineModel,
+    Kind,
     Layout,
     Part,
     as_published,
+    expert_of,
     kind_of,
     layer_of,
-    same_numbers,
-    settled,
 )
+from sampler.engine.engine_model import PACKED, EngineModel, split_over
+from sampler.engine.layout_rules import find_anywhere, locate
+from sampler.engine.rearranged import has_same_numbers, names_by_sum
 
 
 @dataclass
 class Proof:
     """The results of comparing an engine with the published tensors."""
 
-    proven: set[str] = field(default_factory=set)
-    unproven: dict[str, str] = field(default_factory=dict)  # name -> why it can not be compared
-    wrong: list[str] = field(default_factory=list)
+    proven: set[str] = field(default_factory=set)  # names of published tensors
+    unproven: dict[str, str] = field(default_factory=dict)  # name -> why it cannot be compared
+    wrong: list[str] = field(default_factory=list)  # one sentence for each difference
     seconds: float = 0.0
-    narrow: set[str] = field(
-        default_factory=set
-    )  # the engine's tensors with fewer bits than any published one
+    # engine tensors with fewer bits than any published one
+    narrow: set[str] = field(default_factory=set)
 
 
 def of_ranks(proofs: Sequence[Proof]) -> Proof:
     """Returns the proofs of the ranks of one engine merged into one."""
-    return Proof(
-        set().union(*(p.proven for p in proofs)),
-        {name: why for p in proofs for name, why in p.unproven.items()},
-        [text for p in proofs for text in p.wrong],
-        max(p.seconds for p in proofs),
-        set().union(*(p.narrow for p in proofs)),
-    )
+    merged = Proof()
+    for proof in proofs:
+        merged.proven |= proof.proven
+        merged.unproven |= proof.unproven
+        merged.wrong += proof.wrong
+        merged.seconds = max(merged.seconds, proof.seconds)
+        merged.narrow |= proof.narrow
+    return merged
 
 
 def prove(
@@ -76,381 +79,365 @@ def prove(
 ) -> Proof:
     """Compares a vLLM model with the published tensors.
 
-    layout: the results of earlier loads of this engine, which is updated. published: the tensors, on a CPU; without
-    them packed tensors are left to the canary, and rearranged or narrowed ones are wrong.
+    layout: the results of earlier loads of this engine, which is updated.
+    published: the tensors, on a CPU. Without them the canary alone checks packed and narrowed
+    tensors, and rearranged ones are wrong.
     """
-    started_s, layout = time.monotonic(), layout or Layout()
+    start = time.monotonic()
+    layout = layout or Layout()
     engine = EngineModel(model, expected, published or {}, seed=layout.loads)
-    found, proof = engine.named(), Proof(narrow=_narrow(model, expected))
-    kinds = defaultdict[tuple[Any, ...], list[str]](list)
-    for name in expected.keys() - {part.name for parts in found.values() for part in parts}:
-        kinds[kind_of(name), *expected[name].shape].append(name)
-    homeless = []
-    for kind, names in sorted(kinds.items()):
-        names.sort()
-        rules = settled(engine, names, layout.rules.get(kind))
-        if not rules:
-            homeless += names
-            continue
-        layout.rules[kind] = rules
-        for name in names:
-            found.setdefault(engine.at(rules[0], name) or "", []).append(
-                rules[0].part(name, expected[name])
-            )
-    aliases = {
-        id(engine.parameters[name]): parts
-        for name, parts in found.items()
-        if name in engine.parameters
-    }
-    free = [
-        name for name, p in engine.parameters.items() if name not in found and id(p) not in aliases
-    ]
-    rearranged = _rearranged_homes(proof, engine, homeless, free)
-    _give_homes(proof, engine, homeless, free, layout)
-    located = {
-        name: found.get(name)
-        or aliases.get(id(engine.parameters.get(name)))
-        or []  # a tied LM head is the embedding
-        for name in {**engine.parameters, **found}
-    }
-    differ = unlike(_expected_sums(engine, located))
-    for name, parts in located.items():
-        if parts:
-            if moved := _prove_one(proof, name, engine, parts, differ):
-                rearranged[name] = moved
-        elif name in free and vllm_insides.is_made_of_others(name):
-            layout.computed[name] = name
-            if engine.parameters[name].isnan().any():
-                proof.wrong.append(f"the engine's {name} was not made anew after the load")
-        elif name in free:
-            proof.wrong.append(f"nothing was published for the engine's {name}")
-        report_progress("comparing the engine's weights")
-    _judge_rearranged(proof, engine, rearranged)
-    _judge_computed(proof, engine, layout)
-    proof.proven -= proof.unproven.keys()
-    proof.wrong += [f"{name} was compared before, and is not now: {proof.unproven[name]}"
-                    for name in sorted(layout.proven & proof.unproven.keys())]  # fmt: skip
-    layout.proven |= proof.proven
+    comparison = _Comparison(engine, layout, Proof(narrow=narrow_tensors(model, expected)))
+    comparison.run()
     layout.loads += 1
-    proof.seconds = time.monotonic() - started_s
-    return proof
+    comparison.proof.seconds = time.monotonic() - start
+    return comparison.proof
 
 
-def _expected_sums(
-    engine: EngineModel, located: Mapping[str, list[Part]]
-) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields the tensors whose checksums tell what the engine holds; a tied LM head, the embedding itself, comes once.
+def spoil(model: Any, layout: Layout) -> None:
+    """Fills the tensors that the next load computes with NaN.
 
-    Two questions come as a tensor that must be 0, because they then need no wait of their own: whether a tensor was
-    widened without loss, and whether it has numbers beside the published ones.
+    So a load that does not reach one of them is noticed.
     """
-    seen = set[str]()
-    for name, parts in located.items():
-        tensor, infos = engine.tensors[name], [part.info for part in parts]
-        if (
-            not parts
-            or _key(tensor, parts[0]) in seen
-            or _not_comparable(engine.module(name), tensor, infos)
-        ):
-            continue
-        whole = engine.value(name)
-        held = [part.of(whole) for part in parts]
-        for part, own in zip(parts, held, strict=True):
-            given = own.to(getattr(torch, part.info.dtype))
-            yield _key(tensor, part), given, part.info.checksum
-            if given.dtype != own.dtype:
-                yield _key(tensor, part, " widened"), given.to(own.dtype) != own, ZEROS
-            seen.add(_key(tensor, part))
-        if sum(own.numel() for own in held) < whole.numel():
-            others = _nonzero([whole]) - _nonzero(held)
-            yield _key(tensor, parts[0], " and others"), others.clamp(min=0), ZEROS
-        report_progress("comparing the engine's weights")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for engine_name in set(layout.computed.values()):
+        parameters[engine_name].data.fill_(math.nan)
 
 
-def _nonzero(tensors: Sequence[Tensor]) -> Tensor:
+def narrow_tensors(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
+    """Returns the engine's tensors that have fewer bits than any published one."""
+    itemsizes = [getattr(torch, info.dtype).itemsize for info in expected.values()]
+    fewest = min(itemsizes, default=0)
+    narrow = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.itemsize < fewest:
+            narrow.add(name)
+    return narrow
+
+
+def num_nonzero(tensors: Sequence[Tensor]) -> Tensor:
     """Returns how many numbers are not 0, on the tensors' device."""
     return torch.stack([tensor.count_nonzero() for tensor in tensors]).sum()
 
 
-def _key(tensor: Tensor, part: Part, what: str = "") -> str:
-    return f"{part.name} in {id(tensor)}{what}"
+class _Comparison:
+    """The comparison of an engine with the published tensors after one load."""
 
+    def __init__(self, engine: EngineModel, layout: Layout, proof: Proof):
+        self.engine = engine
+        self.layout = layout
+        self.proof = proof
+        # engine tensor -> the published tensors that it must hold bit by bit
+        self.parts: dict[str, list[Part]] = {}
+        # engine tensor -> the published tensors that it holds in another order
+        self.rearranged: dict[str, list[Part]] = {}
+        # engine tensors in which no published one was located
+        self.free: list[str] = []
 
-def _narrow(model: Any, expected: Mapping[str, TensorInfo]) -> set[str]:
-    fewest = min((getattr(torch, info.dtype).itemsize for info in expected.values()), default=0)
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name for name, t in tensors if t.is_floating_point() and t.itemsize < fewest}
+    def run(self) -> None:
+        """Locates and judges all tensors."""
+        self.parts = locate(self.engine, self.layout)
+        located = {part.name for parts in self.parts.values() for part in parts}
+        self._share_parts()
+        unlocated = self._locate_rearranged(sorted(self.engine.expected.keys() - located))
+        self._account_for(unlocated)
+        self._compare()
+        self._judge_rearranged()
+        self._judge_computed()
+        self.proof.proven -= self.proof.unproven.keys()
+        for name in sorted(self.layout.proven & self.proof.unproven.keys()):
+            why = self.proof.unproven[name]
+            self.proof.wrong.append(f"{name} was compared before, and is not now: {why}")
+        self.layout.proven |= self.proof.proven
 
+    # ---- where the published tensors are -------------------------------------------------------
 
-def _give_homes(
-    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str], layout: Layout
-) -> None:
-    """Locates published tensors that the engine does not hold unchanged, and removes their engine tensors from `free`.
-
-    At the first load, an engine tensor of the same layer and size, or with a slot for the expert, is taken as computed
-    from them; later only that one is. It need not be known into which of a layer's packed matrices a tensor went.
-    """
-    expected, used = engine.expected, dict[int, None]()
-    for name in {(kind_of(name), *expected[name].shape): name for name in homeless[::-1]}.values():
-        if not layout.loads and (home := engine.misplaced(name)):
-            proof.wrong.append(_misplaced(home, name))
-    for name in homeless:
-        size, numbers = math.prod(expected[name].shape), NUMBER.findall(name)
-        near = {home: engine.parameters[home] for home in free if layer_of(home) == layer_of(name)}
-        packed = [
-            home for home, p in near.items() if not p.numel() and len(expected[name].shape) > 1
-        ]
-        split = [home for home in near if _is_split(engine.module(home))]
-        same = [home for home, p in near.items() if p.numel() == size and id(p) not in used]
-        slots = [
-            home
-            for home, p in near.items()
-            if len(numbers) > 1 and p.ndim > 2 and len(p) > int(numbers[-1])
-        ]
-        if name in layout.computed or (
-            not layout.loads and not packed and not split and (same or slots)
-        ):
-            homes = [layout.computed.setdefault(name, (same or slots or [""])[0])]
-            proof.unproven[name] = f"{homes[0]}: vLLM computes with it as it loads it"
-            if homes[0] not in near or near[homes[0]].isnan().any():
-                proof.wrong.append(
-                    f"the load of the published {name} did not reach the engine's {homes[0]}"
-                )
-        elif packed and any(engine.shows_product(home, name) for home in packed):
-            proof.wrong.append(f"no packed matrix of its layer multiplies by the published {name}")
-            homes = packed
-        elif packed or split:
-            homes = packed or split[:1]
-            size = vllm_insides.tensor_parallel_size(engine.module(homes[0]))
-            proof.unproven[name] = f"{homes[0]}: {PACKED if packed else _split(size)}"
-        else:
-            proof.wrong.append(f"the engine has no place for the published {name}")
-            continue
-        used |= {id(engine.parameters.get(home)): None for home in homes}
-    free[:] = [home for home in free if id(engine.parameters[home]) not in used]
-
-
-def _rearranged_homes(
-    proof: Proof, engine: EngineModel, homeless: list[str], free: list[str]
-) -> dict[str, list[Part]]:
-    """Returns {engine's tensor: the unlocated published ones of its layer whose numbers together are its own}.
-
-    Removes them from `homeless`, and the engine's tensors from `free`. Numbers of another layer or expert are wrong,
-    and so are the remaining tensors of a kind of which others were found.
-    """
-    published, homes, sums = engine.published, dict[str, list[Part]](), dict[int, list[str]]()
-    whole_ones = [
-        name for name in free if engine.tensors[name].numel() and not _is_split(engine.module(name))
-    ]
-    layers = set(map(layer_of, homeless)) & set(map(layer_of, whole_ones)) if published else set()
-    for layer in sorted(layers):
-        kinds = defaultdict[str, list[str]](list)
-        for name in homeless:
-            if layer_of(name) == layer:
-                kinds[kind_of(name)].append(name)
-        of_kinds = {
-            kind: sum(unordered_sum(published[name]) for name in names)
-            for kind, names in kinds.items()
-        }
-        for some in itertools.chain.from_iterable(
-            itertools.combinations(kinds, count) for count in (1, 2, 3)
-        ):
-            sums[sum(of_kinds[kind] for kind in some) % 2**64] = [
-                name for kind in some for name in kinds[kind]
-            ]
-    for home in whole_ones if sums else ():
-        whole = as_published(engine.value(home), engine.expected[homeless[0]])
-        if not (chosen := sums.get(unordered_sum(whole))):
-            continue
-        if layer_of(home) != layer_of(chosen[0]) or not same_numbers(
-            whole, {n: published[n] for n in chosen}
-        ):
-            proof.wrong.append(_misplaced(home, chosen[0]))
-        homes[home] = [Part(name, engine.expected[name]) for name in chosen]
-        free.remove(home)
-    found = {part.name for parts in homes.values() for part in parts}
-    lost = [
-        name for name in homeless if name not in found and kind_of(name) in set(map(kind_of, found))
-    ]
-    proof.wrong += [
-        f"the engine does not hold the published {name}, as it holds others of its kind"
-        for name in lost
-    ]
-    homeless[:] = [name for name in homeless if name not in found and name not in lost]
-    return homes
-
-
-def _judge_rearranged(
-    proof: Proof, engine: EngineModel, rearranged: Mapping[str, list[Part]]
-) -> None:
-    """Decides whether a kernel or a mistake has reordered the published numbers in the engine's tensors.
-
-    vLLM treats all tensors of a kind alike. If a kind has only one tensor, unchanged rows mean that rows were swapped
-    by mistake, because kernels need another order of the numbers within a row.
-    """
-    moved = {part.name for parts in rearranged.values() for part in parts}
-    kinds = Counter(map(kind_of, moved))
-    plain = {
-        kind_of(name)
-        for name in engine.expected.keys() - moved
-        if name in proof.proven | proof.unproven.keys()
-    }
-    for name, parts in rearranged.items():
-        for part in parts:
-            kind = kind_of(part.name)
-            if kind not in plain and (kinds[kind] > 1 or not engine.has_whole_rows(name, part)):
-                proof.unproven[part.name] = f"{name}: vLLM has rearranged it"
+    def _share_parts(self) -> None:
+        """Gives a tied LM head the parts of the embedding. Tensors without parts are free."""
+        first_name = self.engine.first_name
+        parts_of_first = {first_name[name]: parts for name, parts in self.parts.items()}
+        for name in self.engine.parameters:
+            if name in self.parts:
+                continue
+            if first_name[name] in parts_of_first:
+                self.parts[name] = parts_of_first[first_name[name]]
             else:
-                proof.wrong.append(_other(name, part))
+                self.free.append(name)
 
+    def _locate_rearranged(self, unlocated: list[str]) -> list[str]:
+        """Finds engine tensors that hold published ones of their layer in another order.
 
-def _judge_computed(proof: Proof, engine: EngineModel, layout: Layout) -> None:
-    """Refuses tensors that are not −exp of a published one, if others of its kind are or have been."""
-    computed = {name: home for name, home in layout.computed.items() if name in engine.published}
-    is_decay = {name: engine.is_decay(home, name) for name, home in computed.items()}
-    layout.decays |= {kind_of(name) for name in computed if is_decay[name]}
-    proof.wrong += [
-        f"the engine's {computed[name]} is not −exp of the published {name}, as others of its kind are"
-        for name in computed
-        if not is_decay[name] and kind_of(name) in layout.decays
-    ]
+        Numbers of another layer or expert are wrong, and so is a tensor that is nowhere while
+        others of its kind are found. Returns the published tensors that are still not located.
+        """
+        engine = self.engine
+        candidates = []
+        for name in self.free:
+            if engine.tensors[name].numel() and engine.num_ranks(name) == 1:
+                candidates.append(name)
+        layers = {layer_of(name) for name in candidates}
+        nearby = [name for name in unlocated if layer_of(name) in layers]
+        if not nearby or not engine.published:
+            return unlocated
+        names_of_sum = names_by_sum(engine.published, nearby)
+        found = set()
+        for engine_name in candidates:
+            tensor = as_published(engine.value(engine_name), engine.expected[unlocated[0]])
+            names = names_of_sum.get(unordered_sum(tensor))
+            if names is None:
+                continue
+            is_own_layer = layer_of(engine_name) == layer_of(names[0])
+            given = {name: engine.published[name] for name in names}
+            if not is_own_layer or not has_same_numbers(tensor, given):
+                self._misplaced(engine_name, names[0])
+            self.rearranged[engine_name] = [Part(name, engine.expected[name]) for name in names]
+            self.free.remove(engine_name)
+            found |= given.keys()
+        found_kinds = {kind_of(name) for name in found}
+        remaining = []
+        for name in unlocated:
+            if name in found:
+                continue
+            if kind_of(name) in found_kinds:
+                self.proof.wrong.append(
+                    f"the engine does not hold the published {name}, as it holds others of its kind"
+                )
+            else:
+                remaining.append(name)
+        return remaining
 
+    def _account_for(self, unlocated: list[str]) -> None:
+        """Says what became of published tensors whose numbers the engine does not hold.
 
-def _other(name: str, part: Part) -> str:
-    return f"the engine's {name} does not hold the published {part.name}"
+        Their engine tensors are no longer free.
+        """
+        if self.layout.loads == 0:
+            one_of_kind: dict[Kind, str] = {}
+            for name in unlocated:
+                one_of_kind.setdefault(Kind.of(name, self.engine.expected[name]), name)
+            for name in one_of_kind.values():
+                engine_name = find_anywhere(self.engine, name)
+                if engine_name is not None:
+                    self._misplaced(engine_name, name)
+        used: set[str] = set()  # engine tensors, by their first names
+        for name in unlocated:
+            for engine_name in self._became(name, used):
+                used.add(self.engine.first_name.get(engine_name, engine_name))
+        self.free = [name for name in self.free if self.engine.first_name[name] not in used]
 
+    def _became(self, name: str, used: set[str]) -> list[str]:
+        """Says what became of a published tensor, and returns the engine tensors made of it.
 
-def _misplaced(engine_name: str, published: str) -> str:
-    return f"the engine's {engine_name} holds the published {published}, which belongs elsewhere"
-
-
-def spoil(model: Any, layout: Layout) -> None:
-    """Fills the tensors that the next load computes with NaN, so that a load that does not reach one is noticed."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for home in set(layout.computed.values()):
-        parameters[home].data.fill_(math.nan)
-
-
-def _prove_one(
-    proof: Proof, name: str, engine: EngineModel, parts: list[Part], differ: set[str]
-) -> list[Part]:
-    """Judges one of the engine's tensors by its sums that differ. Returns the parts that it holds in another order."""
-    tensor = engine.tensors[name]
-    if why := _not_comparable(engine.module(name), tensor, [part.info for part in parts]):
-        proof.unproven |= {part.name: f"{name}: {why}" for part in parts}
-        if why is PACKED:
-            others = [part for part in parts if not engine.multiplies_by(name, part)]
-            moved = [
-                part for part in others if engine.multiplies_by(name, part, is_rearranged=True)
-            ]
-            lost = [part.name for part in others if part not in moved]
-            proof.wrong += [
-                f"the engine's {name} does not multiply by the published {each}" for each in lost
-            ]
-            return moved
-        if name in proof.narrow:
-            proof.wrong += [
-                _other(name, part) for part in parts if not engine.holds_rounded(name, part)
-            ]
+        It need not be known into which of a layer's packed matrices a tensor went.
+        """
+        near = [home for home in self.free if layer_of(home) == layer_of(name)]
+        packed = []
+        if len(self.engine.expected[name].shape) > 1:
+            packed = [home for home in near if not self.engine.tensors[home].numel()]
+        split = [home for home in near if self.engine.num_ranks(home) > 1]
+        if self.layout.loads == 0 and name not in self.layout.computed and not packed and not split:
+            home = self._computed_from(name, near, used)
+            if home is not None:
+                self.layout.computed[name] = home
+        if name in self.layout.computed:
+            home = self.layout.computed[name]
+            self.proof.unproven[name] = f"{home}: vLLM computes with it as it loads it"
+            if home not in near or self.engine.tensors[home].isnan().any():
+                self.proof.wrong.append(
+                    f"the load of the published {name} did not reach the engine's {home}"
+                )
+            return [home]
+        if any(self.engine.shows_product(home, name) for home in packed):
+            self.proof.wrong.append(
+                f"no packed matrix of its layer multiplies by the published {name}"
+            )
+            return packed
+        if packed:
+            self.proof.unproven[name] = f"{packed[0]}: {PACKED}"
+            return packed
+        if split:
+            self.proof.unproven[name] = f"{split[0]}: {split_over(self.engine.num_ranks(split[0]))}"
+            return split[:1]
+        self.proof.wrong.append(f"the engine has no place for the published {name}")
         return []
-    others = [
-        part for part in parts if differ & {_key(tensor, part), _key(tensor, part, " widened")}
-    ]
-    proof.proven |= {part.name for part in parts if part not in others}
-    if others:
-        given = {
-            part.name: engine.published[part.name]
-            for part in parts
-            if part.name in engine.published
-        }
-        if len(given) == len(parts) and same_numbers(
-            as_published(engine.value(name), parts[0].info), given
-        ):
-            return others
-        proof.wrong += [_other(name, part) for part in others]
-    elif any(not engine.multiplies_by(name, part) for part in parts):
-        proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
-    if _key(tensor, parts[0], " and others") in differ:
-        proof.wrong.append(f"the engine's {name} has numbers that are neither published nor zero")
-    return []
 
+    def _computed_from(self, name: str, near: list[str], used: set[str]) -> str | None:
+        """Returns an engine tensor that may be computed from a published one at the first load.
 
-PACKED = "vLLM packed it for a CPU"
+        It has the size of the published one, or else a slot for its expert. None: there is none.
+        """
+        size = math.prod(self.engine.expected[name].shape)
+        for home in near:
+            if (
+                self.engine.tensors[home].numel() == size
+                and self.engine.first_name[home] not in used
+            ):
+                return home
+        expert = expert_of(name)
+        if expert is None:
+            return None
+        for home in near:
+            tensor = self.engine.tensors[home]
+            if tensor.ndim > 2 and len(tensor) > expert:
+                return home
+        return None
 
+    # ---- what the engine's tensors hold --------------------------------------------------------
 
-def _is_split(module: Any) -> bool:
-    return vllm_insides.tensor_parallel_size(module) > 1
+    def _compare(self) -> None:
+        """Judges every engine tensor that is located or free."""
+        different = unlike(self._questions())
+        for name in {**self.engine.parameters, **self.parts}:
+            if name in self.parts:
+                self._judge(name, self.parts[name], different)
+            elif name in self.free and vllm_insides.is_made_of_others(name):
+                self.layout.computed[name] = name
+                if self.engine.parameters[name].isnan().any():
+                    self.proof.wrong.append(f"the engine's {name} was not made anew after the load")
+            elif name in self.free:
+                self.proof.wrong.append(f"nothing was published for the engine's {name}")
+            report_progress("comparing the engine's weights")
 
+    def _questions(self) -> Iterator[tuple[str, Tensor, str]]:
+        """Yields (question, tensor, its checksum if the answer is yes) for comparable tensors.
 
-def _split(size: int) -> str:
-    return f"it is split over {size} ranks"
+        Two questions come as a tensor that must be 0, because they then need no wait of their own:
+        whether a tensor was widened without loss, and whether it has numbers beside the published
+        ones. A tied LM head, which is the embedding itself, comes once.
+        """
+        asked = set()
+        for name, parts in self.parts.items():
+            question = self._question(name, parts[0])
+            if question in asked or self.engine.why_not_comparable(name, parts):
+                continue
+            asked.add(question)
+            tensor = self.engine.value(name)
+            num_held = 0
+            views = []
+            for part in parts:
+                view = part.of(tensor)
+                views.append(view)
+                num_held += view.numel()
+                narrow = view.to(getattr(torch, part.info.dtype))
+                yield self._question(name, part), narrow, part.info.checksum
+                if narrow.dtype != view.dtype:
+                    yield (
+                        self._question(name, part, " exactly"),
+                        narrow.to(view.dtype) != view,
+                        ZEROS,
+                    )
+            if num_held < tensor.numel():
+                others = num_nonzero([tensor]) - num_nonzero(views)
+                yield self._question(name, parts[0], " alone"), others.clamp(min=0), ZEROS
+            report_progress("comparing the engine's weights")
 
+    def _question(self, name: str, part: Part, more: str = "") -> str:
+        return f"{self.engine.first_name[name]} holds {part.name}{more}"
 
-def _not_comparable(module: Any, tensor: Tensor, infos: list[TensorInfo]) -> str:
-    """Returns why the engine's tensor cannot have the published bits; "" if it must have them."""
-    size = sum(math.prod(info.shape) for info in infos)
-    if tensor.numel() == 0 and size:
-        return PACKED
-    if (ranks := vllm_insides.tensor_parallel_size(module)) > 1 and size != tensor.numel():
-        return _split(ranks)
-    if method := vllm_insides.quantised_by(module):
-        return f"vLLM transforms it ({method})"
-    if tensor.dtype not in (getattr(torch, infos[0].dtype), torch.float32):
-        return f"vLLM holds it in {tensor.dtype}, published is {infos[0].dtype}"
-    return ""
+    def _judge(self, name: str, parts: list[Part], different: set[str]) -> None:
+        """Judges an engine tensor. different: the questions whose answer is no."""
+        why = self.engine.why_not_comparable(name, parts)
+        if why:
+            for part in parts:
+                self.proof.unproven[part.name] = f"{name}: {why}"
+        if why == PACKED:
+            self._judge_packed(name, parts)
+        elif why and name in self.proof.narrow:
+            for part in parts:
+                if not self.engine.holds_rounded(name, part):
+                    self._not_held(name, part)
+        elif not why:
+            self._judge_comparable(name, parts, different)
 
+    def _judge_packed(self, name: str, parts: list[Part]) -> None:
+        rearranged = []
+        for part in parts:
+            if not self.engine.multiplies_otherwise(name, part):
+                continue
+            if self.engine.multiplies_otherwise(name, part, in_any_order=True):
+                self.proof.wrong.append(
+                    f"the engine's {name} does not multiply by the published {part.name}"
+                )
+            else:
+                rearranged.append(part)
+        if rearranged:
+            self.rearranged[name] = rearranged
 
-def prove_adapters(model: Any, expected: Mapping[str, TensorInfo]) -> Proof:
-    """Compares the adapter in a model's LoRA layers. B is published without the factor alpha / r, expected with it.
+    def _judge_comparable(self, name: str, parts: list[Part], different: set[str]) -> None:
+        others = []
+        for part in parts:
+            questions = {self._question(name, part), self._question(name, part, " exactly")}
+            if questions & different:
+                others.append(part)
+            else:
+                self.proof.proven.add(part.name)
+        if others and self._has_same_numbers(name, parts):
+            self.rearranged[name] = others
+            return
+        for part in others:
+            self._not_held(name, part)
+        if not others and any(self.engine.multiplies_otherwise(name, part) for part in parts):
+            self.proof.wrong.append(f"the engine's {name} is not what its layer multiplies by")
+        if self._question(name, parts[0], " alone") in different:
+            self.proof.wrong.append(
+                f"the engine's {name} has numbers that are neither published nor zero"
+            )
 
-    A layer that vLLM splits into more parts than were published (the one projection before a state) has A in each of
-    them, and B's rows one part after the other; several published tensors share it in their order, and the first has
-    all further parts. Numbers around the published ones, up to vLLM's largest rank, and all other layers must be 0.
-    """
-    fused, named = vllm_insides.fused_layers(model), vllm_insides.adapter_names(model)
-    published_in = Counter(whole for whole, _ in fused.values())
-    layers = vllm_insides.adapter_stacks(model)
-    proof, seen = Proof(narrow=_narrow(model, expected)), set[tuple[str, str, int]]()
-    path_of, required = dict[str, str](), list[tuple[str, Tensor, str]]()
-    for name, info in expected.items():
-        path, _, which = (
-            named(name.removeprefix("base_model.model.")).removesuffix(".weight").rpartition(".")
+    def _has_same_numbers(self, name: str, parts: list[Part]) -> bool:
+        """Returns whether an engine tensor holds the numbers of its parts in another order."""
+        published = self.engine.published
+        if any(part.name not in published for part in parts):
+            return False
+        tensor = as_published(self.engine.value(name), parts[0].info)
+        return has_same_numbers(tensor, {part.name: published[part.name] for part in parts})
+
+    def _judge_rearranged(self) -> None:
+        """Decides whether a kernel or a mistake has reordered the published numbers.
+
+        vLLM treats all tensors of a kind alike. If a kind has only one tensor, unchanged rows mean
+        that rows were swapped by mistake, because kernels need another order of the numbers within
+        a row.
+        """
+        moved = {part.name for parts in self.rearranged.values() for part in parts}
+        num_moved = Counter(kind_of(name) for name in moved)
+        judged = self.proof.proven | self.proof.unproven.keys()
+        in_order = set()  # kinds of which a tensor is not reordered
+        for name in self.engine.expected:
+            if name in judged and name not in moved:
+                in_order.add(kind_of(name))
+        for engine_name, parts in self.rearranged.items():
+            for part in parts:
+                kind = kind_of(part.name)
+                is_single = num_moved[kind] == 1
+                if kind in in_order or (
+                    is_single and self.engine.has_whole_rows(engine_name, part)
+                ):
+                    self._not_held(engine_name, part)
+                else:
+                    self.proof.unproven[part.name] = f"{engine_name}: vLLM has rearranged it"
+
+    def _judge_computed(self) -> None:
+        """Refuses tensors that are not −exp of a published one as others of its kind are or were."""
+        others = []
+        for name, engine_name in self.layout.computed.items():
+            if name not in self.engine.published:
+                continue
+            if self.engine.is_decay(engine_name, name):
+                self.layout.decays.add(kind_of(name))
+            else:
+                others.append(name)
+        for name in others:
+            if kind_of(name) in self.layout.decays:
+                self.proof.wrong.append(
+                    f"the engine's {self.layout.computed[name]} is not −exp of the published {name}, "
+                    "as others of its kind are"
+                )
+
+    def _not_held(self, engine_name: str, part: Part) -> None:
+        self.proof.wrong.append(
+            f"the engine's {engine_name} does not hold the published {part.name}"
         )
-        parent, _, leaf = path.rpartition(".")
-        whole, part = (leaf, 0) if path in layers else fused.get(leaf, (leaf, 0))
-        layer_path = ".".join(filter(None, (parent, whole)))
-        if layer_path not in layers:
-            proof.wrong.append(f"the engine has no place for the published {name}")
-            continue
-        of_layer = layers[layer_path][which]
-        more = len(of_layer) - (1 if whole == leaf else published_in[whole])
-        own = range(part + more * (part > 0), part + more + 1)
-        seen |= {(layer_path, which, i) for i in own}
-        own_stacks, (rows, columns) = [of_layer[i] for i in own], info.shape
-        held = (
-            [torch.cat([stack[:, :columns] for stack in own_stacks])]
-            if which == "lora_B"
-            else own_stacks
+
+    def _misplaced(self, engine_name: str, name: str) -> None:
+        self.proof.wrong.append(
+            f"the engine's {engine_name} holds the published {name}, which belongs elsewhere"
         )
-        path_of[name] = layer_path
-        required += [
-            (f"{name} {i}", stack[:rows, :columns], info.checksum) for i, stack in enumerate(held)
-        ]
-        around = [stack[rows:] for stack in held] + [stack[:, columns:] for stack in own_stacks]
-        required.append((f"around {name}", _nonzero(around), ZEROS))
-        report_progress("comparing the engine's adapters")
-    for path, stacks in layers.items():
-        for which, parts in stacks.items():
-            if others := [stack for i, stack in enumerate(parts) if (path, which, i) not in seen]:
-                required.append((f"the engine's {path} has a {which}", _nonzero(others), ZEROS))
-    differ = unlike(required)
-    for name, path in path_of.items():
-        if any(f"{name} {i}" in differ for i in range(len(layers[path]["lora_A"]))):
-            proof.wrong.append(f"the engine's {path} does not hold the published {name}")
-        elif f"around {name}" in differ:
-            proof.wrong.append(f"the engine's {path} has numbers around the published {name}")
-        else:
-            proof.proven.add(name)
-    unpublished = sorted(said for said in differ if said.startswith("the engine's "))
-    proof.wrong += [f"{said} that nothing was published for" for said in unpublished]
-    return proof

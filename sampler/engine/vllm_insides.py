@@ -183,10 +183,12 @@ def engine_names(model: Any, published: str) -> list[str]:
     return [published] if renamed is None else [renamed, published]
 
 
-def adapter_names(model: Any) -> Callable[[str], str]:
-    """Returns the function from an adapter layer's name to the engine's: parts of fused layers keep their own names."""
+def adapter_name(model: Any, name: str) -> str:
+    """Returns the engine's name of an adapter's tensor. Parts of fused layers keep their names."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper().map_name if mapper else str
+    if not mapper:
+        return name
+    return mapper.get_rename_mapper().map_name(name)
 
 
 def quantised_by(layer: Any) -> str:
@@ -234,17 +236,15 @@ def _order_of_packed(rows: int, columns: int, dtype: torch.dtype, isa: str) -> T
     return torch.stack([x.long().flatten() << 8 * i for i, x in enumerate(packed)]).sum(0)
 
 
-def product(layer: Any) -> Callable[[Tensor], Tensor] | None:
-    """Returns the product of a layer on a CPU, perhaps with a packed copy of its matrix; None for other layers.
+def has_product(layer: Any) -> bool:
+    """Returns whether `product` can be asked of a layer: on a CPU, without tensor parallelism."""
+    has_linear = getattr(layer, "cpu_linear", None) is not None
+    return has_linear and tensor_parallel_size(layer) == 1
 
-    With tensor parallelism it is None, too. The function takes x [rows, in] and returns x Wᵀ [rows, out].
-    """
-    linear = getattr(layer, "cpu_linear", None)
-    return (
-        None
-        if linear is None or tensor_parallel_size(layer) > 1
-        else lambda x: linear(x, layer.weight, None)
-    )
+
+def product(layer: Any, x: Tensor) -> Tensor:
+    """Returns x Wᵀ [rows, out] for x [rows, in], perhaps with a packed copy of the matrix W."""
+    return layer.cpu_linear(x, layer.weight, None)
 
 
 def matrix_shape(layer: Any) -> list[int]:

@@ -18,8 +18,9 @@ from model import cpu, devices
 from model.checksum import unlike
 from model.cpu.repeated_rows import RepeatedRows, takes_rows
 from sampler.engine import vllm_insides
+from sampler.engine.adapter_tensors import prove_adapters
 from sampler.engine.engine_layout import Layout
-from sampler.engine.engine_tensors import Proof, prove, prove_adapters, spoil
+from sampler.engine.engine_tensors import Proof, prove, spoil
 from sampler.engine.routing import Routing
 from sampler.engine.verify import mapped_tensors
 from sampler.engine.vllm_insides import step_context

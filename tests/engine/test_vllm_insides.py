@@ -38,7 +38,7 @@ def test_a_models_layers_its_fused_ones_and_their_parts_are_found(model: Any) ->
     assert vllm_insides.tensor_parallel_size(fused) == fused.tp_size == 1
     assert hasattr(fused, "quant_method") and vllm_insides.quantised_by(fused) == ""
     assert "model.norm.weight" in vllm_insides.engine_names(model, "model.norm.weight")
-    assert vllm_insides.adapter_names(model)("model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
+    assert vllm_insides.adapter_name(model, "model.layers.0.mlp.up_proj") == "model.layers.0.mlp.up_proj"
 
 
 def test_adapters_are_stacked_by_the_parts_of_a_layer(model: Any) -> None:

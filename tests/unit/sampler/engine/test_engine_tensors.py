@@ -14,9 +14,10 @@ from torch import nn
 from common.files.weights import TensorInfo
 from model import devices
 from model.checksum import describe
-from sampler.engine import engine_layout
+from sampler.engine import packed_product
+from sampler.engine.adapter_tensors import prove_adapters
 from sampler.engine.engine_layout import Layout
-from sampler.engine.engine_tensors import Proof, of_ranks, prove, prove_adapters, spoil
+from sampler.engine.engine_tensors import Proof, of_ranks, prove, spoil
 from sampler.engine.vllm_worker import WeightExtension
 
 HIDDEN, VOCABULARY, PADDED = 8, 5, 8
@@ -438,8 +439,8 @@ def test_a_packed_matrix_is_asked_what_it_multiplies_by(kind: str, is_named: boo
 def test_one_number_of_a_packed_matrix_shows_in_a_sum_of_all_columns(
     error: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_layout, "_COLUMNS", 0)
-    monkeypatch.setattr(engine_layout, "_WORK", 0)  # no column is compared by itself
+    monkeypatch.setattr(packed_product, "_COLUMNS", 0)
+    monkeypatch.setattr(packed_product, "_WORK", 0)  # no column is compared by itself
     model, tensors = nn.Module(), {"layers.0.o_proj.weight": (0.05 * torch.randn(64, 2048)).to(dtype)}
     model.layers = nn.ModuleList([nn.Module()])
     model.layers[0].o_proj = layer = Layer(64, 2048, [64])
