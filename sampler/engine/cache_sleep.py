@@ -1,18 +1,23 @@
-"""Frees the memory of vLLM's key-value cache while the engine has nothing to generate: vllm.enable_sleep_mode.
+"""Frees the memory of vLLM's cache while the engine has nothing to generate: enable_sleep_mode.
 
-    last completion ─► rest ─► the last groups are sent ─► the trainer trains, steps, publishes ─► canary: wake ─► …
-                       └──────────────── the cache's memory belongs to nobody ────────────────┘
+    last completion ─► rest ─► the last groups are sent ─► the trainer trains, publishes ─► wake ─►
+                       └──────────── the cache's memory belongs to nobody ───────────┘
 
-This is for one GPU that two processes use in turns. The weights stay in GPU memory, so that a new version is loaded
-into them and compared while the cache sleeps. vLLM 0.32 guarantees the following in its source:
+This is for one GPU that two processes use in turns. The canary wakes the cache. The weights stay in
+GPU memory, so that a new version is loaded into them and compared while the cache sleeps. vLLM 0.32
+guarantees the following in its source:
 
-- `v1/engine/core.py` EngineCore.release_kv_cache_memory: after a pause of level 0, which changes no memory, it forgets
-  what the cache holds (prefixes, images) and has the workers drop what is tagged "kv_cache". It refuses while a
-  finished request is not yet reported to the workers, or a batch is on its way: one more step resolves either.
-- `device_allocator/cumem.py` CuMemAllocator.discard, wake_up: physical memory is freed and mapped again, addresses
-  stay, so CUDA graphs stay valid. The restored memory has any content. Weights are tagged "weights" and not touched.
-- `v1/worker/gpu_worker.py` _maybe_get_memory_pool_context: only `enable_sleep_mode` puts the cache into that allocator.
-- `v1/worker/cpu_worker.py` discard: refused, as by `config/model.py` on any platform without such an allocator.
+- `v1/engine/core.py` EngineCore.release_kv_cache_memory: after a pause of level 0, which changes no
+  memory, it forgets what the cache holds (prefixes, images) and has the workers drop what is tagged
+  "kv_cache". It refuses while a finished request is not yet reported to the workers, or a batch is
+  on its way: one more step resolves either.
+- `device_allocator/cumem.py` CuMemAllocator.discard, wake_up: physical memory is freed and mapped
+  again, addresses stay, so CUDA graphs stay valid. The restored memory has any content. Weights are
+  tagged "weights" and not touched.
+- `v1/worker/gpu_worker.py` _maybe_get_memory_pool_context: only `enable_sleep_mode` puts the cache
+  into that allocator.
+- `v1/worker/cpu_worker.py` discard: refused, as by `config/model.py` on any platform without such
+  an allocator.
 """
 
 from typing import Any
@@ -31,16 +36,18 @@ class CacheSleep:
         """Frees the cache's memory. No sequence may be queued or running."""
         if self.is_asleep:
             return
-        for _ in range(
-            4
-        ):  # one reports what finished; each takes one of the up to two batches on their way
+        # one step reports what finished; each takes one of the up to two batches on their way
+        for _ in range(4):
             self._llm.llm_engine.step()
         self._llm.sleep(level=0, mode="keep")
         self._llm.release_kv_cache_memory()
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Restores the cache's memory before anything is generated. Raises Retryable if the memory is gone."""
+        """Restores the cache's memory before anything is generated.
+
+        Raises Retryable if the memory is gone.
+        """
         if not self.is_asleep:
             return
         try:

@@ -12,7 +12,7 @@ from model.tokenizer import tokenizer_of
 from sampler.prompts.reading import Ends, stop_conditions
 
 _CANARY_IMAGE_TOKENS = 4  # tokens of the canary's image
-_CANARY_LENGTH = 64  # the context must hold the trainer's canary sequences
+_CANARY_LENGTH = 64  # tokens of the trainer's canary sequences, which the context must hold
 
 
 def ends(config: Config) -> Ends:
@@ -25,62 +25,70 @@ def ends(config: Config) -> Ends:
 
 def set_environment(config: Config, on_cpu: bool) -> None:
     """Sets environment variables before vLLM is imported; the user's own values stay."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault(
-        "VLLM_LOGGING_LEVEL", "ERROR"
-    )  # vLLM warns about a chat template that is not used
-    os.environ.setdefault(
-        "VLLM_USE_V2_MODEL_RUNNER", "0"
-    )  # the other runner is not tested in this project
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM warns about a chat template that is not used
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner is not tested in this project
+    }
     if not on_cpu and config.model.dtype == "float32":
-        # FlashAttention and FlashInfer refuse float32, and vLLM's Triton attention then multiplies in TF32: 10 bits of
-        # mantissa, log-probs off by 2e-3 and more, and the canary refuses good weights. Triton reads it when imported.
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+        # FlashAttention and FlashInfer refuse float32, and vLLM's Triton attention then multiplies
+        # in TF32: 10 bits of mantissa, log-probs off by 2e-3 and more, and the canary refuses good
+        # weights. Triton reads it when it is imported.
+        defaults["TRITON_F32_DEFAULT"] = "ieee"
     if on_cpu:
-        # The first log-prob would otherwise compile a helper with g++ for 20 s. The second name is read where vLLM
-        # decorates it, the first when torch._dynamo is imported, which a reference model may have done already.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", os.environ["TORCH_COMPILE_DISABLE"])
-        os.environ.setdefault(
-            "VLLM_MLA_DISABLE", "1"
-        )  # vLLM's MLA kernels for a CPU take the sizes of one model alone
-        os.environ.setdefault(
-            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-        )  # the launcher places processes
+        # The first log-prob would otherwise compile a function with g++ for 20 s. The second name is
+        # read where vLLM decorates it, the first when torch._dynamo is imported, which a reference
+        # model may have done already.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+        defaults["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
+        # vLLM's MLA kernels for a CPU take the sizes of one model only
+        defaults["VLLM_MLA_DISABLE"] = "1"
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the launcher places processes
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def max_num_seqs(config: Config) -> int:
-    """Returns the number of sequences that decode at once: a batch of rollouts, 64 to 1,024, unless `vllm:` sets it."""
-    return min(1024, max(64, config.sampler.num_generations * config.prompts_per_batch))
+    """Returns how many sequences decode at once unless `vllm:` says: a batch, 64 to 1,024."""
+    batch_size = config.sampler.num_generations * config.prompts_per_batch
+    return min(1024, max(64, batch_size))
 
 
 def max_model_len(config: Config) -> int:
     """Returns the tokens of the longest sequence, unless `vllm:` sets it."""
-    return max(config.data.max_prompt_length + config.sampler.max_completion_length, _CANARY_LENGTH)
+    longest = config.data.max_prompt_length + config.sampler.max_completion_length
+    return max(longest, _CANARY_LENGTH)
 
 
 def has_right_prefix_cache(model: Any) -> bool:
-    """Returns whether vLLM's prefix cache is correct for a model on a CPU; `model` is vllm's ModelConfig.
+    """Returns whether vLLM's prefix cache is correct for a model on a CPU.
 
-    A hybrid model's state cache needs prompts in chunks, which a CPU's generator cannot have. After a cached prompt,
-    the CPU's chunked attention (Llama 4) is wrong by 2 in log-probs, at positions that the canary does not check.
+    A hybrid model's state cache needs prompts in chunks, which a CPU's generator cannot have. After
+    a cached prompt, the CPU's chunked attention (Llama 4) is wrong by 2 in log-probs, at positions
+    that the canary does not check.
+    model: vllm's ModelConfig.
     """
     return not (model.is_hybrid or model.attention_chunk_size)
 
 
 def looks_for_texts(config: Config) -> bool:
     """Returns whether a text may end a completion: one of sampler.stop, or one in an agent's request."""
-    agents = any(settings.rollout.agent is not None for settings in config.of_sources.values())
-    return agents or any(isinstance(stop, str) for stop in config.sampler.stop)
+    for source in config.of_sources.values():
+        if source.rollout.agent is not None:
+            return True
+    return any(isinstance(stop, str) for stop in config.sampler.stop)
 
 
 def has_tower(config: Config) -> bool:
-    """Returns whether vLLM will load a vision model; text models are recognised without a look at their files."""
-    data, model = config.data, config.model
-    return data.image_key is not None or (
-        data.limit_images == 0 and sees_images(model.path, model.revision)
-    )
+    """Returns whether vLLM will load a vision model.
+
+    Text models are recognised without a look at their files.
+    """
+    if config.data.image_key is not None:
+        return True
+    model = config.model
+    return config.data.limit_images == 0 and sees_images(model.path, model.revision)
 
 
 def require_bfloat16(config: Config, platform: Any) -> None:
@@ -91,73 +99,88 @@ def require_bfloat16(config: Config, platform: Any) -> None:
     if not platform.is_cuda():
         return
     capability = platform.get_device_capability()
-    found = None if capability is None else (capability.major, capability.minor)
-    bfloat16.require(*config.dtype_of_engine, "the sampler's GPU", found)
+    version = None
+    if capability is not None:
+        version = (capability.major, capability.minor)
+    bfloat16.require(*config.dtype_of_engine, "the sampler's GPU", version)
 
 
 def _image_arguments(config: Config) -> dict[str, Any]:
-    """Returns vllm.LLM's arguments for images; {} for a text model. vLLM expands each image's one token itself."""
+    """Returns vllm.LLM's arguments for images; {} for a text model.
+
+    vLLM itself expands the one token of each image.
+    """
     if not has_tower(config):
         return {}
+    data = config.data
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": False,  # vLLM finds an image's place by the text of its token
-        "limit_mm_per_prompt": {"image": config.data.limit_images, "video": 0},
+        "limit_mm_per_prompt": {"image": data.limit_images, "video": 0},
         "mm_processor_cache_gb": 0,  # an image is asked for once in an epoch
-        "mm_device_do_normalize": False,  # it rounds otherwise, and not at all for a model without a processor_class
+        # it rounds otherwise, and not at all for a model without a processor_class
+        "mm_device_do_normalize": False,
     }
     vision = vision_of(config)
     if vision is None:
         return arguments
-    token = vision.form.factor**2
-    largest = min(
-        config.data.max_pixels, max(config.data.max_prompt_length, _CANARY_IMAGE_TOKENS) * token
-    )
     # images are resized already; the limits bound the memory of the largest
-    sizes = {
+    pixels_per_token = vision.form.factor**2
+    most_tokens = max(data.max_prompt_length, _CANARY_IMAGE_TOKENS)
+    most_pixels = min(data.max_pixels, most_tokens * pixels_per_token)
+    arguments["mm_processor_kwargs"] = {
         "do_resize": False,
-        "min_pixels": token,
-        "max_pixels": max(largest, _CANARY_IMAGE_TOKENS * token),
+        "min_pixels": pixels_per_token,
+        "max_pixels": max(most_pixels, _CANARY_IMAGE_TOKENS * pixels_per_token),
     }
-    return arguments | {"mm_processor_kwargs": sizes}
+    return arguments
 
 
 def engine_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
     """Returns vllm.LLM's arguments: the sampler's, overridden by the user's `vllm:` section."""
+    # The noise of rows without seeds: other samplers and restarted ones must not draw the same.
+    seed = secrets.randbits(31)
+    if on_cpu:
+        seed = config.run.seed
+    needs_tokenizer = looks_for_texts(config) or config.sampler.generation_kwargs
+    model = config.model
     arguments: dict[str, Any] = {
-        "model": config.model.path,
-        "revision": config.model.revision,
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "skip_tokenizer_init": not (looks_for_texts(config) or config.sampler.generation_kwargs),
-        # The noise of rows without seeds: other samplers and restarted ones must not draw the same again.
-        "seed": config.run.seed if on_cpu else secrets.randbits(31),
+        "model": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "skip_tokenizer_init": not needs_tokenizer,
+        "seed": seed,
         "max_model_len": max_model_len(config),
         "max_num_seqs": max_num_seqs(config),
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(1, config.sampler.max_sampling_mask),
-        "worker_extension_cls": "sampler.engine.vllm_worker.WeightExtension",
     }
+    arguments["generation_config"] = "vllm"
+    arguments["logprobs_mode"] = "processed_logprobs"
+    arguments["worker_extension_cls"] = "sampler.engine.vllm_worker.WeightExtension"
     if on_cpu:
-        # Blocks of 128 tokens, the CPU default, would let short prompts share nothing. A prompt prefilled in two
-        # chunks makes vLLM rewind its seeded generator, which a CPU generator cannot do: the engine would raise.
-        whole_prompts = {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, max_model_len(config)),
-        }
-        arguments |= {"enforce_eager": True, "block_size": 32} | whole_prompts
-        if (
-            "VLLM_CPU_KVCACHE_SPACE" not in os.environ
-            and "kv_cache_memory_bytes" not in config.vllm
-        ):
-            arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
-            arguments["kv_cache_memory_bytes"] = 16 << 30  # at most
+        arguments |= _cpu_arguments(config)
     if config.algorithm.router_replay:
-        arguments["enforce_eager"] = (
-            True  # a CUDA graph would repeat the recorded routing and capture nothing
-        )
-    if (
-        config.sampler.in_flight_updates
-    ):  # asynchronous scheduling could run a step on old weights during a load
-        arguments |= {"scheduling_policy": "priority", "async_scheduling": False}
+        # a CUDA graph would repeat the recorded routing and capture nothing
+        arguments["enforce_eager"] = True
+    if config.sampler.in_flight_updates:
+        arguments["scheduling_policy"] = "priority"
+        # it could run a step on old weights during a load
+        arguments["async_scheduling"] = False
     return arguments | lora.engine_arguments(config) | _image_arguments(config) | config.vllm
+
+
+def _cpu_arguments(config: Config) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        # With blocks of 128 tokens, the default of a CPU, short prompts would share nothing.
+        "block_size": 32,
+        # A prompt that is prefilled in two chunks makes vLLM rewind its seeded generator, which a
+        # CPU's generator cannot do: the engine would raise.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, max_model_len(config)),
+    }
+    sets_cache = "VLLM_CPU_KVCACHE_SPACE" in os.environ or "kv_cache_memory_bytes" in config.vllm
+    if not sets_cache:
+        arguments["worker_cls"] = "sampler.engine.vllm_cpu_worker.CpuWorker"
+        arguments["kv_cache_memory_bytes"] = 16 << 30  # at most
+    return arguments

@@ -179,7 +179,7 @@ class _Comparison:
         if not nearby or not engine.published:
             return unlocated
         names_of_sum = names_by_sum(engine.published, nearby)
-        found = set()
+        found: set[str] = set()
         for engine_name in candidates:
             tensor = as_published(engine.value(engine_name), engine.expected[unlocated[0]])
             names = names_of_sum.get(unordered_sum(tensor))

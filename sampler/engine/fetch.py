@@ -1,4 +1,4 @@
-"""Copies a published version into a private folder and checks every byte, while the engine may still decode."""
+"""Copies and checks a published version in a private folder, while the engine may still decode."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SCRATCH_PARENTS = (FOLDER, Path(tempfile.gettempdir()))
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole version that the next one may be a delta of; `files` is empty unless weights.full_every > 1."""
+    """A version that the next one may be a delta of."""
 
     manifest_sha256: str
-    files: Mapping[str, BinaryIO]
+    files: Mapping[str, BinaryIO]  # its safetensors files; {} unless weights.full_every > 1
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Fetched:
     manifest: Manifest
     folder: Path
     tensors: dict[str, Tensor]  # mapped from the copy and checked
-    seconds: float
-    whole: Whole
+    seconds: float  # that the fetch took
+    whole: Whole  # for the fetch of the next version
 
 
 def fetch(
@@ -55,26 +55,41 @@ def fetch(
     progressed: Callable[[], None] = lambda: None,
     last: Whole | None = None,
 ) -> Fetched:
-    """Copies and checks a version, perhaps a delta of `last`. Raises BadWeights. The caller deletes the folder."""
+    """Copies and checks a version.
+
+    The caller deletes its folder.
+    progressed: called every few MB. last: the version that this one may be a delta of.
+    Raises BadWeights.
+    """
     start = time.monotonic()
     failpoint("sampler.reloading")
-    lineage = weights.lineage(published, last.manifest_sha256 if last and last.files else "")
-    manifest = lineage[-1][1]
-    whole = (
-        sum(4 * math.prod(info.shape) for info in manifest.tensors.values()) if manifest.base else 0
-    )
-    private = scratch_dir(
-        config, sum(size for _, each in lineage for size in each.files.values()) + whole
-    )
+    base_sha256 = ""
+    if last and last.files:
+        base_sha256 = last.manifest_sha256
+    lineage = weights.lineage(published, base_sha256)
+    private = scratch_dir(config, _num_bytes(lineage))
     try:
         manifest = _fill_folder(lineage, private, progressed, last)
         tensors = checked_tensors(private, manifest, config, progressed)
-        files = _opened(private) if config.weights.full_every > 1 else {}
+        files = {}
+        if config.weights.full_every > 1:
+            files = _opened(private)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
-    kept = Whole(published.manifest_sha256, files)
-    return Fetched(manifest, private, tensors, time.monotonic() - start, kept)
+    whole = Whole(published.manifest_sha256, files)
+    return Fetched(manifest, private, tensors, time.monotonic() - start, whole)
+
+
+def _num_bytes(lineage: Sequence[tuple[Published, Manifest]]) -> int:
+    """Returns the bytes that a folder needs for the files of a version and of its deltas."""
+    total = 0
+    for _, manifest in lineage:
+        total += sum(manifest.files.values())
+    manifest = lineage[-1][1]
+    if manifest.base:  # the whole files are made of the deltas, at most in float32
+        total += sum(4 * math.prod(info.shape) for info in manifest.tensors.values())
+    return total
 
 
 def _fill_folder(
@@ -83,20 +98,25 @@ def _fill_folder(
     progressed: Callable[[], None],
     last: Whole | None,
 ) -> Manifest:
-    """Fills a new folder with the whole files of the last version in `lineage`. Returns their manifest."""
-    folders = [*(private / f"{published.version}" for published, _ in lineage[:-1]), private]
-    for (published, manifest), folder in reversed([*zip(lineage, folders, strict=True)]):
+    """Fills a new folder with the whole files of the last version in `lineage`.
+
+    Returns their manifest.
+    """
+    folders = [private / f"{published.version}" for published, _ in lineage]
+    folders[-1] = private
+    # the last folder contains the others, so it is made first
+    for (published, manifest), folder in reversed(list(zip(lineage, folders, strict=True))):
         copy_files(published, manifest, folder, progressed)
-    (_, first), (_, manifest) = lineage[0], lineage[-1]
+    manifest = lineage[-1][1]
     if manifest.base is None:
         return manifest
+    first = lineage[0][1]
     files = last.files if first.base and last else _opened(folders.pop(0))
     try:
         for packed in private.glob(f"*{delta.SUFFIX}"):
+            deltas = [folder / packed.name for folder in folders]
             with open(private / packed.stem, "xb") as new:
-                for piece in delta.unpack(
-                    [folder / packed.name for folder in folders], files[packed.stem]
-                ):
+                for piece in delta.unpack(deltas, files[packed.stem]):
                     new.write(piece)
                     progressed()
             packed.unlink()
@@ -110,12 +130,15 @@ def _fill_folder(
 
 
 def _opened(folder: Path) -> dict[str, BinaryIO]:
-    """Opens the safetensors files; they can be read until they are closed, even if the folder is deleted."""
+    """Opens the safetensors files. They can be read even if the folder is deleted."""
     return {path.name: open(path, "rb") for path in folder.glob("*.safetensors")}
 
 
 class Fetcher:
-    """Fetches the next version while the engine still decodes, one at a time because there is one private folder."""
+    """Fetches the next version while the engine still decodes.
+
+    It fetches one at a time, because there is one private folder.
+    """
 
     def __init__(self, config: Config):
         self._config = config
@@ -131,17 +154,20 @@ class Fetcher:
         if self._wanted is not None:  # the trainer was started again, or announced a newer version
             with contextlib.suppress(Exception):
                 shutil.rmtree(self._awaited().folder, ignore_errors=True)
-        self._wanted, self._coming = published, Future()
-        threading.Thread(
-            target=self._fetch, args=(published, self._coming), name="fetch", daemon=True
-        ).start()
+        self._wanted = published
+        self._coming = Future()
+        arguments = (published, self._coming)
+        threading.Thread(target=self._fetch, args=arguments, name="fetch", daemon=True).start()
 
     def has(self, published: Published) -> bool:
         """Returns whether `finish` would return or raise at once for this version."""
         return published == self._wanted and self._coming.done()
 
     def finish(self, published: Published) -> Fetched:
-        """Returns the version once it is fetched; starts to fetch it if necessary. Raises BadWeights."""
+        """Returns the version once it is fetched, and starts to fetch it if necessary.
+
+        Raises BadWeights.
+        """
         self.start(published)
         fetched = self._awaited()
         self._last = fetched.whole
@@ -157,9 +183,14 @@ class Fetcher:
         self._pieces += 1
 
     def _awaited(self) -> Fetched:
-        """Waits for the thread, and reports its reading as this process's progress. Raises the fetch's exception."""
-        seen, coming = self._pieces, self._coming
-        self._wanted, self._coming = None, Future()  # only the caller keeps the tensors' memory
+        """Waits for the thread, and reports its reading as this process's progress.
+
+        Raises the fetch's exception.
+        """
+        seen = self._pieces
+        coming = self._coming
+        self._wanted = None
+        self._coming = Future()  # only the caller keeps the tensors' memory
         while not wait([coming], timeout=0.2).done:
             if self._pieces != seen:
                 seen = self._pieces
@@ -169,21 +200,26 @@ class Fetcher:
 
 def scratch_dir(config: Config, size: int = 0) -> Path:
     """Returns this process's private folder, in memory if it fits: the copy lives for one reload."""
-    parent = _SCRATCH_PARENTS[0 if has_room(size) else 1]
+    memory, disk = _SCRATCH_PARENTS
+    parent = disk
+    if has_room(size):
+        parent = memory
     return parent / f"{durable.run_tag(config.run.output_dir)}-reload-{os.getpid()}"
 
 
 def vllm_dir(config: Config) -> Path:
     """Returns the folder for vLLM's sockets and the file of its process group, which it leaves behind."""
-    return (
-        Path(tempfile.gettempdir()) / f"{durable.run_tag(config.run.output_dir)}-vllm-{os.getpid()}"
-    )
+    tag = durable.run_tag(config.run.output_dir)
+    return Path(tempfile.gettempdir()) / f"{tag}-vllm-{os.getpid()}"
 
 
 def remove_scratch(config: Config) -> None:
     """Removes the folders of this process, and of samplers of this run that were killed."""
     tag = durable.run_tag(config.run.output_dir)
-    for path in (path for parent in _SCRATCH_PARENTS for path in parent.glob(f"{tag}-*-*")):
+    paths: list[Path] = []
+    for parent in _SCRATCH_PARENTS:
+        paths += parent.glob(f"{tag}-*-*")
+    for path in paths:
         pid = path.name.rsplit("-", 1)[-1]
         if pid == str(os.getpid()) or not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)

@@ -55,9 +55,9 @@ def has_same_numbers(tensor: Tensor, parts: Mapping[str, Tensor]) -> bool:
     elif tensor.ndim > 1 and set(experts.values()) == set(range(len(tensor))):
         sums = [0] * len(tensor)
         for name, part in parts.items():
-            slot = experts[name]
-            assert slot is not None
-            sums[slot] += unordered_sum(part)
+            expert_slot = experts[name]
+            assert expert_slot is not None
+            sums[expert_slot] += unordered_sum(part)
     else:
         tensor = tensor[None]
         sums = [sum(unordered_sum(part) for part in parts.values())]

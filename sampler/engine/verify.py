@@ -1,4 +1,4 @@
-"""Copies a published version into a private folder and checks every byte against its manifest (weights.py)."""
+"""Copies a published version into a private folder and checks every byte against its manifest."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_MAY_APPEAR = {
-    errno.ENOENT,
-    errno.ESTALE,
-    errno.EIO,
-}  # errors of a network file system for a file it does not know yet
+# errors of a network file system for a file that it does not know yet
+_MAY_APPEAR = {errno.ENOENT, errno.ESTALE, errno.EIO}
 
 
 def copy_files(
@@ -34,67 +31,86 @@ def copy_files(
 ) -> None:
     """Copies the version's files into a new private folder, and checks their sizes.
 
-    Whole weights on the file system of `private_dir`, which is memory, are linked: such a file is on this host, is
-    never written again, and stays when the trainer prunes its version. All other files are copied, so that what is
-    checked is what gets loaded: a file system of several hosts may answer a second read otherwise, and an engine keeps
-    the files of adapters open. progressed: called every few MB.
+    Whole weights on the file system of `private_dir`, which is memory, are linked: such a file is
+    on this host, is never written again, and stays when the trainer prunes its version. All other
+    files are copied, so that what is checked is what gets loaded: a file system of several hosts
+    may answer a second read otherwise, and an engine keeps the files of adapters open.
 
-    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is absent or too short.
+    progressed: called every few MB.
+    Raises BadWeights on a wrong version, file list or size, and its NotVisible on a file that is
+    absent or too short.
     """
     if manifest.version != published.version:
         raise BadWeights(
-            f"the manifest is of version {manifest.version}, version {published.version} was announced"
+            f"the manifest is of version {manifest.version}, "
+            f"version {published.version} was announced"
         )
-    for name in manifest.files:
+    sources = {name: Path(published.weights_dir) / name for name in manifest.files}
+    for name, source in sources.items():
         if not _SAFE_NAME.fullmatch(name):
             raise BadWeights(f"file name {name!r} in the manifest is not allowed")
-        if not os.path.lexists(
-            path := Path(published.weights_dir) / name
-        ):  # checked before gigabytes are copied
-            raise NotVisible(f"{path}: {os.strerror(errno.ENOENT)}")
+        if not os.path.lexists(source):  # checked before gigabytes are copied
+            raise NotVisible(f"{source}: {os.strerror(errno.ENOENT)}")
     private_dir.mkdir(parents=True, mode=0o700)
-    for name, expected in manifest.files.items():
-        source, target = Path(published.weights_dir) / name, private_dir / name
+    for name, source in sources.items():
         try:
-            if name.startswith("model-"):
-                with contextlib.suppress(OSError):  # across file systems, or on one without links
-                    os.link(source, target, follow_symlinks=False)
-            if not os.path.lexists(target):
-                _copy(source, target, progressed)
-            found = target.lstat()
+            status = _link_or_copy(source, private_dir / name, progressed)
         except OSError as error:
-            kind = NotVisible if error.errno in _MAY_APPEAR else BadWeights
-            raise kind(f"cannot copy {source} to {private_dir}: {error.strerror}") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise BadWeights(f"{source} is not a plain file")
-        if found.st_size != expected:
-            kind = NotVisible if found.st_size < expected else BadWeights
-            raise kind(f"{source} has {found.st_size} bytes, the manifest says {expected}")
+            reason = f"cannot copy {source} to {private_dir}: {error.strerror}"
+            if error.errno in _MAY_APPEAR:
+                raise NotVisible(reason) from None
+            raise BadWeights(reason) from None
+        _require_size(source, status, manifest.files[name])
+
+
+def _link_or_copy(source: Path, target: Path, progressed: Callable[[], None]) -> os.stat_result:
+    """Links whole weights, where that is possible, or copies a file. Returns the target's status."""
+    if source.name.startswith("model-"):
+        with contextlib.suppress(OSError):  # across file systems, or on one without links
+            os.link(source, target, follow_symlinks=False)
+    if not os.path.lexists(target):
+        _copy(source, target, progressed)
+    return target.lstat()
 
 
 def _copy(source: Path, target: Path, progressed: Callable[[], None]) -> None:
     # the flags refuse symbolic links and do not wait for the writer of a pipe
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as reader, open(target, "wb") as writer:
-        while chunk := reader.read(1 << 22):
-            writer.write(chunk)
+        while True:
+            piece = reader.read(1 << 22)
+            if not piece:
+                return
+            writer.write(piece)
             progressed()
+
+
+def _require_size(source: Path, status: os.stat_result, size: int) -> None:
+    """Raises BadWeights or NotVisible unless a copied file is a plain one of this size."""
+    if not stat.S_ISREG(status.st_mode):
+        raise BadWeights(f"{source} is not a plain file")
+    reason = f"{source} has {status.st_size} bytes, the manifest says {size}"
+    if status.st_size < size:
+        raise NotVisible(reason)
+    if status.st_size > size:
+        raise BadWeights(reason)
 
 
 def checked_tensors(
     folder: Path, manifest: Manifest, config: Config, progressed: Callable[[], None] = lambda: None
 ) -> dict[str, Tensor]:
-    """Returns the tensors of the version's files, in the memory in which they were checked: a mapping of the files.
+    """Returns the tensors of the version's files, which are mapped into memory.
 
-    An accelerator of this process sums them, 64 MiB at a time: a second whole model would not fit beside the engine.
-    Raises BadWeights unless they equal the manifest's bit by bit, are finite, and are what this config publishes.
+    What was checked in this memory is what gets loaded. An accelerator of this process sums them,
+    64 MiB at a time, because a second whole model would not fit beside the engine.
+    Raises BadWeights unless they equal the manifest's bit by bit, are finite, and are what this
+    config publishes.
     """
     from model import devices
     from model.checksum import Checksums
 
-    tensors = mapped_tensors(
-        folder / name for name in manifest.files if name.endswith(".safetensors")
-    )
+    names = [name for name in manifest.files if name.endswith(".safetensors")]
+    tensors = mapped_tensors(folder / name for name in names)
     missing = sorted(manifest.tensors.keys() - tensors.keys())
     extra = sorted(tensors.keys() - manifest.tensors.keys())
     if missing or extra:
@@ -103,7 +119,8 @@ def checked_tensors(
         lora.require_expected(folder, manifest.tensors, config)
     elif lora.SETTINGS in manifest.files:
         raise BadWeights(
-            f"version {manifest.version} has adapters, and lora.r is 0 here: both sides need one config"
+            f"version {manifest.version} has adapters, and lora.r is 0 here: "
+            "both sides need one config"
         )
     sums = Checksums(devices.in_use(), with_finite=True)
     for name, tensor in tensors.items():
@@ -118,7 +135,10 @@ def checked_tensors(
 
 
 def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Returns the tensors of safetensors files, mapped into memory. Raises BadWeights."""
+    """Returns the tensors of safetensors files, mapped into memory.
+
+    Raises BadWeights for a file that is not whole.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Loads the weights of a version, or its adapter, into a vLLM engine, and compares the engine's tensors with them."""
+"""Loads the weights of a version, or its adapter, into a vLLM engine, and proves that it has them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +14,17 @@ from sampler.engine.in_flight import InFlight
 
 
 class WeightLoader:
-    """Loads weights into `llm`, a vllm.LLM whose engine is in this process. Requests must name `adapter`."""
+    """Loads weights into a vLLM engine. Requests must name `adapter`."""
 
     def __init__(self, llm: Any, config: Config, in_flight: InFlight | None):
-        self._llm, self._in_flight = llm, in_flight
+        """llm: a vllm.LLM whose engine is in this process. in_flight: that of its requests."""
+        self._llm = llm
+        self._in_flight = in_flight
         self._engine = llm.llm_engine
-        self._sees = has_tower(config)
+        self._has_tower = has_tower(config)
         self._applies_adapters = config.lora.publishes_adapters
         self._num_adapters = 0  # loaded so far
-        self.adapter: Any = None  # adapter of the present version, on top of the base weights
+        self.adapter: Any = None  # vLLM's LoRARequest of the current version, None without adapters
 
     def load(
         self,
@@ -31,11 +33,16 @@ class WeightLoader:
         tensors: Mapping[str, Tensor] | None = None,
         version: int = 0,
     ) -> Proof:
-        """Replaces the weights, or the adapter where the run publishes adapters, by those of a verified folder.
+        """Replaces the weights by those of a verified folder, and compares them with `expected`.
 
-        It compares them with `expected`, if given: an exception, or anything wrong in the proof, leaves the engine
-        unusable. tensors: the folder's, if they are in memory; workers that are processes of their own read the folder.
-        version: label of later tokens, with sampler.in_flight_updates; then sequences may be decoding.
+        Where the run publishes adapters, it is the adapter. An exception, or anything wrong in the
+        proof, leaves the engine unusable.
+
+        expected: nothing is compared without it.
+        tensors: the folder's, if they are in memory. Workers that are processes of their own read
+        the folder.
+        version: the label of later tokens with sampler.in_flight_updates. Then sequences may be
+        decoding.
         """
         is_idle = not self._engine.has_unfinished_requests()
         assert self._in_flight or is_idle, (
@@ -45,22 +52,25 @@ class WeightLoader:
             self._load_adapter(folder)
             proofs = self._llm.collective_rpc("compare_adapter", args=(expected,))
         else:
-            given = None if self._engine.vllm_config.parallel_config.world_size > 1 else tensors
-            proofs = self._llm.collective_rpc(
-                "load_weights_from", args=(str(folder), expected, given)
-            )
+            if self._engine.vllm_config.parallel_config.world_size > 1:
+                tensors = None  # the workers have another memory
+            arguments = (str(folder), expected, tensors)
+            proofs = self._llm.collective_rpc("load_weights_from", args=arguments)
         if not self._llm.reset_prefix_cache(reset_running_requests=self._in_flight is not None):
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: keys and values of the old weights are in it"
             )
         if self._in_flight:
             self._in_flight.begin(version)
-        if self._sees:
+        if self._has_tower:
             self._engine.reset_encoder_cache()  # the cache has image features of the old vision model
         return of_ranks(proofs)
 
     def _load_adapter(self, folder: Path) -> None:
-        """Loads an adapter under a new number and name, because vLLM identifies weights and cached prefixes by them."""
+        """Loads an adapter under a new number and name.
+
+        vLLM identifies weights and cached prefixes by them.
+        """
         from vllm.lora.request import LoRARequest
 
         if self.adapter is not None:
@@ -68,7 +78,8 @@ class WeightLoader:
         self._num_adapters += 1
         self.adapter = LoRARequest(f"adapter-{self._num_adapters}", self._num_adapters, str(folder))
         self._engine.add_lora(self.adapter)
-        if (loaded := self._engine.list_loras()) != {self._num_adapters}:
+        loaded = self._engine.list_loras()
+        if loaded != {self._num_adapters}:
             raise RuntimeError(
                 f"vLLM holds the adapters {loaded} instead of {self._num_adapters} alone"
             )

@@ -1,11 +1,11 @@
-"""What an upgrade of vLLM or transformers took away of what vllm_insides.py reads or replaces, by name."""
+"""What an upgrade of vLLM or transformers took away of what the sampler reads or replaces, by name."""
 
 import pkgutil
 from typing import Any
 
 import pytest
 
-from sampler.engine import vllm_insides
+from sampler.engine import vllm_insides, vllm_patches
 from sampler.engine.engine import Engine
 from tests.support.engines import worker_of
 
@@ -66,5 +66,5 @@ QWEN = "vllm.model_executor.models.qwen"
     ],
 )
 def test_what_the_processors_of_models_that_see_are_patched_into_is_still_there(name: str) -> None:
-    vllm_insides.show_images_alone()
+    vllm_patches.show_images_alone()
     assert pkgutil.resolve_name(name)
