@@ -58,6 +58,7 @@ class CacheSleep:
             ) from error
         if not is_awake:
             raise Retryable(
-                "vLLM's engine sleeps on after its cache was woken; set vllm.enable_sleep_mode=false"
+                "vLLM's engine sleeps on after its cache was woken; "
+                "set vllm.enable_sleep_mode=false"
             )
         self.is_asleep = False

@@ -1,4 +1,4 @@
-"""Defines how vLLM is started: its environment variables, its arguments, and the ends of a completion."""
+"""Defines how vLLM is started: environment variables, arguments, and ends of a completion."""
 
 import os
 import secrets
@@ -37,9 +37,9 @@ def set_environment(config: Config, on_cpu: bool) -> None:
         # weights. Triton reads it when it is imported.
         defaults["TRITON_F32_DEFAULT"] = "ieee"
     if on_cpu:
-        # The first log-prob would otherwise compile a function with g++ for 20 s. The second name is
-        # read where vLLM decorates it, the first when torch._dynamo is imported, which a reference
-        # model may have done already.
+        # The first log-prob would otherwise compile a function with g++ for 20 s. The second name
+        # is read where vLLM decorates it, the first when torch._dynamo is imported, which a
+        # reference model may have done already.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         defaults["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
         # vLLM's MLA kernels for a CPU take the sizes of one model only
@@ -73,7 +73,7 @@ def has_right_prefix_cache(model: Any) -> bool:
 
 
 def looks_for_texts(config: Config) -> bool:
-    """Returns whether a text may end a completion: one of sampler.stop, or one in an agent's request."""
+    """Returns whether a text may end a completion, of sampler.stop or of an agent's request."""
     for source in config.of_sources.values():
         if source.rollout.agent is not None:
             return True

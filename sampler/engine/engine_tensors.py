@@ -416,7 +416,7 @@ class _Comparison:
                     self.proof.unproven[part.name] = f"{engine_name}: vLLM has rearranged it"
 
     def _judge_computed(self) -> None:
-        """Refuses tensors that are not −exp of a published one as others of its kind are or were."""
+        """Refuses tensors that are not −exp of a published one although others of its kind are."""
         others = []
         for name, engine_name in self.layout.computed.items():
             if name not in self.engine.published:
@@ -427,8 +427,9 @@ class _Comparison:
                 others.append(name)
         for name in others:
             if kind_of(name) in self.layout.decays:
+                engine_name = self.layout.computed[name]
                 self.proof.wrong.append(
-                    f"the engine's {self.layout.computed[name]} is not −exp of the published {name}, "
+                    f"the engine's {engine_name} is not −exp of the published {name}, "
                     "as others of its kind are"
                 )
 

@@ -199,7 +199,7 @@ class Fetcher:
 
 
 def scratch_dir(config: Config, size: int = 0) -> Path:
-    """Returns this process's private folder, in memory if it fits: the copy lives for one reload."""
+    """Returns this process's private folder for one reload, in memory if `size` bytes fit."""
     memory, disk = _SCRATCH_PARENTS
     parent = disk
     if has_room(size):
@@ -208,7 +208,7 @@ def scratch_dir(config: Config, size: int = 0) -> Path:
 
 
 def vllm_dir(config: Config) -> Path:
-    """Returns the folder for vLLM's sockets and the file of its process group, which it leaves behind."""
+    """Returns the folder for the sockets and files that vLLM leaves behind."""
     tag = durable.run_tag(config.run.output_dir)
     return Path(tempfile.gettempdir()) / f"{tag}-vllm-{os.getpid()}"
 

@@ -37,11 +37,11 @@ from sampler.engine.engine import Engine
 from sampler.engine.engine_tensors import Proof
 from sampler.engine.fetch import Fetched, Fetcher, fetch
 
-# Bounds of the canary's differences: RMS, largest. In float32, 1e-6 and 1e-5 are normal, and TF32 in
-# attention has 5e-4 and 2e-3. In bfloat16, the RMS is 0.03 to 0.04, and good engines have single
+# Bounds of the canary's differences: RMS, largest. In float32, 1e-6 and 1e-5 are normal, and TF32
+# in attention has 5e-4 and 2e-3. In bfloat16, the RMS is 0.03 to 0.04, and good engines have single
 # outliers, so the largest difference is only shown. A mixture's tokens that lie between two experts
-# go to either: up to two in ten, off by 0.2 to 0.9 (bfloat16, 8 experts). The nearest three quarters
-# have the RMS of other models.
+# go to either: up to two in ten, off by 0.2 to 0.9 (bfloat16, 8 experts). The nearest three
+# quarters have the RMS of other models.
 _CANARY_BOUNDS = {"float32": (2.5e-4, 1e-3), "bfloat16": (0.15, math.inf)}
 # largest difference of an engine that has fewer bits in some tensors, as vLLM in xIELU (Apertus)
 _NARROW_BOUND = 0.01

@@ -64,7 +64,7 @@ def copy_files(
 
 
 def _link_or_copy(source: Path, target: Path, progressed: Callable[[], None]) -> os.stat_result:
-    """Links whole weights, where that is possible, or copies a file. Returns the target's status."""
+    """Links whole weights where that is possible, or copies a file; returns the copy's status."""
     if source.name.startswith("model-"):
         with contextlib.suppress(OSError):  # across file systems, or on one without links
             os.link(source, target, follow_symlinks=False)

@@ -1,8 +1,9 @@
 """All internals of vLLM that the sampler reads or uses once it runs, as they are in vLLM 0.32.
 
-vllm_patches.py has those that are replaced before it starts. Everything else that the sampler calls is documented API: LLM, LLMEngine, SamplingParams,
-LoRARequest, extensions of the worker. tests/engine/test_vllm_insides.py names what an upgrade
-removed. The code that makes a CPU faster is in model/cpu.
+vllm_patches.py has those that are replaced before it starts. Everything else that the sampler calls
+is documented API: LLM, LLMEngine, SamplingParams, LoRARequest, extensions of the worker.
+tests/engine/test_vllm_insides.py names what an upgrade removed. The code that makes a CPU faster is
+in model/cpu.
 """
 
 import re

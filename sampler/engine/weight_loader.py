@@ -1,4 +1,4 @@
-"""Loads the weights of a version, or its adapter, into a vLLM engine, and proves that it has them."""
+"""Loads the weights or the adapter of a version into a vLLM engine, and compares them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +63,7 @@ class WeightLoader:
         if self._in_flight:
             self._in_flight.begin(version)
         if self._has_tower:
-            self._engine.reset_encoder_cache()  # the cache has image features of the old vision model
+            self._engine.reset_encoder_cache()  # it has image features of the old vision model
         return of_ranks(proofs)
 
     def _load_adapter(self, folder: Path) -> None:

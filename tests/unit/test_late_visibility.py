@@ -18,7 +18,7 @@ from sampler.engine.engine_tensors import Proof
 from sampler.loop import Sampler
 from tests.support.protocol_helpers import make_config
 from tests.support.versions import SHARDS, publish
-from tests.unit.test_reload import Engine
+from tests.unit.sampler.engine.test_reload import Engine
 
 VERSION = 8
 
