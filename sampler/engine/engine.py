@@ -21,7 +21,6 @@ from common.errors import UserError
 from common.processes.certain_errors import raising_permanent_errors
 from common.processes.watchdog import report_progress
 from common.types import EncodedImage
-from model.files.folder import load_config
 from model.files.images import as_picture, vision_of
 from sampler.engine import routing, vllm_insides, vllm_patches
 from sampler.engine.cache_sleep import CacheSleep
@@ -30,11 +29,9 @@ from sampler.engine.engine_arguments import (
     ends,
     engine_arguments,
     has_right_prefix_cache,
-    has_tower,
     require_bfloat16,
     set_environment,
 )
-from sampler.engine.fetch import vllm_dir
 from sampler.engine.in_flight import InFlight
 from sampler.engine.weight_loader import WeightLoader
 
@@ -48,19 +45,6 @@ class _Scored:
     """Key of a sequence that `score` waits for."""
 
     index: int  # of the sequence
-
-
-def _mend_vllm(config: Config, arguments: dict[str, Any]) -> None:
-    """Patches the parts of vLLM that are wrong for this model, before vLLM loads it."""
-    vllm_patches.keep_files_in(vllm_dir(config))
-    vllm_patches.rotate_every_head()
-    if "enable_lora" in arguments:
-        vllm_patches.run_experts_without_adapters()
-    if has_tower(config):
-        vllm_patches.show_images_alone()
-    else:
-        architectures = load_config(config.model).architectures or ()
-        vllm_patches.load_without_torchvision(architectures)
 
 
 class Engine:
@@ -114,7 +98,7 @@ class Engine:
 
     def _start(self, config: Config, arguments: dict[str, Any]) -> Any:
         """Returns vllm.LLM with the model loaded."""
-        _mend_vllm(config, arguments)
+        vllm_patches.mend(config, arguments)
         if self.on_cpu:
             model_config = self._vllm.EngineArgs(**arguments).create_model_config()
             if not has_right_prefix_cache(model_config):

@@ -7,7 +7,7 @@ removed.
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,26 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from common.config import MAX_SOCKET_PATH
+from common.config import MAX_SOCKET_PATH, Config
+from model.files.folder import load_config
+from sampler.engine.engine_arguments import has_tower
+from sampler.engine.fetch import vllm_dir
+
+
+def mend(config: Config, arguments: Mapping[str, Any]) -> None:
+    """Patches the parts of vLLM that are wrong for this model.
+
+    arguments: those with which vllm.LLM will be started.
+    """
+    keep_files_in(vllm_dir(config))
+    rotate_every_head()
+    if "enable_lora" in arguments:
+        run_experts_without_adapters()
+    if has_tower(config):
+        show_images_alone()
+    else:
+        architectures = load_config(config.model).architectures or ()
+        load_without_torchvision(architectures)
 
 
 def keep_files_in(folder: Path) -> None:
