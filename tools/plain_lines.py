@@ -18,7 +18,12 @@ from pathlib import Path
 
 from common.paths import ROOT
 
-ROOMS = {"trainer": ["trainer", "training_worker.py"]}  # the folders and files of each
+ROOMS = {  # the folders and files of each
+    "trainer": ["trainer", "training_worker.py"],
+    "environments": ["environments"],
+    "rewards": ["rewards"],
+    "workers": ["common/worker"],
+}
 PERCENTILES = {"Jones p90": 0.90, "Jones p99": 0.99}
 LIMITS = {
     "Jones p90": 15,
