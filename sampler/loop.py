@@ -114,8 +114,10 @@ class Sampler:
         if credit is None or credit is self._served:
             return
         leased = set(credit.lease)
-        groups = [key for key in self._decoding if isinstance(key, GroupKey)]
-        unleased = [key for key in groups if key.group_id not in leased]
+        unleased: list[Key] = []
+        for key in self._decoding:
+            if isinstance(key, GroupKey) and key.group_id not in leased:
+                unleased.append(key)
         if unleased:
             self.turns.abort(unleased)
             self.stats["total/aborted"] += len(unleased)
@@ -199,8 +201,11 @@ class Sampler:
             return
         self._served = credit
         working = {key.group_id for key in self._working if isinstance(key, GroupKey)}
-        new = [i for i in credit.lease if i not in working and not self.link.has_result(i)]
-        self._submit_all([GroupKey(i, credit.version, self._num_trainers) for i in new])
+        new = []
+        for i in credit.lease:
+            if i not in working and not self.link.has_result(i):
+                new.append(GroupKey(i, credit.version, self._num_trainers))
+        self._submit_all(new)
         for request in credit.evals:
             self._held_out.ask(request, credit.version, self._num_trainers)
 

@@ -20,6 +20,7 @@ from common.paths import ROOT
 
 ROOMS = {  # the folders and files of each
     "trainer": ["trainer", "training_worker.py"],
+    "sampler": ["sampler", "sampling.py"],
     "environments": ["environments"],
     "rewards": ["rewards"],
     "workers": ["common/worker"],

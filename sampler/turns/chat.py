@@ -20,8 +20,9 @@ from environments.tools import NO_CALLS, Call
 from sampler.engine.completions import Completion
 from sampler.prompts.chat_template import read_template
 from sampler.prompts.prompts import turn_prefix_of
+from sampler.turns.call_formats import parser_of
 from sampler.turns.task import Decode
-from sampler.turns.tool_calls import CallReader, parser_of
+from sampler.turns.tool_calls import CallReader
 from sampler.turns.turns import TurnTemplate
 
 

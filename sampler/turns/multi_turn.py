@@ -21,11 +21,12 @@ from sampler.prompts.chat_template import read_template, render
 from sampler.prompts.messages import as_messages
 from sampler.prompts.prompts import turn_prefix_of
 from sampler.turns.agent import Agents
+from sampler.turns.call_formats import parser_of
 from sampler.turns.chat import Chat
 from sampler.turns.dialogues import Dialogues
 from sampler.turns.generator import Environments, Generator
 from sampler.turns.task import Decode
-from sampler.turns.tool_calls import PART_MARKS, CallReader, parser_of
+from sampler.turns.tool_calls import PART_MARKS, CallReader
 from sampler.turns.turns import REMEDY, TurnTemplate
 
 if TYPE_CHECKING:

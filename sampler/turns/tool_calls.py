@@ -1,157 +1,122 @@
 """Reads tool calls from a model's text, in the format of its chat template.
 
-This module reads hermes, llama3_json and openai (gpt-oss) itself; vLLM's parsers read the other names of its
-`--tool-call-parser`, one call at a time if FORMS has the marks: on whole turns they drop all calls for a broken one,
-and take those in a thought for calls. A call that cannot be read is reported to the model and counted.
+The formats hermes, llama3_json and openai (of gpt-oss) are read here. vLLM's parsers read the
+others, one call at a time if the format's marks are known: given a whole turn, they drop all calls
+because of a broken one, and take those in a thought for calls. A call that cannot be read is
+reported to the model and counted.
 """
 
 import contextlib
-import functools
-import importlib.util
 import json
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import UserError
 from common.processes.time_limits import within
 from environments import Message
 from environments.tools import Call, Calls
+from sampler.turns.call_formats import FORMS, SHARED, CallFormat, vllm_parser
 
-# The formats by name: a pattern of their chat templates, and the marks before and after calls. Without an end mark the
-# turn is read as a whole. The last two patterns occur in templates of other formats, too.
-FORMS = {
-    "qwen3_xml": ("<function=", "<tool_call>", "</tool_call>"),
-    "glm45": ("<arg_key>", "<tool_call>", "</tool_call>"),
-    "gemma4": (r"<\|tool_call>", "<|tool_call>", "<tool_call|>"),
-    "lfm2": (r"<\|tool_(?:call|list)_start\|>", "<|tool_call_start|>", "<|tool_call_end|>"),
-    "openai": (r"<\|call\|>", "to=functions.", "<|call|>"),
-    "mistral": (r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""),
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜>(?s:.*)```json",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": (
-        "<｜tool▁calls▁begin｜>(?!(?s:.*)```json)",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "kimi_k2": (
-        "_calls_section_begin",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-    ),
-    "minimax_m2": ("<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
-    "seed_oss": ("<seed:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-    "muse_glimmer": ("<atem:function_calls>", "<atem:function_calls>", ""),
-    "hermes": ("<tool_call>", "<tool_call>", "</tool_call>"),
-    "llama3_json": ('"parameters"', "", ""),
-}
-_SHARED = ["hermes", "llama3_json"]
-_SAME = {
-    "qwen3_coder": "qwen3_xml",
-    "glm47": "glm45",
-    "qwen3_json": "hermes",
-    "llama4_json": "llama3_json",
-}
-_THOUGHT = (
-    r"(?s:<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)|<\|channel>.*?(?:<channel\|>|\Z)"
-    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)|to=self<\|message\|>.*?(?:<\|eom\|>|\Z)"
-    r"|\A(?:(?!<\|channel>).)*<channel\|>)"  # a thought that started in the prompt
-)
 _HEADS = ("<|channel|>", "<|message|>")  # marks around names and contents
 _TAGS = ("[THINK]", "<think>", "<seed:think>")  # text for templates if a reward reads them
-PART_MARKS = (
-    *_HEADS,
-    "<|channel>",
-    "<channel|>",
-    *_TAGS,
-)  # marks of parts that templates take as fields of a message
-_AROUND_THOUGHTS = (
-    r"<\|channel\|>analysis<\|message\|>|<\|end\|>|to=self<\|message\|>|<\|eom\|>|<\|channel>(?:thought\n)?|<channel\|>"
-    r"|</?(?:seed:)?think>|\[/?THINK\]"
+# Marks of parts that templates take as fields of a message.
+PART_MARKS = (*_HEADS, "<|channel>", "<channel|>", *_TAGS)
+_THOUGHTS = (
+    r"<(?:seed:)?think>.*?(?:</(?:seed:)?think>|\Z)",
+    r"\[THINK\].*?(?:\[/THINK\]|\Z)",
+    r"<\|channel>.*?(?:<channel\|>|\Z)",
+    r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
+    r"to=self<\|message\|>.*?(?:<\|eom\|>|\Z)",
+    r"\A(?:(?!<\|channel>).)*<channel\|>",  # a thought that started in the prompt
 )
-_WORDS = re.compile(r"<\|message\|>((?s:.)*?)(?=<\|(?:end|eom|start|call|return)\|>|\Z)")
-_CPU_S = (
-    2.0  # limit for one turn: endless repetitions take some parsers time quadratic in the length
+_THOUGHT = f"(?s:{'|'.join(_THOUGHTS)})"
+_AROUND_THOUGHTS = "|".join(
+    (
+        r"<\|channel\|>analysis<\|message\|>",
+        r"<\|end\|>",
+        r"to=self<\|message\|>",
+        r"<\|eom\|>",
+        r"<\|channel>(?:thought\n)?",
+        r"<channel\|>",
+        r"</?(?:seed:)?think>",
+        r"\[/?THINK\]",
+    )
 )
-_OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"  # follows the mark of a call without an end; words follow a mere mention
-
-
-def parser_of(template: str, given: str) -> str:
-    """Returns the call format of rollout.tool_parser; for auto, that of the chat template. Raises UserError."""
-    found = [name for name, (mark, *_) in FORMS.items() if re.search(mark, template)]
-    written = [name for name in found if name not in _SHARED] or found
-    if given == "auto" and (len(written) == 1 or written == _SHARED):
-        return written[0]
-    name, vllm = (
-        _SAME.get(given, given),
-        importlib.util.find_spec("vllm"),
-    )  # an import takes many seconds
-    parsers = Path(vllm.origin or "").with_name("tool_parsers") / "__init__.py" if vllm else Path()
-    listed = re.findall(
-        r'^    "([\w-]+)": \(', parsers.read_text() if parsers.is_file() else "", re.MULTILINE
-    )
-    if name in written or (name in listed and (name not in FORMS or not written)):
-        return name
-    raise UserError(
-        f"rollout.tool_parser {given!r}: the chat template writes calls as {' or '.join(written) or 'no known parser'} "
-        f"reads them; set rollout.tool_parser={(written or ['hermes'])[0]}. There are {', '.join(listed)}"
-    )
+_CONTENT = re.compile(r"<\|message\|>((?s:.)*?)(?=<\|(?:end|eom|start|call|return)\|>|\Z)")
+# What follows the mark of a call that has no end; words follow a mere mention of the mark.
+_OPENING = r"\s*(?:[{\[<]|[\w:.-]+\s*[{<(])"
+# Limit for a turn: some parsers take time quadratic in the length of endless repetitions.
+_CPU_S = 2.0
 
 
 class CallReader:
     """A parser of the tool calls in a turn.
-    CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f"}</tool_call>') == ("a", [Call("f", {})])"""
+
+    CallReader(tokenizer, "hermes").read('a <tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    returns ("a", [Call("f", {})]).
+    """
 
     def __init__(self, tokenizer: Any, parser: str = "", splits_thoughts: bool = False) -> None:
-        """Compiles the patterns. Without a parser it reads no calls. splits_thoughts: as of TurnTemplate."""
-        self._tokenizer, self._parser, self._splits = tokenizer, parser, splits_thoughts
-        _, self._begin, self._end = FORMS.get(parser, ("", "", ""))
-        added = {
-            i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-        self._special = added | dict(
-            zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-        )
-        self._marks = [t for t in self._special.values() if t in PART_MARKS or t in self._begin]
+        """Compiles the patterns of a format.
+
+        parser: the name of the format; without one, no calls are read. splits_thoughts: whether the
+        chat template takes a thought as a field of its own.
+        """
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._splits = splits_thoughts
+        form = FORMS.get(parser, CallFormat(""))
+        self._begin = form.begin
+        self._end = form.end
+        self._special = _special_tokens(tokenizer)
+        self._marks = [
+            token for token in self._special.values() if token in PART_MARKS or token in self._begin
+        ]
         self._no_words = [mark for mark in self._marks if mark not in _TAGS]
-        begin, end = re.escape(self._begin), re.escape(self._end)
+        begin = re.escape(self._begin)
+        end = re.escape(self._end)
         body = f"(?s:(?!{begin}).)*"
-        self._call = re.compile(
-            rf"(?P<thought>{_THOUGHT})|{begin}(?P<call>{body}?){end}|{begin}(?P<cut>(?={_OPENING}){body})\Z"
+        kinds = (
+            f"(?P<thought>{_THOUGHT})",
+            f"{begin}(?P<call>{body}?){end}",
+            rf"{begin}(?P<cut>(?={_OPENING}){body})\Z",
         )
+        self._call = re.compile("|".join(kinds))
 
     def __call__(
         self, text: str, turn_prefix: str, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> Calls:
-        """Returns (content, calls) of a turn. text: as rewards read it, turn_prefix included.
+        """Returns the content of a turn, and its calls.
 
-        tools: those shown. Marks may be special tokens, which `text` lacks: so `ids` are read, except an end token.
+        text: the turn as rewards read it, turn_prefix included. ids: its tokens, which are read
+        instead of the text, because marks may be special tokens that the text lacks; a token that
+        ends the turn is left out. tools: those that the prompt shows.
         """
         whole = turn_prefix + self._tokenizer.decode(self._body(ids), skip_special_tokens=False)
         late = text, [Call(problem="the calls cannot be read: the turn is too long")]
         content, calls = within(_CPU_S, lambda: self.read(whole, tools), late)
-        for thought in re.findall(_THOUGHT, whole):
-            content = content.replace(thought, "") if self._is_no_word(thought, text) else content
-        if any(mark in whole for mark in self._no_words if mark in _HEADS):
-            content = "".join(_WORDS.findall(content))
-        for token in self._special.values():
-            content = content if token in text else content.replace(token, "")
         names = [tool.get("function", tool)["name"] for tool in tools]
-        lost = f"not found. There are: {', '.join(names)}."
-        known = [
-            c if c.problem or c.name in names else replace(c, problem=f"Tool {c.name} {lost}")
-            for c in calls
-        ]
-        return content, known
+        known = [_checked(call, names) for call in calls]
+        return self._content_without_marks(content, whole, text), known
+
+    def _content_without_marks(self, content: str, whole: str, text: str) -> str:
+        """Returns the content of a turn without what the text for rewards does not show.
+
+        whole: the turn with its special tokens. text: the turn as rewards read it.
+        """
+        for thought in re.findall(_THOUGHT, whole):
+            if self._is_no_word(thought, text):
+                content = content.replace(thought, "")
+        if any(mark in whole for mark in self._no_words if mark in _HEADS):
+            content = "".join(_CONTENT.findall(content))
+        for token in self._special.values():
+            if token not in text:
+                content = content.replace(token, "")
+        return content
 
     @property
     def reads_parts(self) -> bool:
@@ -161,110 +126,160 @@ class CallReader:
     def parts(
         self, text: str, turn_prefix: str, ids: NDArray[np.int32]
     ) -> tuple[Message | None, str, NDArray[np.int32]]:
-        """Returns (fields of a turn besides content and calls, the turn as a template writes it, the ids of that).
+        """Returns the parts of a turn that special tokens mark, and the turn as templates write it.
 
-        text: the turn behind turn_prefix. The fields are None if templates take the turn as its text. Otherwise special
-        tokens that the text lacks mark its parts.
+        text: the turn behind turn_prefix. ids: its tokens.
+        First come the fields of the message besides content and calls, or None if templates take
+        the turn as its text; then the turn as a template writes it, and the tokens of that.
         """
         body = self._body(ids)
-        written = (
-            self._tokenizer.decode(body.tolist(), skip_special_tokens=False)
-            if self.reads_parts
-            else text
-        )
-        seen, whole = turn_prefix + text, turn_prefix + written
-        marks = [mark for mark in self._marks if self._is_no_word(mark, seen)] + [
-            "<think>"
-        ] * self._splits
+        written = text
+        if self.reads_parts:
+            written = self._tokenizer.decode(body.tolist(), skip_special_tokens=False)
+        seen = turn_prefix + text
+        whole = turn_prefix + written
+        marks = [mark for mark in self._marks if self._is_no_word(mark, seen)]
+        if self._splits:
+            marks.append("<think>")
         if not any(mark in whole for mark in marks):
             return None, text, ids
-        thoughts = [
-            t for t in re.findall(_THOUGHT, whole) if self._splits or self._is_no_word(t, seen)
-        ]
+        thoughts = []
+        for thought in re.findall(_THOUGHT, whole):
+            if self._splits or self._is_no_word(thought, seen):
+                thoughts.append(thought)
+        fields = {}
         thought = re.sub(_AROUND_THOUGHTS, "", "\n".join(thoughts)).strip()
-        return {"reasoning_content": thought} if thought else {}, written, body
+        if thought:
+            fields["reasoning_content"] = thought
+        return fields, written, body
 
     def _is_no_word(self, piece: str, text: str) -> bool:
+        """Returns whether a mark or a thought is written in special tokens, which are no text."""
         return piece not in text or any(mark in piece for mark in self._no_words)
 
     def words(self, content: str) -> str:
         """Returns the content without thoughts that are a field."""
-        return re.sub(_THOUGHT, "", content).strip() if self._splits else content
+        if not self._splits:
+            return content
+        return re.sub(_THOUGHT, "", content).strip()
 
     def _body(self, ids: Any) -> Any:
         """Returns the ids without the special token that ends the turn."""
-        return ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
+        if len(ids) and int(ids[-1]) in self._special:
+            return ids[:-1]
+        return ids
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-        """Returns (the text around the calls, the calls). Raises nothing, whatever the model wrote."""
+        """Returns the text around the calls, and the calls.
+
+        tools: those of the prompt. Raises nothing, whatever the model wrote.
+        """
         if not self._end:
-            thoughts, rest = "".join(re.findall(_THOUGHT, text)), re.sub(_THOUGHT, "", text).strip()
-            calls = self._calls(rest.removeprefix("<|python_tag|>").strip(), tools)
-            return (thoughts, calls) if calls else (text.strip(), [])
-        bodies = [
-            m["call"] or m["cut"] or "" for m in self._call.finditer(text) if m["thought"] is None
-        ]
+            return self._read_whole_turn(text, tools)
+        calls = []
+        for found in self._call.finditer(text):
+            if found["thought"] is None:
+                body = found["call"] or found["cut"] or ""
+                calls += self._calls(body, tools)
         content = self._call.sub(lambda found: found["thought"] or "", text).strip()
-        return content, [call for body in bodies for call in self._calls(body, tools)]
+        return content, calls
+
+    def _read_whole_turn(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[Call]]:
+        """Returns what `read` does, of a format whose calls have no mark at their end."""
+        thoughts = "".join(re.findall(_THOUGHT, text))
+        rest = re.sub(_THOUGHT, "", text).strip()
+        calls = self._calls(rest.removeprefix("<|python_tag|>").strip(), tools)
+        if not calls:
+            return text.strip(), []
+        return thoughts, calls
 
     def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         """Returns the calls in the text between two marks, or in the whole turn."""
-        if not self._parser or (
-            self._parser == "llama3_json" and not body.startswith("{")
-        ):  # it has no text around it
-            return []
-        if self._parser in _SHARED:
-            return [_read(body)]
-        if self._parser == "openai":  # times<|channel|>commentary json<|message|>{"a": 6, "b": 4}
-            return [_read(body.partition("<|message|>")[2], re.split(r"[\s<]", body.strip())[0])]
-        whole, found = self._begin * bool(self._end) + body + self._end, list[Any]()
+        match self._parser:
+            case "":
+                return []
+            case "llama3_json":  # has no text around a call
+                if not body.startswith("{"):
+                    return []
+                return [_read_call(body)]
+            case "hermes":
+                return [_read_call(body)]
+            case "openai":  # times<|channel|>commentary json<|message|>{"a": 6, "b": 4}
+                name = re.split(r"[\s<]", body.strip())[0]
+                arguments = body.partition("<|message|>")[2]
+                return [_read_arguments(name, arguments)]
+            case _:
+                return self._calls_by_vllm(body, tools)
+
+    def _calls_by_vllm(self, body: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+        """Returns the calls that vLLM's parser of the format finds in a text."""
+        whole = body
+        if self._end:
+            whole = self._begin + body + self._end
+        found: list[Any] = []
         with contextlib.suppress(Exception):  # vLLM's parsers raise any exception
-            found = _by_vllm(self._tokenizer, self._parser, json.dumps(tools))(whole).tool_calls
+            parse = vllm_parser(self._tokenizer, self._parser, json.dumps(tools))
+            found = parse(whole).tool_calls
         if not found and self._begin and self._begin in whole:
             return [Call(problem="the call cannot be read")]
-        return [_read(one.function.arguments, one.function.name) for one in found]
+        return [_read_arguments(one.function.name, one.function.arguments) for one in found]
 
     def start(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Makes vLLM's parser, which raises if the tokenizer lacks its tokens."""
-        if self._parser not in ("", *_SHARED, "openai"):
-            _by_vllm(self._tokenizer, self._parser, json.dumps(tools))
+        if self._parser not in ("", *SHARED, "openai"):
+            vllm_parser(self._tokenizer, self._parser, json.dumps(tools))
 
 
-@functools.lru_cache(maxsize=64)
-def _by_vllm(tokenizer: Any, name: str, tools: str) -> Callable[[str], Any]:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    logging.getLogger("vllm.tool_parsers").setLevel(
-        logging.CRITICAL
-    )  # the error is reported to the model and counted
-    schemas = [
-        tool if "function" in tool else {"type": "function", "function": tool}
-        for tool in json.loads(tools)
-    ]
-    request = ChatCompletionRequest(messages=[], tools=schemas or None)
-    make: Any = ToolParserManager.get_tool_parser(name)
-    parser = make(tokenizer, request.tools)
-    if hasattr(
-        parser, "_parser_engine"
-    ):  # otherwise it reads all arguments again after each ">" in them
-        parser._parser_engine._stream_arg_deltas = False
-    return functools.partial(parser.extract_tool_calls, request=request)
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Returns the special tokens of a tokenizer, by their ids."""
+    special = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token_id] = str(token)
+    tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return special | dict(tokens)
 
 
-def _read(given: Any, name: str | None = None) -> Call:
-    """Returns a call, or with a name, the call of these arguments, which may be JSON in a string, as OpenAI's are."""
+def _checked(call: Call, names: Sequence[str]) -> Call:
+    """Returns a call, which has a problem if there is no tool of its name."""
+    if call.problem or call.name in names:
+        return call
+    problem = f"Tool {call.name} not found. There are: {', '.join(names)}."
+    return replace(call, problem=problem)
+
+
+def _read_call(written: str) -> Call:
+    """Returns the call that a JSON object of its name and arguments describes."""
     try:
-        found = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
-        json.dumps(
-            found, ensure_ascii=False
-        ).encode()  # a lone surrogate cannot be sent to another process
+        found = _json_object(written)
     except (ValueError, RecursionError) as error:
-        return Call(name or "", problem=f"the call is not valid JSON: {error}")
-    if name is not None:
-        return Call(name, found)
-    if not isinstance(name := found.get("name"), str) or not name:
+        return Call(problem=f"the call is not valid JSON: {error}")
+    name = found.get("name")
+    if not isinstance(name, str) or not name:
         return Call(problem='the call has no "name"')
-    return _read(found.get("arguments", found.get("parameters", {})), name)
+    return _read_arguments(name, found.get("arguments", found.get("parameters", {})))
+
+
+def _read_arguments(name: str, given: Any) -> Call:
+    """Returns a call with these arguments, which may be JSON in a string, as OpenAI's are."""
+    try:
+        return Call(name, _json_object(given))
+    except (ValueError, RecursionError) as error:
+        return Call(name, problem=f"the call is not valid JSON: {error}")
+
+
+def _json_object(given: Any) -> dict[str, Any]:
+    """Returns a JSON object, which may be written in a string.
+
+    Raises ValueError if it is none, and RecursionError if it is nested too deeply.
+    """
+    found = given
+    if isinstance(given, str):
+        found = json.loads(given)
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    # Raises if a lone surrogate is in it, which cannot be sent to another process.
+    json.dumps(found, ensure_ascii=False).encode()
+    return found

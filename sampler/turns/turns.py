@@ -117,8 +117,11 @@ class TurnTemplate:
         model's turn, or does not take these roles.
         """
         template = cls(render, tokenize)
+        found = []
         try:
-            found = [template._rewrites(prompt, turn, role) for role in roles for turn in _TURNS]
+            for role in roles:
+                for turn in _TURNS:
+                    found.append(template._rewrites(prompt, turn, role))
         except UserError as error:
             if list(roles) != ["tool"]:
                 raise

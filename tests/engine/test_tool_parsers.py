@@ -19,9 +19,10 @@ from sampler.prompts.chat_template import render
 from sampler.prompts.prompts import turn_prefix_of
 from sampler.prompts.reading import Reader, stop_conditions
 from sampler.prompts.reading import reader as reader_of
+from sampler.turns.call_formats import FORMS, parser_of
 from sampler.turns.chat import Chat
 from sampler.turns.multi_turn import _say_or_refuse
-from sampler.turns.tool_calls import FORMS, CallReader, parser_of
+from sampler.turns.tool_calls import CallReader
 from sampler.turns.turns import TurnTemplate
 from tests.support.configs import config_of
 from tests.support.vision import byte_tokenizer

@@ -19,7 +19,8 @@ from environments.pool import EnvironmentPool
 from environments.tools import Call, answer_calls
 from rewards import text_of
 from rewards.pool import RewardPool
-from sampler.turns.tool_calls import CallReader, parser_of
+from sampler.turns.call_formats import parser_of
+from sampler.turns.tool_calls import CallReader
 from tests.support.python_file import python_file
 from tests.support.speed import limit
 from tests.support.vision import byte_tokenizer
