@@ -107,14 +107,16 @@ def _check_verifier(name: str, tallies: Sequence[Tally], findings: Findings) -> 
     more = f"{name} gives a wrong answer full marks"
     unpaid = [(tally.row, tally.missed) for tally in tallies]
     paid = [(tally.row, tally.paid) for tally in tallies]
-    findings.problems += _report(f"{less} in other notations", unpaid, False, findings)
-    for text in _report(more, paid, False, findings):
+    findings.problems += _report(
+        f"{less} in other notations", unpaid, is_doubtful=False, findings=findings
+    )
+    for text in _report(more, paid, is_doubtful=False, findings=findings):
         findings.problems.append(
             f"{text}; if a right one earns more, set rewards.full_marks: "
             f"{{{name}: <what it earns>}}"
         )
-    findings.doubts += _report(less, unpaid, True, findings)
-    findings.doubts += _report(more, paid, True, findings)
+    findings.doubts += _report(less, unpaid, is_doubtful=True, findings=findings)
+    findings.doubts += _report(more, paid, is_doubtful=True, findings=findings)
 
 
 def _add_verdicts_of_kinds(tallies: Sequence[Tally], findings: Findings) -> None:

@@ -107,7 +107,7 @@ def _parse(text: str, configs: list[Any]) -> Any:
 
 
 def rational(text: str) -> Fraction | None:
-    r"""Returns the exact value of mathematics that has a rational one, else None.
+    r"""Returns the exact value of an expression, or None if that is not a rational number.
 
     rational(r"1.2\times 10^{-5}") == Fraction(3, 250000)
     """

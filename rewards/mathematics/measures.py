@@ -261,7 +261,7 @@ def _begins_denominator(word: str, following: Sequence[str]) -> bool:
 def _read_denominators(tokens: deque[str], joins: str) -> list[Measure]:
     """Returns the denominators behind a "per": an hour and a person for "hour per person".
 
-    joins: the word before the first one.
+    joins: "per", "/" or "every", by which the first denominator is joined.
     """
     denominator = _read(tokens)
     first = dataclasses.replace(denominator, per=(), joins=joins)

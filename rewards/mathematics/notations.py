@@ -106,7 +106,7 @@ def _in_other_case(text: str) -> str:
 
 
 def may_be_decimal(gold: str) -> bool:
-    """Returns whether a gold answer is a list or a number with a decimal comma, such as 3,5 kg."""
+    """Returns whether a gold answer with a comma may be one number, such as 3,5 kg, or a list."""
     if gold_kind(gold).name != "mathematics":
         return False
     number, _ = split_unit(without_layout(gold))

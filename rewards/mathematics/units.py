@@ -100,7 +100,7 @@ def units_of(text: str) -> tuple[Unit, ...]:
 
 
 def is_measured(text: str) -> bool:
-    """Returns whether a text is a unit of measure such as "km", neither of money nor a noun."""
+    """Returns whether a text is a unit of measure such as "km". Currencies and nouns are not."""
     return _measured(text) is not None
 
 

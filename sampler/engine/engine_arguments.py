@@ -73,7 +73,7 @@ def has_right_prefix_cache(model: Any) -> bool:
 
 
 def looks_for_texts(config: Config) -> bool:
-    """Returns whether a text may end a completion, of sampler.stop or of an agent's request."""
+    """Returns whether texts may end completions: by sampler.stop, or by the request of an agent."""
     for source in config.of_sources.values():
         if source.rollout.agent is not None:
             return True

@@ -58,7 +58,7 @@ class Part:
     is_transposed: bool = False  # whether the engine's last two dimensions are exchanged
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the view of an engine's tensor that this part is."""
+        """Returns this part of an engine's tensor, as a view."""
         shape = self.info.shape
         if self.slot is not None:
             tensor = tensor[self.slot]

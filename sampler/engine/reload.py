@@ -5,8 +5,8 @@
       the old weights
 
 A version is verified by fetch.py, in a thread while the engine decodes: the manifest's digest, the
-files, the tensors, and whether these are finite. Afterwards the engine is idle and stands still, or
-it has sequences (in_flight.py).
+files, the tensors, and whether these are finite. While it is loaded, the engine either has nothing
+to decode, or its sequences wait and go on with the new weights (in_flight.py).
 
 The checksums are those that the trainer took of its own memory (model/checksum.py), so they prove
 the whole way from its parameters to the engine's, bit by bit: weights that are stale, swapped or

@@ -120,7 +120,10 @@ class WeightExtension:
         return proof
 
     def _load(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
-        """Replaces all parameters, and mends what vLLM's reload leaves wrong."""
+        """Replaces all parameters, and mends what vLLM's reload leaves wrong.
+
+        They are spoilt first, so that one which the reload does not reach is found by the proof.
+        """
         model = self.model_runner.model
         spoil(model, layout)
         vllm_insides.forget_packed_experts(model)

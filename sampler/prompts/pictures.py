@@ -76,7 +76,7 @@ def _image_file(item: Any, folder: Path) -> ImageFile:
 
 
 def _is_list_of_bytes(value: Any) -> bool:
-    """Returns whether a value is a list of integers, as which pandas writes bytes into JSON."""
+    """Returns whether a value is a list of integers, which is how pandas writes bytes into JSON."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(item, int) and 0 <= item < 256 for item in value)
@@ -221,7 +221,10 @@ def check_images(option: str, problems: Sequence[Problem], data: Data) -> None:
 
 
 def encode_problem(problem: Problem, form: ImageFormat, data: Data) -> tuple[EncodedImage, ...]:
-    """Returns a problem's images, resized. Raises UserError for a broken image or a strip."""
+    """Returns a problem's images, resized.
+
+    Raises UserError for a broken image, or for one whose sides differ too much in length.
+    """
     encoded = []
     for number, source in enumerate(problem.images, 1):
         try:

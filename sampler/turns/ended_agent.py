@@ -66,7 +66,7 @@ class EndedAgent:
         return None
 
     def _whole(self, prompt_ids: Ids) -> Completion:
-        """Returns the completion of all turns.
+        """Joins all turns in one completion, a tree in which a turn may fork from an earlier one.
 
         Each turn follows the turn with which it shares the longest prefix.
         """

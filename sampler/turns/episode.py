@@ -4,8 +4,8 @@
               sampled  environment   sampled       sampled
 
 An observation that no turn follows is not part of the completion, because its tokens would have no
-use. A turn may be requested after other tokens than the present ones. The sequence then forks at
-the first difference (`Episode.asked`).
+use. The prompt of a turn may differ from the tokens so far, for example if a template drops old
+thoughts. The sequence then forks at the first difference (`Episode.asked`).
 """
 
 from __future__ import annotations

@@ -23,11 +23,14 @@ def with_failures(
 ) -> Scores:
     """Returns the scores of all completions of a prompt, in their order.
 
-    scores: those of the completions that did not fail. For each function, a failed completion has
-    the lowest score that the function gave in the group, and at most 0; with a negative weight the
-    highest, and at least 0. Functions that do not apply to the row have NaN, as ever.
+    scores: those of the completions that did not fail. A failed completion gets the worst score
+    that each reward function gave in the group, but not a positive one:
 
-        answer 1, −1 and a failure  →  1, −1, −1        answer 1, 1 and a failure  →  1, 1, 0
+        scores 1 and −1, and a failure  →  1, −1, −1
+        scores 1 and 1, and a failure   →  1, 1, 0
+
+    If the weight of a function is negative, the worst score is the highest one, and at least 0.
+    A function that does not apply to the row gives NaN to all of them.
     """
     if all(completion.failure is None for completion in completions):
         return scores

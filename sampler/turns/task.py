@@ -32,7 +32,7 @@ class GroupKey:
 
     @property
     def work(self) -> Hashable:
-        """Returns what names the group, by whatever weights it is sampled."""
+        """Returns the number of the group, which stays if another version samples it again."""
         return self.group_id
 
 
