@@ -27,13 +27,12 @@ AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
 @dataclass(frozen=True)
-class Environment:
+class VerifiersEnvironment:
     """An environment of verifiers, of either interface."""
 
     rows: Iterable[tuple[str, dict[str, Any]]]  # the prompt and the task of each row
-    serving: Callable[
-        [], AbstractAsyncContextManager[Any]
-    ]  # the context in which rollouts are played
+    # The context in which rollouts are played.
+    serving: Callable[[], AbstractAsyncContextManager[Any]]
     play: Callable[[dict[str, Any], str], Awaitable[float]]  # plays a task at a URL → its reward
 
 
@@ -55,7 +54,7 @@ def solve(task: dict[str, Any], base_url: str) -> float:
         ) from None
 
 
-def of_environment(name: str, settings: dict[str, Any]) -> Environment:
+def of_environment(name: str, settings: dict[str, Any]) -> VerifiersEnvironment:
     """Opens a package that has `load_environment`."""
     env = import_module("verifiers").load_environment(name, **settings)
     types = import_module("verifiers.types")
@@ -72,10 +71,10 @@ def of_environment(name: str, settings: dict[str, Any]) -> Environment:
             contents = [str(message["content"]) for message in row["prompt"]]
             yield "\n".join(contents), dict(row)
 
-    return Environment(rows(), contextlib.nullcontext, play)
+    return VerifiersEnvironment(rows(), contextlib.nullcontext, play)
 
 
-def of_taskset(name: str, settings: dict[str, Any]) -> Environment:
+def of_taskset(name: str, settings: dict[str, Any]) -> VerifiersEnvironment:
     """Opens a package that has a task set of verifiers.v1."""
     vf = import_module("verifiers.v1")
     loaders = import_module("verifiers.v1.utils.loaders")
@@ -102,7 +101,7 @@ def of_taskset(name: str, settings: dict[str, Any]) -> Environment:
             data = task.data.model_dump(mode="json", exclude_defaults=True)
             yield task.data.prompt_text, data
 
-    return Environment(rows(), env.serving, play)
+    return VerifiersEnvironment(rows(), env.serving, play)
 
 
 def main(what: str, name: str, settings: str = "{}") -> None:
@@ -118,7 +117,7 @@ def main(what: str, name: str, settings: str = "{}") -> None:
         serve(environment)
 
 
-def serve(environment: Environment) -> None:
+def serve(environment: VerifiersEnvironment) -> None:
     """Serves rollouts on PORT until the process is ended."""
     from aiohttp import web
 

@@ -141,7 +141,7 @@ class EnvironmentPool:
         self._request(key, Request("step", completion, calls))
 
     def finish(self, key: Hashable) -> None:
-        """Ends a rollout that a limit has ended. The reply is Done or Failed."""
+        """Tells the environment that a limit ends its rollout. It replies with Done or Failed."""
         self._request(key, Request("finish"))
 
     def _request(self, key: Hashable, request: Request) -> None:

@@ -52,7 +52,7 @@ class Judge:
     is_costly = True  # `launch.sh check` does not try it
 
     def __post_init__(self) -> None:
-        """Raises UserError for a budget without cache or price, and for files that do not open."""
+        """Raises UserError for a budget without a cache or prices, and for unreadable files."""
         has_costs = bool(self.cache) and any(self.price)
         if len(self.price) != 2 or (self.budget is not None and not has_costs):
             raise UserError(

@@ -153,7 +153,7 @@ def _pairs(probes: Sequence[Probe]) -> list[tuple[int, int]]:
 
 
 def named_rows(rows: Sequence[GoldRow]) -> str:
-    """Returns the indexes of the first rows, such as "row 0, 3"."""
+    """Returns a text that names the first of these rows, such as "row 0, 3"."""
     indexes = [str(row.index) for row in rows[:NUM_SHOWN]]
     if len(rows) > NUM_SHOWN:
         indexes.append("…")

@@ -121,7 +121,9 @@ def prompts_of(
     config: Config,
     multi_turn: MultiTurn | None = None,
 ) -> Prompts:
-    """Returns the prompts of problems, in order, without too long ones and unknown tokens.
+    """Returns the prompts of problems, in order.
+
+    Those that are too long or have unknown tokens are left out.
 
     option: data.train or data.eval, for messages. multi_turn: its tools are written into the
     prompts. Logs how many prompts are left out. Raises UserError, for example if none is left.

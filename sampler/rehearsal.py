@@ -31,7 +31,7 @@ _NUM_SAMPLED = 2  # tokens of each completion; the second is decoded from the ca
 
 
 def rehearse(config: Config, task: Task, engine: Engine, reference: Reference | None) -> None:
-    """Samples and scores the longest sequence, and samples an evaluation, under any weights.
+    """Samples and scores the longest sequence, and samples an evaluation, with whatever weights.
 
     Raises UserError if the engine refuses one of them.
     """

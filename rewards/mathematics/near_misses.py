@@ -82,7 +82,10 @@ def _near_text(gold: str) -> list[str]:
 
 
 def _near_mathematics(gold: str) -> list[str]:
-    """Returns the first item of a list, mathematics with other signs, and the point (2, 1)."""
+    """Returns wrong answers near an expression.
+
+    They are the first item of a list, an expression with other signs, or (2, 1) for (1, 2).
+    """
     found = list[str]()
     first_item, comma, _ = gold.partition(",")
     if comma and not re.search(r"[(\[{]", first_item):

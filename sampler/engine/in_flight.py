@@ -29,7 +29,7 @@ class InFlight:
         self.begin(0)
 
     def begin(self, version: int) -> None:
-        """Sets the version of the engine's weights, whose caches were emptied before."""
+        """Sets the version of the engine's weights, after its caches were emptied."""
         self._version = version
         self._engine.set_weight_version(str(version))
 

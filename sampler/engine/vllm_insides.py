@@ -36,10 +36,10 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def attentions_of(worker: Any) -> list[Any]:
-    """Returns the attention layers of a decoder in which nothing else mixes rows.
+    """Returns the attention layers of a decoder in which only attention connects tokens.
 
-    It returns [] if any other layer keeps a state, as recurrent and convolutional layers do, and
-    latent attention, which has another forward.
+    Returns [] if another layer keeps a state, as recurrent and convolutional layers do, or if the
+    attention is a latent one, whose forward takes other arguments.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention

@@ -42,7 +42,9 @@ def look_up(row: Any, key: str, default: Any = None) -> Any:
 
 
 def has_column(rows: Sequence[Row], key: str) -> bool:
-    """Returns whether any row has the key. In other rows, a value on the path to it may be null."""
+    """Returns whether any row has this key, which may be a path of keys.
+
+    In rows without it, a value on the path may be null."""
     return any(look_up(row, key, _ABSENT) is not _ABSENT for row in rows)
 
 

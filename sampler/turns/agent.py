@@ -91,8 +91,8 @@ class AgentRollout:
     async def play(self) -> EndedAgent | Missing:
         """Serves the agent's requests until it has ended.
 
-        If it has read nothing, the requests that it gave up train, so this waits until they are
-        sampled: long answers would be left out otherwise.
+        An agent may end before its requests are answered. If it has read no answer at all, those
+        requests are the rollout, so this waits for them: otherwise long answers would not train.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:

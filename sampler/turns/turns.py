@@ -181,7 +181,7 @@ class TurnTemplate:
     def _message(
         self, text: str, turn_prefix: str, ids: NDArray[np.int32]
     ) -> tuple[Message, tuple[str, NDArray[np.int32]]]:
-        """Returns a turn as a message for the template, and as (text, ids) for `written`."""
+        """Returns a turn as a message for the template, and its (text, ids) for `written`."""
         own_text = text.removeprefix(turn_prefix)
         message: Message = {"role": "assistant", "content": text}
         if self.reader is None:
