@@ -207,6 +207,12 @@ def test_a_run_whose_memory_runs_out_anywhere_trains_as_one_of_half_as_large_mic
             assert halved.steps == half.steps, (rank, call)
 
 
+def test_a_step_of_the_critic_alone_trains_no_policy() -> None:
+    first, second = Simulation(settings("critic alone before the policy"), 1).steps
+    assert {name for _, name, _ in first} == {"critic"}
+    assert {name for _, name, _ in second} > {"critic"}
+
+
 @pytest.mark.parametrize("name", ["all in two passes", "all in two shuffled passes"])
 def test_the_reference_scores_each_group_once_for_all_passes(name: str) -> None:
     run = Simulation(settings(name), 2)

@@ -34,8 +34,13 @@ def settings(rewards: dict[str, Any] | None = None, **algorithm: Any) -> Config:
 ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
 # rewards, estimator, scale: advantages, worked out on paper
 HAND: dict[str, tuple[list[float], str, str, list[float]]] = {
+    # mean 1/4, squares 9/16 + 3/16 = 3/4, std = 1/2
+    "one of four": (ONE_OF_FOUR, "grpo", "group", [0.75 / (0.5 + EPS)] + [-0.25 / (0.5 + EPS)] * 3),
     "equal but for what is nothing": ([0.0, 1e-9], "grpo", "group", [0.0, 0.0]),
     "equal in float32, whose std is 8e-9": (torch.full((8,), 0.1).double().tolist(), "grpo", "group", [0.0] * 8),
+    # the right one: 1 − 0; a wrong one: 0 − 1/3
+    "rloo": (ONE_OF_FOUR, "rloo", "none", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+    "dr_grpo": (ONE_OF_FOUR, "dr_grpo", "none", [0.75, -0.25, -0.25, -0.25]),
 }
 
 
@@ -122,6 +127,13 @@ def test_a_group_is_dead_by_what_its_task_gave_whatever_kl_and_length_add() -> N
     assert not is_dead_group(unequal, settings(beta=1.0, kl_in_reward=True))
 
 
+def test_a_group_whose_only_advantages_are_masked_is_dead_where_its_slot_may_get_another() -> None:
+    g = group(cut(rollout([7], 1.0)), cut(rollout([7], 0.0)))
+    masks = {"mask_truncated_completions": True}
+    assert is_dead_group(g, settings(dead_groups="resample", **masks))
+    assert not is_dead_group(g, settings(**masks))
+
+
 def test_a_batch_with_one_living_group_is_scaled_by_all_of_it() -> None:
     alive = group(rollout([7], 1.0, ref=-1.0), rollout([7], 0.0, ref=-1.0), group_id=1)
     found = step_advantages([of_kl(1.0), alive], settings(scale_rewards="batch", **KL))
@@ -149,7 +161,7 @@ CHOICES: list[dict[str, Any]] = [
     {},
     {"scale_rewards": "batch"},
     {"adv_estimator": "dr_grpo"},
-    {"adv_estimator": "rloo"},
+    {"adv_estimator": "rloo", "whiten_advantages": True},
     {"whiten_advantages": True},
     {"adv_estimator": "reinforce_plus_plus"},
     {"adv_estimator": "reinforce_plus_plus_baseline"},

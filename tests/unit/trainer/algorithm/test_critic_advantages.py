@@ -18,7 +18,7 @@ from tests.support.tiny import random_group
 from tests.support.training_groups import num_tokens, with_estimates
 from tests.unit.trainer.data.test_tensors import cut, group, rollout, steps
 from trainer.algorithm.critic_advantages import estimate, value_metrics
-from trainer.algorithm.gae import group_token_rewards
+from trainer.algorithm.gae import gae, group_token_rewards
 from trainer.algorithm.losses import value_errors
 from trainer.data.tensors import value_batch, value_row
 
@@ -135,11 +135,27 @@ def test_advantages_and_returns_equal_the_oracle(rewards: list[float], gamma: fl
         assert found.returns[0][i].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)
 
 
-def test_the_reward_and_the_punishment_are_on_the_last_token_and_kl_on_each() -> None:
+# ---- gae itself, and the rewards of tokens
+
+
+def test_gae_on_paper() -> None:
+    # δ_1 = 2 − 1 = 1, δ_0 = 0 + .5 · 1 − 1 = −.5, A_0 = −.5 + .5 · .5 · 1 = −.25
+    advantages, returns = gae(np.array([0.0, 2.0]), np.array([1.0, 1.0]), gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [-0.25, 1.0]
+    assert returns.tolist() == [0.75, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({}, [0.0, 0.0, 1.0]),
+        # log π_old − log π_ref = (.5, −1, 0); a punishment of 3/12 for three tokens
+        ({"beta": 0.5, "kl_in_reward": True, "soft_punish_cache": 12}, [-0.25, 0.5, 0.75]),
+    ],
+)
+def test_the_reward_is_on_the_last_token_and_kl_on_each(choice: dict[str, Any], expected: list[float]) -> None:
     old = np.array([-1.0, -2.0, -0.5], np.float32)
     ref = np.array([-1.5, -1.0, -0.5], np.float32)
     truncated = Rollout(np.array([5, 6, 2], np.int32), old, ref, {"answer": 1.0}, 1.0, "length")
-    # log π_old − log π_ref = (.5, −1, 0); a punishment of 3/12 for three tokens
-    config = settings(beta=0.5, kl_in_reward=True, soft_punish_cache=12)
-    (found,) = group_token_rewards(group(truncated), config)
-    assert found.tolist() == [-0.25, 0.5, 0.75]
+    (found,) = group_token_rewards(group(truncated), settings(**choice))
+    assert found.tolist() == expected

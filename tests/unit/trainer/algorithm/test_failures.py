@@ -11,8 +11,10 @@ from common.config import Config
 from common.types import Failure, Problem
 from rewards import Scores
 from sampler.engine.completions import Completion
+from sampler.turns.episode import as_rollout
 from sampler.turns.failures import with_failures
 from tests.support.configs import config_of
+from trainer.algorithm.advantages import is_unmasked
 
 ENDED = Completion(np.array([3, 2], np.int32), np.array([-0.5, -0.5], np.float32), "stop")
 FAILED = replace(ENDED, failure=Failure("timeout", "no answer within 30 s"))
@@ -58,6 +60,12 @@ def test_a_function_that_does_not_apply_to_the_row_or_to_others_of_the_group_doe
     assert with_failures([FAILED], [], config(), row) == [(only_format, 0.0)]
     [(by_function, _), _] = with_failures([FAILED, ENDED], [score(math.nan, 1.0)], config(), ROW)
     assert by_function == only_format
+
+
+def test_a_failure_trains_though_it_was_cut_and_truncated_completions_are_masked() -> None:
+    cut = as_rollout(replace(ENDED, finish_reason="length"), None, {"answer": 0.0}, 0.0)
+    failed = replace(cut, failure=FAILED.failure)
+    assert [is_unmasked(cut, True), is_unmasked(failed, True)] == [False, True]
 
 
 def test_the_reward_of_failures_can_be_set() -> None:

@@ -53,6 +53,19 @@ def denominator(loss_type: str, lengths: list[int], longest: int = 8) -> Denomin
     return Denominator(loss_type, len(lengths), sum(lengths), longest)
 
 
+def test_the_worked_vector_of_two_completions_of_two_tokens() -> None:
+    # ratios .5/.25 = 2, .5/.5 = 1; .3/.3 = 1, .25/.5 = .5. A = 1: min(2, 1.2) = 1.2 (clipped), 1.
+    # A = −1: −1, min(−.5, −.8) = −.8 (clipped). Sequence means 1.1 and −.9, their mean .1, negated: −.1
+    probs = [0.5, 0.5, 0.3, 0.25]
+    old = [0.25, 0.5, 0.3, 0.5]
+    found, gradient, terms = objective(probs, old, [1.0, 1.0, -1.0, -1.0], [2, 2], ref=probs, beta=0.04)
+    weights = token_weights([2, 2], denominator("grpo", [2, 2]))
+    assert loss(torch.tensor(found), weights).item() == pytest.approx(-0.1, abs=1e-12)
+    assert weights.tolist() == [0.25] * 4
+    assert gradient == pytest.approx([0.0, 1.0, -1.0, 0.0], abs=1e-12)
+    assert terms.clipped.tolist() == [True, False, False, True]
+
+
 LN_2 = math.log(2)
 CISPO = {"loss_type": "cispo", "epsilon_high": 2.0}
 # π, π_old, A, other settings and π_ref: objective, its slope by log π, and whether the slope is that of a clip
@@ -82,11 +95,23 @@ def test_the_objective_of_one_token(case: str) -> None:
     assert terms.ratio.item() == pytest.approx(prob / old)
 
 
-@pytest.mark.parametrize(("estimator", "kl"), [("k3", 1 - LN_2), ("k1", -LN_2), ("k2", LN_2**2 / 2)])
-def test_the_kl_of_a_token_is_a_metric(estimator: str, kl: float) -> None:
-    # x = log(ref/π) = ln 2: k3 = exp(x) − x − 1
-    _, _, terms = objective([0.15], [0.1], [1.0], [1], ref=[0.3], beta=0.5, kl_estimator=estimator)
+@pytest.mark.parametrize(
+    ("estimator", "kl", "slope"),
+    [
+        # x = log(ref/π) = ln 2: k3 = exp(x) − x − 1, its slope by log π is 1 − ref/π
+        ("k3", 1 - LN_2, -1.0),
+        ("k1", -LN_2, 1.0),
+        ("k2", LN_2**2 / 2, -LN_2),
+    ],
+)
+def test_the_kl_of_a_token(estimator: str, kl: float, slope: float) -> None:
+    """Beside a ratio of 1.5, which is clipped."""
+    of_kl = {"ref": [0.3], "beta": 0.5, "kl_estimator": estimator}
+    found, gradient, terms = objective([0.15], [0.1], [1.0], [1], **of_kl)
+    assert terms.clipped.item()
     assert terms.kl.item() == pytest.approx(kl)
+    assert found == pytest.approx([1.2 - 0.5 * kl])
+    assert gradient == pytest.approx([-0.5 * slope])
 
 
 def test_a_kl_in_the_reward_is_measured_alone() -> None:
@@ -136,6 +161,14 @@ def test_a_kl_weighed_by_the_ratio_has_the_exact_expected_gradient_on_and_off_po
         (expected,) = torch.autograd.grad(-(old.exp() * objective).sum(), logits, retain_graph=True)
         (true_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits)
         assert expected.tolist() == pytest.approx(true_gradient.tolist(), abs=1e-12)
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_and_its_gradient_reaches_every_token() -> None:
+    # token ratios .5/.4 = 1.25 and .2/.25 = .8: their product is 1, although the first alone would be clipped
+    found, gradient, terms = objective([0.5, 0.2], [0.4, 0.25], [3.0, 3.0], [2], importance_sampling_level="sequence")
+    assert found == pytest.approx([3.0, 3.0])
+    assert gradient == pytest.approx([3.0, 3.0])
+    assert terms.ratio.tolist() == pytest.approx([1.0, 1.0])
 
 
 # settings under which tokens of a completion have advantages of their own
@@ -194,6 +227,19 @@ def test_the_entropy_bonus_is_added_with_its_gradient_also_where_the_clip_stops_
     assert objective.tolist() == pytest.approx([1.2 + 0.5, 0.25])
     (gradient,) = torch.autograd.grad(objective.sum(), entropy)
     assert gradient.tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("grpo", [1 / 6, 1 / 6, 1 / 3]),  # the mean of three sequence means
+        ("dapo", [1 / 8] * 3),  # of all tokens of the step
+        ("dr_grpo", [1 / 30] * 3),  # completions times the longest possible
+    ],
+)
+def test_weights_of_two_completions_while_a_third_is_on_another_rank(loss_type: str, expected: list[float]) -> None:
+    weights = token_weights([2, 1], denominator(loss_type, [2, 1, 5], longest=10))
+    assert weights.tolist() == pytest.approx(expected)
 
 
 CLIPPED = st.fixed_dictionaries(
@@ -276,17 +322,23 @@ def value_error(value: float, old: float, target: float, cliprange: float | None
 
 
 @pytest.mark.parametrize(
-    ("value", "target", "is_clipped"),
+    ("value", "old", "target", "error", "slope", "clipped"),
     [
-        (0.6, 1.0, False),  # within ±0.2 of the old value
-        (0.9, 1.0, True),  # rose towards its return, to 0.7 and no further
-        (0.1, 0.0, True),  # fell towards its return, to 0.3
-        (0.1, 1.0, False),  # fell away from its return, and may come back
-        (1.4, 1.0, False),  # beyond its return: 0.4 away, more than the 0.3 of 0.7
+        (0.6, 0.5, 1.0, 0.08, -0.4, False),  # within ±0.2 of old: ½ · 0.4²
+        (0.9, 0.5, 1.0, 0.045, 0.0, True),  # rose towards its return, to 0.7 and no further: ½ · 0.3²
+        (0.1, 0.5, 0.0, 0.045, 0.0, True),  # fell towards its return, to 0.3
+        (0.1, 0.5, 1.0, 0.405, -0.9, False),  # fell away from its return: ½ · 0.9², and it may come back
+        (1.4, 0.5, 1.0, 0.08, 0.4, False),  # beyond its return: 0.4 away, more than the 0.3 of 0.7
     ],
 )
-def test_on_which_side_of_its_return_a_value_is_clipped(value: float, target: float, is_clipped: bool) -> None:
-    assert value_error(value, 0.5, target, 0.2)[2] == is_clipped
+def test_each_side_of_the_value_clip_by_hand(
+    value: float, old: float, target: float, error: float, slope: float, clipped: bool
+) -> None:
+    assert value_error(value, old, target, 0.2) == (pytest.approx(error), pytest.approx(slope), clipped)
+
+
+def test_without_a_cliprange_no_value_is_clipped() -> None:
+    assert value_error(0.9, 0.5, 1.0, None) == (pytest.approx(0.005), pytest.approx(-0.1), False)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +357,5 @@ cliprange = st.sampled_from([None, 0.05, 0.25, 1.55])  # off the numbers, so tha
 
 @given(numbers, numbers, numbers, cliprange)
 def test_errors_and_slopes_equal_the_oracle(value: float, old: float, target: float, cliprange: float | None) -> None:
-    expected = oracle.value_error(value, old, target, cliprange)
-    *found, is_clipped = value_error(value, old, target, cliprange)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    assert cliprange or not is_clipped
+    error, slope = oracle.value_error(value, old, target, cliprange)
+    assert value_error(value, old, target, cliprange)[:2] == pytest.approx((error, slope), rel=1e-6, abs=1e-9)

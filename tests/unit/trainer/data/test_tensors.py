@@ -86,6 +86,11 @@ def test_a_filler_has_no_weight_and_a_gradient_of_zero_whatever_the_model_says(b
     assert torch.isfinite(terms.kl).all()
 
 
+def test_a_nan_reward_does_not_pass_as_a_dead_group() -> None:
+    batch = micro_batch([group(rollout([1], float("nan")), rollout([2], 1.0))], 2)
+    assert torch.isnan(batch.advantages).all()  # the engine sees it, skips the step and counts it
+
+
 @pytest.mark.parametrize(
     ("choice", "waits"),
     [

@@ -57,6 +57,17 @@ def micro_batch(group: Group, of: Config) -> tensors.MicroBatch:
     return tensors.micro_batch(scored, tensors.step_denominator(scored, 1, of), of.algorithm)
 
 
+def test_a_rollout_of_two_turns_by_hand() -> None:
+    batch = micro_batch(GROUP, config(scale_rewards="none", beta=0.1))
+    assert batch.row.input_ids.tolist() == [[5, 6, 10, 11, 12, 13, 14, 15, 10, 11]]
+    assert batch.row.target_ids.tolist() == [10, 11, 14, 15, 10, 11]
+    assert batch.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]  # 14 is read from the last observed token
+    assert batch.old_logprobs.tolist() == [-1, -2, -5, -6, -1, -2]
+    assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [-1.5, -2.5, -5.5, -6.5, -1.5, -2.5]
+    assert batch.advantages.tolist() == [0.5] * 4 + [-0.5] * 2
+    assert micro_batch(GROUP, config(beta=0.0)).ref_logprobs is None
+
+
 THREE_TURNS = rollout(9, ((2, 4), (6, 7)), 1.0, forks=((2, 1), (6, 4)))
 FORKED = Group(0, 0, 0, np.array([5, 6], np.int32), (THREE_TURNS, rollout(2, (), 0.0)))
 
@@ -69,7 +80,6 @@ def test_a_rollout_of_three_rewritten_turns_by_hand() -> None:
     assert batch.row.position_ids.tolist() == [[0, 1, 2, 3, 1, 2, 3, 4, 4, 5, 6, 2, 3]]
     assert batch.row.target_ids.tolist() == [10, 11, 14, 15, 17, 18, 10, 11]
     assert batch.row.source_index.tolist() == [1, 2, 5, 6, 8, 9, 1, 11]
-    assert batch.ref_logprobs is None
     assert batch.weights.tolist() == pytest.approx([1 / 12] * 6 + [1 / 4] * 2), "rollouts, however many sequences"
     scored = with_rewards([FORKED], of)
     separate = tensors.policy_row(scored, "separate")
@@ -89,7 +99,8 @@ def test_gae_steps_from_sampled_token_to_sampled_token() -> None:
     values = {0: [np.array([0.5, 0.25, 0.75, 0.5]), np.array([0.0, 0.0])]}
     found = estimate([GROUP], values, of)
     # δ = (.25 − .5, .75 − .25, .5 − .75, 1 − .5) = (−.25, .5, −.25, .5)
-    # A = (−.25 + .5 · .5, .5 + .5 · 0, −.25 + .5 · .5, .5) = (0, .5, 0, .5), and the returns are A + V
+    # A = (−.25 + .5 · .5, .5 + .5 · 0, −.25 + .5 · .5, .5) = (0, .5, 0, .5)
+    assert found.advantages[0][0].tolist() == [0.0, 0.5, 0.0, 0.5]
     learned = tensors.value_batch(with_estimates([GROUP], found, of.algorithm), 6)
     assert learned.row.source_index.tolist() == [1, 2, 5, 6, 1, 8]
     assert learned.old_values.tolist() == [0.5, 0.25, 0.75, 0.5, 0.0, 0.0]
